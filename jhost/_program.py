@@ -1,0 +1,117 @@
+"""The call primitive's meaning: from an annotated jaxpr to a program that runs.
+
+JAX's transforms have acted on the jaxpr by the time these functions see it, so every
+derived program (backward, batched, rematerialized) comes through here as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jhost._jax import (
+    arg_names,
+    close,
+    def_impl,
+    evaluate,
+    register_lowering,
+    result_paths,
+)
+from jhost._primitives import Spec, jhost_p, shard_p
+from jhost.lowering.emit import emit
+from jhost.lowering.interpret import interpret
+from jhost.lowering.ir import Program
+from jhost.lowering.pipeline import lower_jaxpr, passes
+from jhost.runtime import dump
+from jhost.runtime.mesh import AnyMesh, abstract
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What holds for a jhost function and for every program derived from it."""
+
+    name: str
+    mesh: AnyMesh | None
+    chunks: int | Literal["auto"]
+    pipeline: str
+    streams: int
+    interpret: bool
+    compiler_options: tuple[tuple[str, Any], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def annotate(jaxpr: Any, in_specs: tuple[Spec | None, ...], out_specs: Any) -> Any:
+    """`jaxpr` with the shardings of its operands and results as marks in it."""
+
+    def annotated(*args: Any) -> list[Any]:
+        return _shard(evaluate(jaxpr, _shard(args, in_specs)), out_specs)
+
+    closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
+    # The user's names, not those of the function above.
+    renamed = closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info)
+    return close(renamed)
+
+
+def _shard(values: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
+    return [
+        value if spec is None else shard_p.bind(value, spec=spec)
+        for value, spec in zip(values, specs, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def host_program(call_jaxpr: Any, config: Config) -> Program:
+    """The Host IR program of an annotated jaxpr."""
+    program = lower_jaxpr(
+        call_jaxpr,
+        name=config.name,
+        mesh=abstract(config.mesh),
+        param_names=_names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x"),
+        result_names=_names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y"),
+        sequence=passes(
+            chunks=config.chunks, pipeline=config.pipeline, streams=config.streams
+        ),
+        after_pass=dump.pass_dumper(config.name),
+    )
+    dump.dump_host_ir(config.name, program)
+    return program
+
+
+def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:
+    """The user's names, or numbered ones in programs that JAX derived."""
+    given = list(names) or [None] * count
+    return tuple(name or f"{prefix}{number}" for number, name in enumerate(given))
+
+
+def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
+    """The JAX function of flat arrays that a Host IR program stands for."""
+    program = host_program(call_jaxpr, config)
+    mesh = program.mesh if config.mesh is None else config.mesh
+    if config.interpret:
+        return lambda *args: interpret(program, mesh, args)[0]
+    return emit(program, mesh)
+
+
+def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
+    if config.interpret:
+        return emitted(call_jaxpr, config)(*args)
+    return _compiled(call_jaxpr, config)(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
+    options = {**dict(config.compiler_options), **dump.compiler_options()}
+    return jax.jit(emitted(call_jaxpr, config), compiler_options=options or None)
+
+
+def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
+    """Inside an outer program: XLA compiles it, with that program's options."""
+    return emitted(call_jaxpr, config)(*args)
+
+
+def_impl(jhost_p, _run)
+register_lowering(jhost_p, _trace_late)

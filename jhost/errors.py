@@ -1,0 +1,87 @@
+"""The ways a use of jhost can be wrong, one class per cause.
+
+Each class is also the builtin that fits (`ValueError`, `TypeError`), and each has a
+section in `docs/errors.md` with an example and its fix, which the message names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class JhostError(Exception):
+    """The base of everything that jhost raises on purpose.
+
+    Args:
+        message: what is wrong, and what to try.
+        offenders: every offending argument, value or option, a line each.
+    """
+
+    def __init__(self, message: str, offenders: Sequence[str] = ()) -> None:
+        lines = [message, *(f"  * {offender}" for offender in offenders)]
+        lines.append(f"See docs/errors.md#{type(self).__name__.lower()}")
+        super().__init__("\n".join(lines))
+
+
+class DimError(JhostError, ValueError):
+    """A dim is out of range for its array."""
+
+
+class SpecRankError(JhostError, ValueError):
+    """A PartitionSpec has more entries than its array has dims."""
+
+
+class UnknownAxisError(JhostError, ValueError):
+    """A PartitionSpec names an axis that the mesh does not have."""
+
+
+class DuplicateAxisError(JhostError, ValueError):
+    """A PartitionSpec uses one mesh axis for two dims."""
+
+
+class DivisibilityError(JhostError, ValueError):
+    """A mesh axis does not divide the dim that it should shard."""
+
+
+class StreamConflictError(JhostError, ValueError):
+    """One value is asked to have two stream dims."""
+
+
+class StreamDimError(JhostError, ValueError):
+    """A stream was asked for on a dim that must stay whole."""
+
+
+class PipelineError(JhostError, ValueError):
+    """A pipeline was asked for where it cannot be."""
+
+
+class ChunksError(JhostError, ValueError):
+    """A chunk count is below 1 or above the extent of the dim."""
+
+
+class OptionError(JhostError, ValueError):
+    """An argument of jhost's own has a value that it cannot have."""
+
+
+class ArgumentError(JhostError, TypeError):
+    """An argument of jhost's own has the wrong type."""
+
+
+class NoMeshError(JhostError, ValueError):
+    """Shardings were given, but no mesh is known."""
+
+
+class MeshMismatchError(JhostError, ValueError):
+    """An array or a sharding lives on another mesh than the function."""
+
+
+class CompilerOptionError(JhostError, ValueError):
+    """XLA refuses a compiler option that the user gave."""
+
+
+class IndexRangeError(JhostError, IndexError):
+    """An alias in a Host IR program would lie outside its source."""
+
+
+class VerifyError(JhostError, RuntimeError):
+    """A Host IR program breaks an invariant: a defect of jhost or of a hand-built program."""

@@ -1,0 +1,235 @@
+"""From a flat jaxpr to the first Host IR program: a statement an equation.
+
+The program is that of one device, with global shapes.  `jhost.stream`, `jhost.serial`
+and `jhost.shard` leave it as marks on buffers, which later passes take up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh
+
+from jhost import errors
+from jhost._jax import fresh_var, source_line
+from jhost.lowering.inline_calls import FlatJaxpr
+from jhost.lowering.ir import (
+    Buffer,
+    Compute,
+    Dim,
+    Mark,
+    Program,
+    Remark,
+    SerialMark,
+    Set,
+    ShardMark,
+    Stmt,
+    StreamMark,
+    Unit,
+    UnitEqn,
+)
+from jhost.lowering.names import Names
+from jhost.lowering.specs import Problem, Spec, check_spec, raise_problems
+from jhost.lowering.table import opaque_reason, rule_of
+
+
+def build(
+    flat: FlatJaxpr,
+    *,
+    name: str,
+    mesh: AbstractMesh,
+    param_names: Sequence[str],
+    result_names: Sequence[str],
+) -> Program:
+    """The straight-line program of `flat`, with its marks.
+
+    Raises:
+        SpecRankError, UnknownAxisError, DuplicateAxisError, DivisibilityError: a
+            `jhost.shard` that does not fit its value or the mesh.
+        NoMeshError: a `jhost.shard` where there is no mesh.
+        StreamConflictError: two streams on different dims of one value.
+    """
+    builder = _Builder(flat, mesh)
+    params = builder.params(flat.invars, param_names)
+    for eqn in flat.eqns:
+        builder.equation(eqn)
+    results = builder.results(flat.outvars, result_names)
+    raise_problems(f"jhost.shard in {name}", builder.problems)
+    return Program(
+        name=name,
+        mesh=mesh,
+        params=params,
+        results=results,
+        body=tuple(builder.body),
+        marks=tuple(builder.marks.values()),
+        remarks=tuple(builder.remarks),
+    )
+
+
+class _Builder:
+    def __init__(self, flat: FlatJaxpr, mesh: AbstractMesh) -> None:
+        self.mesh = mesh
+        self.names = Names()
+        self.body: list[Stmt] = []
+        self.marks: dict[tuple[type[Mark], str], Mark] = {}
+        self.remarks: list[Remark] = []
+        self.problems: list[tuple[str, Problem]] = []
+        self.buffers: dict[Var, Buffer] = {}
+        self.taken: set[str] = set()
+        self.reads = _Reads(flat)
+        self.markers: dict[str, Callable[[JaxprEqn], Buffer]] = {
+            "copy": self.copy,
+            "stream": self.stream,
+            "serial": self.serial,
+            "shard": self.shard,
+        }
+
+    # --- Values --------------------------------------------------------------- #
+
+    def params(self, invars: Sequence[Var], names: Sequence[str]) -> tuple[Buffer, ...]:
+        pairs = zip(invars, names, strict=True)
+        params = tuple(self.define(var, name) for var, name in pairs)
+        self.taken.update(buffer.name for buffer in params)
+        return params
+
+    def results(self, outvars: Sequence[Var], names: Sequence[str]) -> tuple[Buffer, ...]:
+        """The result buffers: each its own, and none a parameter's."""
+        results: list[Buffer] = []
+        for var, name in zip(outvars, names, strict=True):
+            buffer = self.buffers[var]
+            if buffer.name in self.taken:
+                buffer = self.set(buffer, name)
+            self.taken.add(buffer.name)
+            results.append(buffer)
+        return tuple(results)
+
+    def define(self, var: Var, name: str = "v") -> Buffer:
+        self.buffers[var] = self.buffer(var.aval, name)
+        return self.buffers[var]
+
+    def buffer(self, aval: Any, name: str) -> Buffer:
+        return Buffer(
+            name=self.names.fresh(name),
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            dims=(Dim(),) * len(aval.shape),
+        )
+
+    def set(self, source: Buffer, name: str = "v") -> Buffer:
+        """A copy of `source`: a value with a layout and a stream of its own."""
+        out = self.buffer(source, name)
+        self.body.append(Set(out=out, source=source))
+        return out
+
+    # --- Equations ------------------------------------------------------------ #
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        marker = self.markers.get(eqn.primitive.name)
+        if marker is not None:
+            self.buffers[eqn.outvars[0]] = marker(eqn)
+        else:
+            self.compute(eqn)
+
+    def compute(self, eqn: JaxprEqn) -> None:
+        """A unit of its own for `eqn`, with a variable for each operand it reads.
+
+        An operand read twice gets two variables: it may be needed in two layouts.
+        """
+        invars = [v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars]
+        rule = rule_of(eqn)
+        unit_eqn = UnitEqn(
+            eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
+        )
+        if rule.opaque and any(eqn.outvars):
+            self.remark_opaque(eqn)
+        unit = Unit(
+            name=self.names.fresh(eqn.primitive.name),
+            eqns=(unit_eqn,),
+            invars=tuple(v for v in invars if not isinstance(v, Literal)),
+            outvars=tuple(eqn.outvars),
+        )
+        ins = tuple(self.buffers[v] for v in eqn.invars if not isinstance(v, Literal))
+        outs = tuple(self.define(var) for var in eqn.outvars)
+        self.body.append(Compute(unit=unit, ins=ins, outs=outs))
+
+    def remark_opaque(self, eqn: JaxprEqn) -> None:
+        primitive = eqn.primitive.name
+        text = f"{primitive} works on whole arrays: {opaque_reason(primitive)}"
+        self.remarks.append(Remark(kind="opaque", text=text, where=source_line(eqn)))
+
+    # --- Markers -------------------------------------------------------------- #
+
+    def copy(self, eqn: JaxprEqn) -> Buffer:
+        return self.set(self.buffers[eqn.invars[0]])
+
+    def stream(self, eqn: JaxprEqn) -> Buffer:
+        """Mark the value itself; a second mark must agree with the first."""
+        buffer = self.buffers[eqn.invars[0]]
+        mark = StreamMark(
+            buffer=buffer.name,
+            dim=eqn.params["axis"],
+            chunks=eqn.params["chunks"],
+            pipeline=eqn.params["pipeline"],
+            where=source_line(eqn),
+        )
+        other = self.marks.setdefault((StreamMark, buffer.name), mark)
+        assert isinstance(other, StreamMark)
+        if other.dim != mark.dim:
+            raise errors.StreamConflictError(
+                f"One value of shape {buffer.shape} has streams on two dims; chunks are "
+                "cut along one. Keep one of the marks, or put jhost.serial between.",
+                [
+                    f"axis={other.dim} at {other.where}",
+                    f"axis={mark.dim} at {mark.where}",
+                ],
+            )
+        return buffer
+
+    def serial(self, eqn: JaxprEqn) -> Buffer:
+        out = self.set(self.buffers[eqn.invars[0]])
+        self.marks[SerialMark, out.name] = SerialMark(buffer=out.name)
+        return out
+
+    def shard(self, eqn: JaxprEqn) -> Buffer:
+        """Constrain the value itself where nothing else reads it, else a copy of it."""
+        (atom,) = eqn.invars
+        buffer, where = self.buffers[atom], source_line(eqn)
+        spec: Spec = eqn.params["spec"]
+        if not self.mesh.shape:
+            raise errors.NoMeshError(
+                "jhost.shard needs a mesh: give one to jhost.jit(mesh=...), or call "
+                "the function under jax.set_mesh.",
+                [f"shape {buffer.shape} at {where}"],
+            )
+        problems = check_spec(spec, buffer.shape, dict(self.mesh.shape))
+        self.problems += [(f"value of shape {buffer.shape} at {where}", p) for p in problems]
+        if self.reads[atom] > 1 or (ShardMark, buffer.name) in self.marks:
+            buffer = self.set(buffer)
+        mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
+        self.marks[ShardMark, buffer.name] = mark
+        return buffer
+
+
+class _Reads:
+    """How many equations and results read each value; a stream mark is no reader."""
+
+    def __init__(self, flat: FlatJaxpr) -> None:
+        self._marked: dict[Var, Var] = {}
+        self._counts: Counter[Var] = Counter()
+        for eqn in flat.eqns:
+            variables = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+            if eqn.primitive.name == "stream":
+                self._marked[eqn.outvars[0]] = self._value(variables[0])
+            else:
+                self._counts.update(map(self._value, variables))
+        self._counts.update(map(self._value, flat.outvars))
+
+    def _value(self, var: Var) -> Var:
+        return self._marked.get(var, var)
+
+    def __getitem__(self, var: Var) -> int:
+        return self._counts[self._value(var)]

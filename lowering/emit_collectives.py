@@ -1,0 +1,152 @@
+"""Communications as `lax` collectives inside `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jhost.lowering.ir import Communicate
+from jhost.lowering.ranks import Ranks
+from jhost.lowering.rules import Reducer
+from jhost.lowering.transfers import Transfer
+
+COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+_REDUCE: Mapping[Reducer, Callable[..., Any]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+}
+
+
+def dim_of(stmt: Communicate) -> int:
+    """The dim of a kind that has one."""
+    assert stmt.dim is not None
+    return stmt.dim
+
+
+def reducer_of(stmt: Communicate) -> Reducer:
+    """The reducer of a kind that has one."""
+    assert stmt.reducer is not None
+    return stmt.reducer
+
+
+def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) -> Any:
+    """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
+
+    Reduce and Gather leave zeros on the devices that are not the root.
+    """
+    axes, devices = stmt.axes, ranks.extent(stmt.axes)
+    match stmt.kind:
+        case "AllGather":
+            return lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
+        case "AllReduce":
+            return _all_reduce(x, axes, reducer_of(stmt))
+        case "ReduceScatter":
+            return _reduce_scatter(x, axes, devices, dim_of(stmt), reducer_of(stmt))
+        case "AllToAll":
+            return lax.all_to_all(
+                x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
+            )
+        case "Broadcast":
+            return _broadcast(x, axes, ranks, root)
+        case "Reduce":
+            return _on_root(_all_reduce(x, axes, reducer_of(stmt)), axes, root)
+        case "Gather":
+            gathered = lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
+            return _on_root(gathered, axes, root)
+        case "Scatter":
+            return _exchange(x, axes, devices, dim_of(stmt))[root]
+        case "CollectivePermute":
+            pairs = [(r, (r + shift) % devices) for r in range(devices)]
+            return _permute(x, axes, ranks, pairs)
+
+
+def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:
+    """What the current device receives when each sends `x`."""
+    sources = np.reshape(sent.sources, ranks.shape)
+    if (sources.ravel() == np.arange(ranks.count)).all():
+        return x  # every device sends to itself
+    dim = list(ranks.sizes).index(sent.send.axis)
+    along = np.moveaxis(np.unravel_index(sources, ranks.shape)[dim], dim, 0)
+    along = along.reshape(along.shape[0], -1)
+    if (along == along[:, :1]).all():
+        pairs = [(int(source), r) for r, source in enumerate(along[:, 0])]
+        return lax.ppermute(x, sent.send.axis, pairs)
+    # Peers along the axis differ by the other axes: one permutation of all devices.
+    pairs = [(source, device) for device, source in enumerate(sent.sources)]
+    return lax.ppermute(x, tuple(ranks.sizes), pairs)
+
+
+def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
+    if reduce := _REDUCE.get(reducer):
+        return reduce(x, axes)
+    return _reduced(lax.all_gather(x, axes, axis=0), reducer)
+
+
+def _reduce_scatter(
+    x: Any,
+    axes: tuple[str, ...],
+    devices: int,
+    dim: int,
+    reducer: Reducer,
+) -> Any:
+    if reducer == "sum":
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return _reduced(_exchange(x, axes, devices, dim), reducer)
+
+
+def _reduced(parts: Any, reducer: Reducer) -> Any:
+    """The reduction over dim 0, in the order of the ranks."""
+    return functools.reduce(COMBINE[reducer], list(parts))
+
+
+def _exchange(x: Any, axes: tuple[str, ...], devices: int, dim: int) -> Any:
+    """This device's part of `dim` from every device, along a new dim 0."""
+    shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return lax.all_to_all(x.reshape(shape), axes, split_axis=dim, concat_axis=0)
+
+
+def _on_root(x: Any, axes: tuple[str, ...], root: int) -> Any:
+    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x))
+
+
+def _broadcast(x: Any, axes: tuple[str, ...], ranks: Ranks, root: int) -> Any:
+    """The devices that have it double each round; `lax.pbroadcast` lacks the CPU."""
+    devices = ranks.extent(axes)
+    distance = (lax.axis_index(axes) - root) % devices
+    have = 1
+    while have < devices:
+        senders = range(min(have, devices - have))
+        pairs = [((root + s) % devices, (root + s + have) % devices) for s in senders]
+        arrived = (distance >= have) & (distance < have + len(senders))
+        x = jnp.where(arrived, _permute(x, axes, ranks, pairs), x)
+        have *= 2
+    return x
+
+
+def _permute(
+    x: Any, axes: tuple[str, ...], ranks: Ranks, pairs: list[tuple[int, int]]
+) -> Any:
+    """`lax.ppermute`, which wants the axes in the order of the mesh."""
+    ordered = tuple(axis for axis in ranks.sizes if axis in axes)
+    shape = [ranks.sizes[axis] for axis in axes]
+
+    def reordered(rank: int) -> int:
+        position = dict(zip(axes, np.unravel_index(rank, shape), strict=True))
+        sizes = [ranks.sizes[axis] for axis in ordered]
+        return int(np.ravel_multi_index([position[axis] for axis in ordered], sizes))
+
+    moved = [(reordered(source), reordered(target)) for source, target in pairs]
+    return lax.ppermute(x, ordered, moved)

@@ -1,0 +1,180 @@
+"""What a Host IR program pipelines, what it communicates, and what it could not chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, cast
+
+from jhost.lowering.index import LoopIndex, evaluate, leaves
+from jhost.lowering.ir import (
+    Communicate,
+    For,
+    If,
+    Program,
+    Remark,
+    Select,
+    SetCurrentStream,
+    Stmt,
+    Synchronize,
+    walk,
+)
+from jhost.lowering.layout import size_in_bytes
+from jhost.lowering.rules import axes_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReport:
+    """One stream: what was asked for, what was chosen, and why.
+
+    `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
+    number of steps that could be cut.
+    """
+
+    stream: str
+    axis: int
+    pipeline: str
+    chunks: int
+    extent: int
+    reason: str
+    where: str
+
+    def __str__(self) -> str:
+        how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
+        return f"{self.stream} on axis {self.axis}: {how}: {self.reason} [{self.where}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationReport:
+    """One communication of the program; `bytes` is what each device receives in all.
+
+    `chunks` is how many pieces it goes in (1 outside a loop).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    value: str
+    bytes: int
+    chunks: int
+
+    def __str__(self) -> str:
+        times = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        return (
+            f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
+            f"{_bytes_text(self.bytes)} a device{times}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The answer of `jhost.explain`; `str` of it reads well."""
+
+    name: str
+    loops: int
+    streams: tuple[StreamReport, ...]
+    communications: tuple[CommunicationReport, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.loops} loop{'' if self.loops == 1 else 's'}"]
+        for title, rows in (
+            ("streams", self.streams),
+            ("communications", self.communications),
+            ("notes", self.notes),
+        ):
+            if rows:
+                lines += [f"  {title}:", *(f"    {row}" for row in rows)]
+        return "\n".join(lines)
+
+
+def explain_program(program: Program) -> Explanation:
+    """What `program` does, from its statements and from what its passes remarked."""
+    mesh = dict(program.mesh.shape)
+    communications = tuple(
+        CommunicationReport(
+            kind=stmt.kind,
+            axes=stmt.axes,
+            value=stmt.source.name,
+            bytes=int(received_bytes(stmt, mesh) * worth),
+            chunks=math.ceil(worth),
+        )
+        for stmt, worth in _communications(program.body, Fraction(1))
+    )
+    loops = {id(s) for s in program.body if isinstance(s, For) and _works(s)}
+    streams = [remark for remark in program.remarks if remark.kind == "stream"]
+    return Explanation(
+        name=program.name,
+        loops=len(loops),
+        streams=tuple(_stream_report(remark) for remark in streams),
+        communications=communications,
+        notes=tuple(
+            remark.text + (f" [{remark.where}]" if remark.where else "")
+            for remark in program.remarks
+            if remark.kind != "stream"
+        ),
+    )
+
+
+def _communications(
+    body: Sequence[Stmt], repeats: Fraction
+) -> Iterator[tuple[Communicate, Fraction]]:
+    """Each communication, and how many of its first chunk it moves altogether."""
+    for stmt in body:
+        match stmt:
+            case Communicate():
+                yield stmt, repeats
+            case For():
+                yield from _communications(stmt.body, repeats * _chunks_worth(stmt))
+            case If(then=then, otherwise=otherwise):
+                yield from _communications((*then, *otherwise), repeats)
+            case _:
+                pass
+
+
+def _chunks_worth(loop: For) -> Fraction:
+    """The iterations of `loop` by work: a ragged last one counts as the part it is."""
+    index = LoopIndex(loop.index)
+    for stmt in walk(loop.body):
+        chunk = getattr(stmt, "chunk", None)
+        size = chunk.size if chunk else stmt.size if isinstance(stmt, Select) else None
+        if size is not None and leaves(size) <= {index}:
+            sizes = [evaluate(size, {index: i}) for i in range(loop.extent)]
+            return Fraction(sum(sizes), sizes[0])
+    return Fraction(loop.extent)
+
+
+def received_bytes(stmt: Communicate, mesh: Mapping[str, int]) -> int:
+    """The bytes that each device receives in one communication.
+
+    A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
+    all-reduce (Thakur, Rabenseifner and Gropp, 2005).
+    """
+    devices = axes_size(stmt.axes, mesh)
+    source = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
+    match stmt.kind:
+        case "AllGather" | "Gather":
+            return source * (devices - 1)
+        case "AllReduce":
+            return 2 * source * (devices - 1) // devices
+        case "ReduceScatter" | "AllToAll" | "Scatter":
+            return source * (devices - 1) // devices
+        case "Broadcast" | "Reduce" | "CollectivePermute":
+            return source
+
+
+def _stream_report(remark: Remark) -> StreamReport:
+    return StreamReport(where=remark.where, **cast(Any, dict(remark.facts)))
+
+
+def _works(loop: For) -> bool:
+    """Whether a loop does more than order streams."""
+    return any(not isinstance(s, SetCurrentStream | Synchronize) for s in loop.body)
+
+
+def _bytes_text(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

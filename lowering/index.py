@@ -1,0 +1,172 @@
+"""Index expressions: integers that depend on loop indices and on a device's rank.
+
+Host IR keeps offsets symbolic, as nvFuser does, so that one printed loop stands for
+every iteration and every device.  `evaluate` gives the value at one place, where a
+rank may be an integer or a traced array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+Operand: TypeAlias = "Index | int"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Index:
+    """An integer expression; arithmetic on it builds a larger one."""
+
+    def __add__(self, other: Operand) -> Index:
+        return _binary("+", self, other)
+
+    def __radd__(self, other: Operand) -> Index:
+        return _binary("+", other, self)
+
+    def __sub__(self, other: Operand) -> Index:
+        return _binary("-", self, other)
+
+    def __rsub__(self, other: Operand) -> Index:
+        return _binary("-", other, self)
+
+    def __mul__(self, other: Operand) -> Index:
+        return _binary("*", self, other)
+
+    def __rmul__(self, other: Operand) -> Index:
+        return _binary("*", other, self)
+
+    def __floordiv__(self, other: Operand) -> Index:
+        return _binary("//", self, other)
+
+    def __mod__(self, other: Operand) -> Index:
+        return _binary("mod", self, other)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant(Index):
+    """A known integer."""
+
+    value: int
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopIndex(Index):
+    """The index of an enclosing `For`, by name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rank(Index):
+    """This device's position along one mesh axis."""
+
+    axis: str
+
+    def __str__(self) -> str:
+        return f"rank({self.axis})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Binary(Index):
+    """`left op right`, with Python's meaning of `//` and `%`."""
+
+    op: str
+    left: Index
+    right: Index
+
+    def __str__(self) -> str:
+        if self.op == "min":
+            return f"min({self.left}, {self.right})"
+        return f"{_operand_text(self, self.left)} {self.op} {_operand_text(self, self.right)}"
+
+
+_PRECEDENCE = {"==": 0, "<": 0, "+": 1, "-": 1, "*": 2, "//": 2, "mod": 2}
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "mod": operator.mod,
+    "min": min,
+    "==": operator.eq,
+    "<": operator.lt,
+}
+
+
+def as_index(value: Operand) -> Index:
+    """An integer as an expression; an expression as it is."""
+    return value if isinstance(value, Index) else Constant(int(value))
+
+
+def minimum(left: Operand, right: Operand) -> Index:
+    """The smaller of two expressions: the size of a ragged last chunk."""
+    return _binary("min", left, right)
+
+
+def equals(left: Operand, right: Operand) -> Index:
+    """A predicate for `If`."""
+    return _binary("==", left, right)
+
+
+def less(left: Operand, right: Operand) -> Index:
+    """A predicate for `If`."""
+    return _binary("<", left, right)
+
+
+def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
+    """The value of `index` where `values` gives each `LoopIndex` and `Rank`.
+
+    Values are integers, or traced arrays for the ranks of an SPMD program; `min` is
+    of integers only (it stands for chunk sizes, which are static).
+    """
+    match index:
+        case Constant(value=value):
+            return value
+        case Binary(op=op, left=left, right=right):
+            return _OPERATORS[op](evaluate(left, values), evaluate(right, values))
+        case _:
+            return values[index]
+
+
+def leaves(index: Index) -> frozenset[Index]:
+    """The loop indices and ranks that `index` depends on."""
+    match index:
+        case Constant():
+            return frozenset()
+        case Binary(left=left, right=right):
+            return leaves(left) | leaves(right)
+        case _:
+            return frozenset({index})
+
+
+def _binary(op: str, left: Operand, right: Operand) -> Index:
+    left, right = as_index(left), as_index(right)
+    if isinstance(left, Constant) and isinstance(right, Constant):
+        return Constant(int(_OPERATORS[op](left.value, right.value)))
+    match op, left, right:
+        case "+", _, Constant(value=0):
+            return left
+        case "+", Constant(value=0), _:
+            return right
+        case ("*", _, Constant(value=1)) | ("-", _, Constant(value=0)):
+            return left
+        case "*", Constant(value=1), _:
+            return right
+        case _:
+            return Binary(op, left, right)
+
+
+def _operand_text(parent: Binary, child: Index) -> str:
+    if not isinstance(child, Binary) or child.op == "min":
+        return str(child)
+    # A right operand of equal precedence needs brackets: a - (b - c).
+    tight = _PRECEDENCE[child.op] - (child is parent.right)
+    return f"({child})" if tight < _PRECEDENCE[parent.op] else str(child)

@@ -1,0 +1,109 @@
+"""A jaxpr without calls: the equations of `jit`, `remat` and custom rules in place.
+
+Dim rules, streams and layouts then see through every call.  Control flow (`scan`,
+`while`, `cond`) stays one equation.  This is the first step of lowering, after JAX's
+own transforms have done their work on the calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
+
+from jhost._jax import fresh_var, user_context
+from jhost.lowering.rules_opaque import INLINED
+
+_CALLS = INLINED | {"jhost"}
+
+IDENTITIES = frozenset({"copy", "stream", "serial", "shard", "sharding_constraint"})
+"""Equations that hand their operand on; lowering speaks of the value itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatJaxpr:
+    """Equations in order, each variable defined once; every result is a variable."""
+
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+
+
+def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
+    """The equations of `closed_jaxpr` and of everything it calls, in order."""
+    jaxpr = closed_jaxpr.jaxpr
+    invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
+    inliner = _Inliner()
+    outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
+    outvars = tuple(inliner.as_variable(out) for out in outs)
+    return FlatJaxpr(invars, outvars, _needed(inliner.eqns, outvars))
+
+
+def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:
+    """The equations that a result or an effect depends on."""
+    read = set(outvars)
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return tuple(reversed(kept))
+
+
+class _Inliner:
+    def __init__(self) -> None:
+        self.eqns: list[JaxprEqn] = []
+
+    def run(self, closed_jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
+        """Append the equations of `closed_jaxpr` on `args`; its results."""
+        jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = Literal(const, var.aval)
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in IDENTITIES:
+            args = [self.as_variable(atom) for atom in args]
+        if eqn.primitive.name not in _CALLS:
+            outs = [fresh_var(var.aval) for var in eqn.outvars]
+            self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
+            return outs
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            # remat's lowering rule does the same: without the barrier XLA finds the
+            # forward's values again and keeps them instead of computing them twice.
+            args = self.traced(lax.optimization_barrier, args, eqn)
+        body = next(iter(jaxprs_in_params(eqn.params)))
+        return self.run(body, getattr(body, "consts", ()), args)
+
+    def as_variable(self, atom: Any) -> Var:
+        """`atom`, or a variable that an equation sets to it where it is a literal."""
+        if not isinstance(atom, Literal):
+            return atom
+        return self.traced(lambda xs: [lax.broadcast_in_dim(xs[0], (), ())], [atom])[0]
+
+    def traced(
+        self,
+        function: Callable[[list[Any]], Sequence[Any]],
+        args: Sequence[Any],
+        where: JaxprEqn | None = None,
+    ) -> list[Any]:
+        """Append the equations that `function` makes of `args`."""
+        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
+        if where is None:
+            closed_jaxpr = jax.make_jaxpr(function)(avals)
+        else:
+            with user_context(where):
+                closed_jaxpr = jax.make_jaxpr(function)(avals)
+        return self.run(closed_jaxpr, closed_jaxpr.consts, args)

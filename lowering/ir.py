@@ -1,0 +1,378 @@
+"""Host IR: the program of loops, streams, aliases, computations and communications.
+
+A `Program` is what one device of the mesh runs; every device runs the same one, and
+only index expressions differ by rank.  The nodes stand in the order one would explain
+them.  They are nvFuser's Host IR (its pull requests 4144, 4145, 4147, 4301 and 4387),
+with buffers in place of tensor views and a jaxpr's equations in place of kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+from jax.sharding import AbstractMesh
+
+from jhost.lowering.index import Constant, Index
+from jhost.lowering.rules import DimRule, Reducer
+
+MemorySpace: TypeAlias = Literal["device", "host"]
+CommunicationKind: TypeAlias = Literal[
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
+    "AllToAll",
+    "Broadcast",
+    "Reduce",
+    "Gather",
+    "Scatter",
+    "CollectivePermute",
+]
+
+_node = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+# --- Buffers ------------------------------------------------------------------ #
+
+
+@_node
+class Dim:
+    """How one dim of a buffer is spread: over mesh axes (major first) and in chunks."""
+
+    axes: tuple[str, ...] = ()
+    stream: str | None = None
+
+
+@_node
+class Buffer:
+    """Memory on one device, or an alias of a part of it; `shape` is the local one.
+
+    `partial` lists the mesh axes over which the buffer still has to be reduced, each
+    with its reducer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, Reducer], ...] = ()
+    memory: MemorySpace = "device"
+
+
+# --- Memory and aliases ------------------------------------------------------- #
+
+
+@_node
+class Allocate:
+    """Make `buffer` exist; its contents are undefined unless `zero_init`."""
+
+    buffer: Buffer
+    zero_init: bool = False
+
+
+@_node
+class Deallocate:
+    """End `buffer`'s life; nothing reads it afterwards."""
+
+    buffer: Buffer
+
+
+@_node
+class Select:
+    """Make `out` an alias of `source[index : index + size]` along `dim`.
+
+    With `groups` > 1 the dim is seen as that many equal parts and the alias takes
+    `[index : index + size]` of each: chunk s of a gathered dim is the s-th slice of
+    every device's shard.  With `drop` the alias has one dim less (`size` is 1).
+    """
+
+    out: Buffer
+    source: Buffer
+    dim: int
+    index: Index
+    size: Index
+    groups: int = 1
+    drop: bool = False
+
+
+@_node
+class Set:
+    """Copy `source` into `out`; where their layouts differ it stands for a reshard."""
+
+    out: Buffer
+    source: Buffer
+
+
+# --- Computation -------------------------------------------------------------- #
+
+
+@_node
+class UnitEqn:
+    """One equation and how its factors are spread over the mesh and the loop.
+
+    `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
+    enclosing loop works on in chunks.  `accumulator` is the dtype of the partial result
+    where that factor is reduced (float32 for a sum of bfloat16).
+    """
+
+    eqn: JaxprEqn
+    rule: DimRule
+    axes: tuple[tuple[str, ...], ...]
+    stream: int | None = None
+    accumulator: np.dtype | None = None
+
+
+@_node
+class Unit:
+    """Equations that run together (nvFuser's HostUnit)."""
+
+    name: str
+    eqns: tuple[UnitEqn, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+
+
+@_node
+class Chunk:
+    """The part `[start : start + size]` of a loop's `extent` that a statement works on.
+
+    With `groups` > 1 it is that part of each of as many equal stretches of the factor.
+    """
+
+    start: Index
+    size: Index
+    extent: int
+    groups: int = 1
+
+
+@_node
+class Compute:
+    """Run `unit` on the current stream (PostOnStream), writing into `outs`.
+
+    With `reducer` the result is combined into what `outs` hold already: the
+    accumulator of a loop over a reduced factor.
+    """
+
+    unit: Unit
+    ins: tuple[Buffer, ...]
+    outs: tuple[Buffer, ...]
+    chunk: Chunk | None = None
+    reducer: Reducer | None = None
+
+
+# --- Communication ------------------------------------------------------------ #
+
+
+@_node
+class Communicate:
+    """A collective over `axes`; `dim` is the one gathered, scattered or split.
+
+    `source_dim` is AllToAll's other dim: the one whose shards come together.
+    `root` and `shift` belong to the rooted kinds and to CollectivePermute (device r
+    sends to r + shift).
+    """
+
+    name: str
+    kind: CommunicationKind
+    out: Buffer
+    source: Buffer
+    axes: tuple[str, ...]
+    dim: int | None = None
+    source_dim: int | None = None
+    reducer: Reducer | None = None
+    root: Index | None = None
+    shift: Index | None = None
+
+
+@_node
+class Send:
+    """Send `buffer` to the device at `peer` along `axis`."""
+
+    buffer: Buffer
+    axis: str
+    peer: Index
+
+
+@_node
+class Recv:
+    """Receive `buffer` from the device at `peer` along `axis`."""
+
+    buffer: Buffer
+    axis: str
+    peer: Index
+
+
+@_node
+class StartCoalescing:
+    """The sends and receives up to `EndCoalescing` are one communication."""
+
+
+@_node
+class EndCoalescing:
+    """End of the group, which a `Wait` names."""
+
+    name: str
+
+
+@_node
+class Wait:
+    """The current stream waits for the communication of that name."""
+
+    communication: str
+
+
+# --- Streams ------------------------------------------------------------------ #
+
+
+@_node
+class Stream:
+    """An ordered queue of work: by name, or by a runtime index (same index, same queue)."""
+
+    name: str = ""
+    index: Index = Constant(0)
+
+
+@_node
+class GetCurrentStream:
+    """Remember the current stream as `stream`."""
+
+    stream: Stream
+
+
+@_node
+class SetCurrentStream:
+    """What follows goes on `stream`."""
+
+    stream: Stream
+
+
+@_node
+class Synchronize:
+    """The current stream waits for what is on `stream`; the host does not."""
+
+    stream: Stream
+
+
+# --- Control ------------------------------------------------------------------ #
+
+
+@_node
+class For:
+    """Run `body` with `index` = 0 .. extent - 1."""
+
+    index: str
+    extent: int
+    body: tuple[Stmt, ...]
+
+
+@_node
+class If:
+    """Run `then` where `predicate` (an expression, or a scalar buffer) holds."""
+
+    predicate: Index | Buffer
+    then: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...] = ()
+
+
+Stmt: TypeAlias = (
+    Allocate
+    | Deallocate
+    | Select
+    | Set
+    | Compute
+    | Communicate
+    | Send
+    | Recv
+    | StartCoalescing
+    | EndCoalescing
+    | Wait
+    | GetCurrentStream
+    | SetCurrentStream
+    | Synchronize
+    | For
+    | If
+)
+
+# --- What the user asked for -------------------------------------------------- #
+
+
+@_node
+class StreamMark:
+    """`jhost.stream` on a buffer's dim."""
+
+    buffer: str
+    dim: int
+    chunks: int | Literal["auto"] | None
+    pipeline: str | None
+    where: str
+
+
+@_node
+class SerialMark:
+    """`jhost.serial`: no stream reaches this buffer."""
+
+    buffer: str
+
+
+@_node
+class ShardMark:
+    """A sharding the user gave: per dim its mesh axes, or None where jhost may choose."""
+
+    buffer: str
+    spec: tuple[tuple[str, ...] | None, ...]
+    where: str
+
+
+Mark: TypeAlias = StreamMark | SerialMark | ShardMark
+
+# --- Program ------------------------------------------------------------------ #
+
+
+@_node
+class Remark:
+    """What a pass decided and why, for `explain`; `where` is the user's line.
+
+    `facts` are the numbers and names in `text`, for tools.
+    """
+
+    kind: str
+    text: str
+    where: str = ""
+    facts: tuple[tuple[str, object], ...] = ()
+
+
+@_node
+class Program:
+    """A whole function on `mesh`: `params` in, `results` out.
+
+    `marks` are what the user asked for and no pass has taken up yet.
+    """
+
+    name: str
+    mesh: AbstractMesh
+    params: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    body: tuple[Stmt, ...]
+    marks: tuple[Mark, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+    def __str__(self) -> str:
+        from jhost.lowering.printer import program_text
+
+        return program_text(self)
+
+
+def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+    """Every statement of `body`, loops and branches before what they hold."""
+    for stmt in body:
+        yield stmt
+        match stmt:
+            case For(body=inner):
+                yield from walk(inner)
+            case If(then=then, otherwise=otherwise):
+                yield from walk(then)
+                yield from walk(otherwise)
+            case _:
+                pass

@@ -1,0 +1,81 @@
+"""The passes from a jaxpr to a finished Host IR program, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from jax.sharding import AbstractMesh
+
+from jhost.lowering.build import build
+from jhost.lowering.inline_calls import inline_calls
+from jhost.lowering.ir import Program
+from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
+from jhost.lowering.passes.deallocate import InsertDeallocations
+from jhost.lowering.passes.lower_streams import LowerStreams
+from jhost.lowering.passes.propagate_layouts import PropagateLayouts
+from jhost.lowering.passes.segment import Segment
+from jhost.lowering.verify import verify
+
+
+class Pass(Protocol):
+    """A valid program in, a valid program out; options are the pass's fields."""
+
+    @property
+    def name(self) -> str: ...
+
+    def apply(self, program: Program) -> Program: ...
+
+
+def passes(
+    *, chunks: int | Literal["auto"], pipeline: str, streams: int
+) -> tuple[Pass, ...]:
+    """All passes, in order."""
+    return (
+        # Layouts: what each device holds, and what must move.
+        PropagateLayouts(),
+        ConvertToCommunications(),
+        # Streams: loops over chunks.
+        LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams),
+        # Units, and the life of what they make.
+        Segment(),
+        InsertDeallocations(),
+    )
+
+
+def run_passes(
+    program: Program,
+    sequence: Sequence[Pass],
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> Program:
+    """Apply each pass and verify what it made; `after_pass` sees every program."""
+    for step in sequence:
+        program = step.apply(program)
+        verify(program, after=step.name)
+        if after_pass is not None:
+            after_pass(step.name, program)
+    return program
+
+
+def lower_jaxpr(
+    closed_jaxpr: Any,
+    *,
+    name: str,
+    mesh: AbstractMesh,
+    param_names: Sequence[str],
+    result_names: Sequence[str],
+    sequence: Sequence[Pass],
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> Program:
+    """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
+    program = build(
+        inline_calls(closed_jaxpr),
+        name=name,
+        mesh=mesh,
+        param_names=param_names,
+        result_names=result_names,
+    )
+    verify(program, after="build")
+    if after_pass is not None:
+        after_pass("build", program)
+    return run_passes(program, sequence, after_pass)

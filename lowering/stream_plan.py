@@ -1,0 +1,194 @@
+"""Which statements work in chunks, on which dims, and in how many chunks.
+
+From the values that the user marked, streams propagate along factors, backward and
+forward, through computations and communications, until a dim must be whole, another
+stream is there, or `jhost.serial` stands in the way.  Chunk s of a gathered dim is the
+s-th slice of every device's shard: the dim is then seen as `groups` equal stretches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from jhost.lowering.graph import Node
+from jhost.lowering.ir import Buffer, SerialMark, StreamMark
+from jhost.lowering.stream_parts import Access, Part, part_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """The streams of a program: what was asked of them, and the nodes that join.
+
+    Marks that met are one stream.  `extents` is the number of steps that each stream's
+    loop can cut into chunks; `declined` says, by node, why a stream stops there.
+    """
+
+    marks: Mapping[str, StreamMark]
+    parts: Mapping[int, Part]
+    extents: Mapping[str, int]
+    declined: Mapping[int, str]
+
+
+def plan_streams(
+    graph: Sequence[Node],
+    marks: Sequence[StreamMark],
+    serial: Sequence[SerialMark],
+    mesh: Mapping[str, int],
+) -> StreamPlan:
+    """Propagate the streams of `marks` through `graph` to a fixed point."""
+    propagation = _Propagation(graph, frozenset(m.buffer for m in serial), mesh)
+    streams = {f"s{number}": mark for number, mark in enumerate(marks)}
+    for stream, mark in streams.items():
+        propagation.seed(stream, mark)
+    propagation.run()
+    return propagation.finish(streams)
+
+
+class _Propagation:
+    def __init__(
+        self, graph: Sequence[Node], serial: frozenset[str], mesh: Mapping[str, int]
+    ) -> None:
+        self.graph = graph
+        self.serial = serial
+        self.mesh = mesh
+        self.values: dict[str, tuple[str, Access]] = {}
+        self.parts: dict[int, Part] = {}
+        self.steps: dict[str, Fraction] = {}
+        self.declined: dict[int, str] = {}
+        self.marks: dict[str, StreamMark] = {}
+        self.merged: dict[str, str] = {}
+        self.queue: deque[str] = deque()
+        self.touching: dict[str, list[tuple[int, bool, int]]] = {}
+        for number, node in enumerate(graph):
+            for writes, buffers in ((False, node.reads), (True, node.writes)):
+                for position, buffer in enumerate(buffers):
+                    place = (number, writes, position)
+                    self.touching.setdefault(buffer.name, []).append(place)
+
+    def seed(self, stream: str, mark: StreamMark) -> None:
+        self.marks[stream] = mark
+        self.values[mark.buffer] = stream, Access(mark.dim, Fraction(1))
+        self.queue.append(mark.buffer)
+
+    def run(self) -> None:
+        """Visit values breadth first, so that the nearest mark wins."""
+        while self.queue:
+            name = self.queue.popleft()
+            stream, access = self.values[name]
+            for number, writes, position in self.touching.get(name, ()):
+                self.visit(number, writes, position, self.root(stream), access)
+
+    def visit(
+        self, number: int, writes: bool, position: int, stream: str, access: Access
+    ) -> None:
+        """Let a node join `stream`, which reached one of its buffers by `access`."""
+        node = self.graph[number]
+        joined = self.parts.get(number)
+        if joined is not None:
+            here = (joined.writes if writes else joined.reads).get(position)
+            if here == access:
+                self.unite(stream, joined.stream)
+            return
+        part = part_of(node, stream, writes, position, access, self.mesh)
+        if isinstance(part, Part):
+            part = self.admit(node, part)
+        if isinstance(part, str):
+            self.declined.setdefault(number, part)
+            return
+        self.parts[number] = part
+        self.steps[stream] = self.common_steps(stream, part)
+        for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
+            for index, new in accesses.items():
+                self.reach(buffers[index], stream, new)
+
+    def admit(self, node: Node, part: Part) -> Part | str:
+        """`part`, unless a result belongs to another stream or is serial."""
+        for position, buffer in enumerate(node.writes):
+            if buffer.name in self.serial:
+                return "jhost.serial keeps it whole"
+            there = self.values.get(buffer.name)
+            access = part.writes.get(position)
+            if there is None or (access is not None and there[1] == access):
+                continue
+            return f"its result {buffer.name} has a stream on dim {there[1].dim}"
+        steps, asked = self.common_steps(part.stream, part), self.marks[part.stream].chunks
+        if steps < min(part.steps, self.steps.get(part.stream, part.steps)):
+            return "its chunks would begin where others' do not"
+        if isinstance(asked, int) and steps < asked:
+            return f"it has {steps} steps, fewer than the {asked} chunks asked for"
+        return part
+
+    def common_steps(self, stream: str, part: Part) -> Fraction:
+        """The steps of the loop that borders of all parts can follow."""
+        return _gcd(self.steps.get(stream, part.steps), part.steps)
+
+    def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
+        if buffer.name in self.serial:
+            return
+        if buffer.name not in self.values:
+            self.values[buffer.name] = stream, access
+            self.queue.append(buffer.name)
+        elif self.values[buffer.name][1] == access:
+            self.unite(stream, self.values[buffer.name][0])
+
+    # --- Streams that meet ---------------------------------------------------- #
+
+    def root(self, stream: str) -> str:
+        while stream in self.merged:
+            stream = self.merged[stream]
+        return stream
+
+    def unite(self, one: str, other: str) -> None:
+        """Make two streams one where what was asked of them agrees."""
+        one, other = sorted((self.root(one), self.root(other)))
+        if one == other:
+            return
+        mark, second = self.marks[one], self.marks[other]
+        for asked, also in ((mark.chunks, second.chunks), (mark.pipeline, second.pipeline)):
+            if asked is not None and also is not None and asked != also:
+                return
+        self.merged[other] = one
+        self.marks[one] = dataclasses.replace(
+            mark,
+            chunks=second.chunks if mark.chunks is None else mark.chunks,
+            pipeline=mark.pipeline or second.pipeline,
+            where=f"{mark.where}, {second.where}",
+        )
+        if other in self.steps:
+            steps = self.steps.pop(other)
+            self.steps[one] = _gcd(self.steps.get(one, steps), steps)
+
+    # --- The finished plan ---------------------------------------------------- #
+
+    def finish(self, streams: Mapping[str, StreamMark]) -> StreamPlan:
+        """Whole groups: scaled up until every statement has an integer number."""
+        marks = {s: self.marks[s] for s in streams if s not in self.merged}
+        parts = {
+            number: dataclasses.replace(part, stream=self.root(part.stream))
+            for number, part in self.parts.items()
+        }
+        extents: dict[str, int] = {}
+        for stream in marks:
+            mine = {n: part for n, part in parts.items() if part.stream == stream}
+            denominators = [
+                access.groups.denominator
+                for part in mine.values()
+                for access in (*part.reads.values(), *part.writes.values())
+            ]
+            factor = math.lcm(*denominators)
+            parts |= {n: part.scaled(factor) for n, part in mine.items()}
+            steps = self.steps.get(stream, Fraction(1)) / factor
+            extents[stream] = int(steps) if steps.denominator == 1 else 1
+        return StreamPlan(marks, parts, extents, self.declined)
+
+
+def _gcd(one: Fraction, other: Fraction) -> Fraction:
+    """The largest number that divides both a whole number of times."""
+    denominator = math.lcm(one.denominator, other.denominator)
+    return Fraction(
+        math.gcd(int(one * denominator), int(other * denominator)), denominator
+    )

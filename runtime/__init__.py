@@ -1,0 +1,1 @@
+"""What exists only once there are devices: meshes, options, dumps."""

@@ -1,0 +1,125 @@
+"""The mesh a jhost function runs on: where it comes from, and what arrays say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+)
+
+from jhost import errors
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | None:
+    """The mesh that was given, or the shardings', or that of `jax.set_mesh`.
+
+    Raises:
+        MeshMismatchError: two shardings with different meshes.
+        NoMeshError: a sharding names mesh axes, and there is no mesh.
+    """
+    shardings = list(shardings)
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            if mesh is not None and not same_mesh(mesh, sharding.mesh):
+                raise errors.MeshMismatchError(
+                    "One jhost function runs on one mesh. Give the same mesh in every "
+                    "sharding, and in mesh=.",
+                    [mesh_text(mesh), mesh_text(sharding.mesh)],
+                )
+            mesh = sharding.mesh if mesh is None else mesh
+    if mesh is None:
+        mesh = context_mesh()
+    if mesh is None:
+        named = [s for s in shardings if isinstance(s, PartitionSpec) and any(s)]
+        if named:
+            raise errors.NoMeshError(
+                "Shardings name mesh axes, but no mesh is known. Give jhost.jit one "
+                "(mesh=...), use NamedShardings, or call the function under "
+                "jax.set_mesh(...).",
+                [repr(spec) for spec in named],
+            )
+        return None
+    return auto_mesh(mesh)
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh that `jax.set_mesh` has set, if any; abstract while tracing."""
+    abstract = get_abstract_mesh()
+    if abstract.empty:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # JAX gives the concrete one only outside of a trace
+        return abstract
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """`mesh` with automatic axes: jhost decides the layouts inside."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == types:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update(axis_types=types)
+
+
+def abstract(mesh: AnyMesh | None) -> AbstractMesh:
+    """Names and sizes alone, which is all that lowering knows of a mesh."""
+    if mesh is None:
+        return AbstractMesh((), ())
+    names = tuple(mesh.axis_names)
+    types = (AxisType.Auto,) * len(names)
+    return AbstractMesh(tuple(mesh.shape[n] for n in names), names, axis_types=types)
+
+
+def same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes have the same axes and, where both say, the same devices."""
+    if tuple(one.shape.items()) != tuple(other.shape.items()):
+        return False
+    if isinstance(one, Mesh) and isinstance(other, Mesh):
+        return bool(np.array_equal(one.devices, other.devices))
+    return True
+
+
+def foreign_arrays(
+    names: Iterable[str], values: Iterable[Any], mesh: AnyMesh | None
+) -> list[str]:
+    """The committed arrays whose devices are not those of `mesh`, in words."""
+    if not isinstance(mesh, Mesh):
+        return []
+    here = set(mesh.devices.flat)
+    offenders: list[str] = []
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, jax.Array) and value.committed:
+            there = value.sharding.device_set
+            if there != here:
+                offenders.append(
+                    f"{name} of shape {value.shape} is on {devices_text(there)}"
+                )
+    return offenders
+
+
+def devices_text(devices: Iterable[Any]) -> str:
+    """A short list of devices, in order."""
+    ids = sorted(device.id for device in devices)
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    return f"device{'s' if len(ids) > 1 else ''} {shown}"
+
+
+def mesh_text(mesh: AnyMesh) -> str:
+    """`mesh` with its axes, and its devices where it has them."""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    if isinstance(mesh, Mesh):
+        return f"mesh({axes}) on {devices_text(mesh.devices.flat)}"
+    return f"mesh({axes})"

@@ -1,0 +1,111 @@
+"""What every test shares: eight devices, golden texts, the budget of property tests."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Before jax is imported, which reads both once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=8",
+            # Eight devices on two cores: XLA ends the process when a collective has
+            # waited 40 seconds for its last participant.
+            "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        ]
+    )
+
+import hypothesis
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# A promotion that was not meant shows as an error.  Code that is not ours and needs
+# another mode is called under `jax.numpy_dtype_promotion("standard")`.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jhost")
+    group.addoption(
+        "--examples",
+        type=int,
+        default=50,
+        metavar="N",
+        help="how many programs each property test tries (default: %(default)s)",
+    )
+    group.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the texts under tests/golden instead of comparing with them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile(
+        "jhost",
+        max_examples=config.getoption("examples"),
+        deadline=None,  # most of an example's time is XLA's, once per program
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("jhost")
+
+
+def pytest_report_header() -> str:
+    import jhost
+
+    where = Path(jhost.__file__).parent
+    devices = f"{jax.device_count()} {jax.default_backend()} devices"
+    return f"jhost: {where}, JAX {jax.__version__}, {devices}"
+
+
+@pytest.fixture(scope="session")
+def make_mesh() -> Callable[[Sequence[int], Sequence[str]], Mesh]:
+    """`make_mesh((2, 4), ("dp", "tp"))`: a mesh of the first devices, all axes Auto."""
+
+    def make(sizes: Sequence[int], names: Sequence[str]) -> Mesh:
+        axis_types = (AxisType.Auto,) * len(names)
+        return jax.make_mesh(tuple(sizes), tuple(names), axis_types=axis_types)
+
+    return make
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden(text)`: `text` equals tests/golden/<module>/<test>.txt.
+
+    `golden(text, name)` is for a test with several: <test>-<name>.txt.
+    """
+    module = request.path.relative_to(Path(__file__).parent).with_suffix("")
+    test = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
+    update = request.config.getoption("update_golden")
+
+    def compare(text: str, name: str | None = None) -> None:
+        stem = test if name is None else f"{test}-{name}"
+        path = GOLDEN / module / f"{stem}.txt"
+        shown = path.relative_to(GOLDEN.parent.parent)
+        text = text.rstrip("\n") + "\n"
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif not path.exists():
+            pytest.fail(
+                f"There is no {shown}.  Make it with "
+                f"`pytest --update-golden {request.node.nodeid}`, and read it."
+            )
+        else:
+            assert text == path.read_text(), (
+                f"{shown} differs.  If the new text is right, run the test with "
+                "--update-golden, and read the diff."
+            )
+
+    return compare

@@ -1,0 +1,214 @@
+"""What tests of the dim rules share: JAX's primitives, and the check of one rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.custom_batching
+import jax.experimental.checkify
+import jax.experimental.compute_on
+import jax.experimental.custom_partitioning
+import jax.experimental.xla_metadata
+import jax.export
+import jax.extend.random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import JaxprEqn, Literal, Primitive
+
+from jhost.lowering.rules import DimRule, Dims, FactorDim, Place, Reducer, bind
+from jhost.lowering.table import rule_of
+
+# Languages for kernels: their primitives stand in a kernel's body, where no rule looks.
+_KERNEL_LANGUAGES = ("jax._src.pallas", "jax._src.thunky", "jax._src.tpu_custom_call")
+
+
+@pytest.fixture(scope="session")
+def jax_primitives() -> dict[str, Primitive]:
+    """The primitives that a user's function may hold, by name.
+
+    These are the ones in the modules that JAX's public modules load, but for those of
+    kernel languages.
+    """
+    modules = [
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("jax.") and not name.startswith(_KERNEL_LANGUAGES)
+    ]
+    values = [value for module in modules for value in list(vars(module).values())]
+    return {value.name: value for value in values if isinstance(value, Primitive)}
+
+
+@pytest.fixture(scope="session")
+def check_rule() -> Callable[..., set[str]]:
+    """`check_rule(f, *args)`: each equation of `f` in parts gives what the whole gives.
+
+    Each factor of its rule is cut in several ways, alone and together with the others.
+    Returns the names of the primitives.
+    """
+    return _check_equations
+
+
+def _check_equations(function: Callable[..., Any], *args: Any) -> set[str]:
+    closed = jax.make_jaxpr(function)(*args)
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(args)]
+    values |= zip(closed.jaxpr.invars, leaves, strict=True)
+    for eqn in closed.jaxpr.eqns:
+        operands = [
+            _concrete(atom.val) if isinstance(atom, Literal) else values[atom]
+            for atom in eqn.invars
+        ]
+        results = [_concrete(result) for result in bind(eqn, operands)]
+        _check(_Case(eqn, rule_of(eqn), operands, results))
+        values |= zip(eqn.outvars, results, strict=True)
+    return {eqn.primitive.name for eqn in closed.jaxpr.eqns}
+
+
+# --- One rule ------------------------------------------------------------------ #
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A `Place` with the part `[offset : offset + size]` of each factor."""
+
+    parts: tuple[tuple[int, int], ...]
+    accumulator: np.dtype | None = None
+
+    def size(self, factor: int) -> int:
+        return self.parts[factor][1]
+
+    def offset(self, factor: int) -> int:
+        return self.parts[factor][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """An equation, its rule, and the whole values."""
+
+    eqn: JaxprEqn
+    rule: DimRule
+    operands: Sequence[Any]
+    results: Sequence[Any]
+
+    def run(self, place: Place) -> Sequence[Any]:
+        """The results of the part at `place`."""
+        maps = zip(self.operands, self.rule.operands, strict=True)
+        parts = [_cut(value, dims, place) for value, dims in maps]
+        results = self.rule.rebind(self.eqn, parts, place)
+        return [_concrete(result) for result in results]
+
+
+def _check(case: _Case) -> None:
+    rule = case.rule
+    _check_sizes(rule.operands, rule.sizes, case.operands)
+    _check_sizes(rule.results, rule.sizes, case.results)
+    for factor, size in enumerate(rule.sizes):
+        for chunks in _chunkings(size):
+            _check_chunks(case, factor, chunks)
+    _check_together(case)
+
+
+def _check_sizes(
+    maps: Sequence[Dims], sizes: Sequence[int], values: Sequence[Any]
+) -> None:
+    """The steps of a factor fill each dim that follows it."""
+    for dims, value in zip(maps, values, strict=True):
+        assert len(dims) == np.ndim(value)
+        for dim, size in zip(dims, np.shape(value), strict=True):
+            assert dim is None or sizes[dim.factor] * dim.scale == size
+
+
+def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
+    """Ways to cut `size` steps: not at all, into single ones, with a smaller rest."""
+    yield (size,)
+    if size > 1:
+        yield (1,) * size
+    if size > 2:
+        yield (size // 2 + 1, size - size // 2 - 1)
+
+
+def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
+    whole = tuple((0, size) for size in case.rule.sizes)
+    offsets = [sum(chunks[:position]) for position in range(len(chunks))]
+    parts = [
+        case.run(_Part((*whole[:factor], part, *whole[factor + 1 :])))
+        for part in zip(offsets, chunks, strict=True)
+    ]
+    for dims, result, *given in zip(
+        case.rule.results, case.results, *parts, strict=True
+    ):
+        positions = [i for i, dim in enumerate(dims) if dim and dim.factor == factor]
+        reducer = case.rule.reducers[factor]
+        if positions:
+            assert reducer is None
+            (position,) = positions
+            _assert_same(jnp.concatenate(given, position), result)
+        elif reducer:
+            _assert_same(functools.reduce(_COMBINE[reducer], given), result)
+        else:
+            for part in given:
+                _assert_same(part, result)
+
+
+def _check_together(case: _Case) -> None:
+    """The last part of all parallel factors at once, as on a mesh of several axes."""
+    starts = [
+        size // 2 if reducer is None else 0
+        for size, reducer in zip(case.rule.sizes, case.rule.reducers, strict=True)
+    ]
+    ends = zip(starts, case.rule.sizes, strict=True)
+    place = _Part(tuple((start, size - start) for start, size in ends))
+    given = case.run(place)
+    for dims, result, part in zip(case.rule.results, case.results, given, strict=True):
+        _assert_same(part, _cut(result, dims, place))
+
+
+# --- Values -------------------------------------------------------------------- #
+
+_COMBINE: dict[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+
+
+def _concrete(value: Any) -> Any:
+    """A NumPy array, of which NumPy makes parts without compiling; keys stay."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.extended
+    ):
+        return value
+    return np.asarray(jnp.asarray(value))
+
+
+def _cut(value: Any, dims: Dims, place: Place) -> Any:
+    """The part of `value` that is at `place`."""
+    return value[tuple(_slice(dim, place) for dim in dims)]
+
+
+def _slice(dim: FactorDim | None, place: Place) -> slice:
+    if dim is None:
+        return slice(None)
+    start, size = place.offset(dim.factor), place.size(dim.factor)
+    return slice(start * dim.scale, (start + size) * dim.scale)
+
+
+def _assert_same(given: Any, wanted: Any) -> None:
+    """Equal, to the rounding of sums where the values are not integers."""
+    assert given.shape == wanted.shape
+    assert given.dtype == wanted.dtype
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        given, wanted = jax.random.key_data(given), jax.random.key_data(wanted)
+    if jnp.issubdtype(wanted.dtype, np.inexact):
+        np.testing.assert_allclose(given, wanted, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(given, wanted)

@@ -1,0 +1,112 @@
+"""The pages say what is so: examples run, links lead somewhere, no error is missing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import jhost
+from jhost import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+ERRORS = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, errors.JhostError) and cls is not errors.JhostError
+]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the heading that it stands under."""
+
+    heading: str
+    language: str
+    line: int
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    heading, language, start = "", "", 0
+    lines = page.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("```") and not start:
+            language, start = line.removeprefix("```"), number
+        elif line.startswith("```"):
+            yield Block(heading, language, start, "\n".join(lines[start : number - 1]))
+            start = 0
+        elif line.startswith("#") and not start:
+            heading = line.lstrip("# ")
+    assert not start, f"{page.name}:{start}: this block has no end"
+
+
+def run(page: Path, block: Block, namespace: dict[str, Any]) -> None:
+    # Empty lines in front, so that a traceback names the page's own line.
+    source = "\n" * block.line + block.text
+    exec(compile(source, str(page), "exec"), namespace)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    page = ROOT / "README.md"
+    found = list(blocks(page))
+    assert {block.language for block in found} <= {"python", "sh", "text"}
+    examples = [block for block in found if block.language == "python"]
+    assert examples
+    namespace: dict[str, Any] = {}
+    for example in examples:
+        run(page, example, namespace)
+
+
+def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    commands = [line for line in lines if line.startswith("python3 -m venv .venv && ")]
+    assert len(commands) == 2, commands
+    assert commands[0].endswith(" && .venv/bin/python -m jhost demo")
+    assert commands[1].endswith(" && .venv/bin/python -m pytest -q")
+    assert "grep '^python3 -m venv ' README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_error_has_a_section() -> None:
+    found = re.findall(r"^## (\w+Error)$", (ROOT / "docs/errors.md").read_text(), re.M)
+    assert sorted(found) == sorted(cls.__name__ for cls in ERRORS)
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_the_first_example_raises_and_the_second_runs(
+    cls: type[errors.JhostError],
+) -> None:
+    page = ROOT / "docs" / "errors.md"
+    found = [block for block in blocks(page) if block.language == "python"]
+    preamble = next(block for block in found if not block.heading.endswith("Error"))
+    wrong, right = (block for block in found if block.heading == cls.__name__)
+    namespace: dict[str, Any] = {}
+    run(page, preamble, namespace)
+    with pytest.raises(cls, match=f"docs/errors.md#{cls.__name__.lower()}") as raised:
+        run(page, wrong, dict(namespace))
+    assert raised.type is cls
+    run(page, right, dict(namespace))
+
+
+def test_unreleased_is_on_top_of_the_changelog() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    assert headings[0] == "## Unreleased"
+    released = [heading.split()[2] for heading in headings[1:]]
+    assert jhost.__version__ not in released, "raise jhost.__version__ after a release"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()

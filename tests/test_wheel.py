@@ -1,0 +1,82 @@
+"""What is shipped is what stands in the tree, under one import name."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jhost.lowering import ir
+
+ROOT = Path(__file__).parents[1]
+TOP_LEVEL = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "README.md",
+    "benchmarks",
+    "docs",
+    "examples",
+    "jhost",
+    "lowering",
+    "pyproject.toml",
+    "runtime",
+    "tests",
+}
+# What pip leaves at the top; .gitignore names them too.
+BUILD_OUTPUTS = {"build", "dist", "jhost.egg-info"}
+BUILD = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    # In a copy, because setuptools keeps what it built before in `build/`, and ships a
+    # module from there after it has left the tree.
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("jhost", "lowering", "runtime"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    # setuptools' own entry point: no pip and no network are needed.
+    command = [sys.executable, "-c", BUILD, str(out)]
+    built = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> None:
+    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    modules = {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in [
+            ("jhost", "jhost"),
+            ("lowering", "jhost/lowering"),
+            ("runtime", "jhost/runtime"),
+        ]
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert shipped == modules | {"jhost/py.typed"}
+
+
+def test_the_wheel_needs_jax_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+    requires = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist", [])
+    assert [line for line in requires if "extra ==" not in line] == ["jax<0.13,>=0.10"]
+
+
+def test_the_folders_at_the_top_are_inside_jhost() -> None:
+    assert ir.Program.__module__ == "jhost.lowering.ir"
+    for name in ("lowering", "runtime"):
+        assert (ROOT / "jhost" / name).resolve() == ROOT / name
+
+
+def test_the_top_level_is_as_agreed() -> None:
+    names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    assert names - BUILD_OUTPUTS == TOP_LEVEL
+    assert (ROOT / ".ci" / "run").is_file()
