@@ -7,16 +7,16 @@ and `jhost.shard` leave it as marks on buffers, which later passes take up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jhost import errors
-from jhost._jax import fresh_var, source_line
-from jhost.lowering.inline_calls import FlatJaxpr
+from jhost._annotate import spec_entries
+from jhost._jax import aval_of, fresh_var, source_line
+from jhost.lowering.inline_calls import IDENTITIES, FlatJaxpr
 from jhost.lowering.ir import (
     Buffer,
     Compute,
@@ -53,7 +53,7 @@ def build(
         NoMeshError: a `jhost.shard` where there is no mesh.
         StreamConflictError: two streams on different dims of one value.
     """
-    builder = _Builder(flat, mesh)
+    builder = _Builder(flat, mesh, dict(zip(flat.outvars, result_names, strict=True)))
     params = builder.params(flat.invars, param_names)
     for eqn in flat.eqns:
         builder.equation(eqn)
@@ -71,8 +71,11 @@ def build(
 
 
 class _Builder:
-    def __init__(self, flat: FlatJaxpr, mesh: AbstractMesh) -> None:
+    def __init__(
+        self, flat: FlatJaxpr, mesh: AbstractMesh, result_names: Mapping[Var, str]
+    ) -> None:
         self.mesh = mesh
+        self.mesh_shape = {axis: n for axis, n in mesh.shape.items() if n > 1}
         self.names = Names()
         self.body: list[Stmt] = []
         self.marks: dict[tuple[type[Mark], str], Mark] = {}
@@ -81,11 +84,17 @@ class _Builder:
         self.buffers: dict[Var, Buffer] = {}
         self.taken: set[str] = set()
         self.reads = _Reads(flat)
+        self.result_names = dict(result_names)
+        for eqn in reversed(flat.eqns):
+            if eqn.primitive.name in IDENTITIES and eqn.outvars[0] in self.result_names:
+                name = self.result_names[eqn.outvars[0]]
+                self.result_names.setdefault(as_var(eqn.invars[0]), name)
         self.markers: dict[str, Callable[[JaxprEqn], Buffer]] = {
             "copy": self.copy,
             "stream": self.stream,
             "serial": self.serial,
             "shard": self.shard,
+            "sharding_constraint": self.sharding_constraint,
         }
 
     # --- Values --------------------------------------------------------------- #
@@ -102,13 +111,14 @@ class _Builder:
         for var, name in zip(outvars, names, strict=True):
             buffer = self.buffers[var]
             if buffer.name in self.taken:
-                buffer = self.set(buffer, name)
+                buffer = self.set(buffer, var, name)
             self.taken.add(buffer.name)
             results.append(buffer)
         return tuple(results)
 
-    def define(self, var: Var, name: str = "v") -> Buffer:
-        self.buffers[var] = self.buffer(var.aval, name)
+    def define(self, var: Var, name: str | None = None) -> Buffer:
+        name = name or self.result_names.get(var, "v")
+        self.buffers[var] = self.buffer(aval_of(var), name)
         return self.buffers[var]
 
     def buffer(self, aval: Any, name: str) -> Buffer:
@@ -119,9 +129,9 @@ class _Builder:
             dims=(Dim(),) * len(aval.shape),
         )
 
-    def set(self, source: Buffer, name: str = "v") -> Buffer:
+    def set(self, source: Buffer, var: Var, name: str | None = None) -> Buffer:
         """A copy of `source`: a value with a layout and a stream of its own."""
-        out = self.buffer(source, name)
+        out = self.buffer(source, name or self.result_names.get(var, "v"))
         self.body.append(Set(out=out, source=source))
         return out
 
@@ -164,11 +174,11 @@ class _Builder:
     # --- Markers -------------------------------------------------------------- #
 
     def copy(self, eqn: JaxprEqn) -> Buffer:
-        return self.set(self.buffers[eqn.invars[0]])
+        return self.set(self.operand(eqn), eqn.outvars[0])
 
     def stream(self, eqn: JaxprEqn) -> Buffer:
         """Mark the value itself; a second mark must agree with the first."""
-        buffer = self.buffers[eqn.invars[0]]
+        buffer = self.operand(eqn)
         mark = StreamMark(
             buffer=buffer.name,
             dim=eqn.params["axis"],
@@ -190,28 +200,63 @@ class _Builder:
         return buffer
 
     def serial(self, eqn: JaxprEqn) -> Buffer:
-        out = self.set(self.buffers[eqn.invars[0]])
+        out = self.set(self.operand(eqn), eqn.outvars[0])
         self.marks[SerialMark, out.name] = SerialMark(buffer=out.name)
         return out
 
     def shard(self, eqn: JaxprEqn) -> Buffer:
-        """Constrain the value itself where nothing else reads it, else a copy of it."""
-        (atom,) = eqn.invars
-        buffer, where = self.buffers[atom], source_line(eqn)
-        spec: Spec = eqn.params["spec"]
+        """`jhost.shard`, and the shardings of parameters and results."""
+        return self.constrain(eqn, eqn.params["spec"])
+
+    def sharding_constraint(self, eqn: JaxprEqn) -> Buffer:
+        """`jax.lax.with_sharding_constraint` means the same."""
+        sharding = eqn.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            text = f"a sharding constraint is no NamedSharding: {sharding}"
+            remark = Remark(kind="sharding", text=text, where=source_line(eqn))
+            self.remarks.append(remark)
+            return self.operand(eqn)
+        if self.mesh.shape and dict(sharding.mesh.shape) != dict(self.mesh.shape):
+            raise errors.MeshMismatchError(
+                "A sharding constraint is for another mesh than the function's. Use "
+                "the function's mesh.",
+                [f"{sharding.mesh} at {source_line(eqn)}", f"the function's: {self.mesh}"],
+            )
+        entries = spec_entries(sharding)
+        whole = ((),) * (len(self.operand(eqn).shape) - len(entries))
+        return self.constrain(eqn, (*entries, *whole))
+
+    def constrain(self, eqn: JaxprEqn, spec: Spec) -> Buffer:
+        """Lay out the value itself where nothing else reads it, else a copy of it."""
+        buffer, where = self.operand(eqn), source_line(eqn)
         if not self.mesh.shape:
             raise errors.NoMeshError(
                 "jhost.shard needs a mesh: give one to jhost.jit(mesh=...), or call "
                 "the function under jax.set_mesh.",
                 [f"shape {buffer.shape} at {where}"],
             )
+        name = f"value of shape {buffer.shape} at {where}"
         problems = check_spec(spec, buffer.shape, dict(self.mesh.shape))
-        self.problems += [(f"value of shape {buffer.shape} at {where}", p) for p in problems]
-        if self.reads[atom] > 1 or (ShardMark, buffer.name) in self.marks:
-            buffer = self.set(buffer)
+        self.problems += [(name, problem) for problem in problems]
+        if self.reads[as_var(eqn.invars[0])] > 1 or (ShardMark, buffer.name) in self.marks:
+            buffer = self.set(buffer, eqn.outvars[0])
+        # An axis of one device shards nothing.
+        spec = tuple(
+            None if axes is None else tuple(a for a in axes if a in self.mesh_shape)
+            for axes in spec
+        )
         mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
         self.marks[ShardMark, buffer.name] = mark
         return buffer
+
+    def operand(self, eqn: JaxprEqn) -> Buffer:
+        return self.buffers[as_var(eqn.invars[0])]
+
+
+def as_var(atom: Var | Literal) -> Var:
+    """`atom`, which an identity reads and `inline_calls` has made a variable."""
+    assert isinstance(atom, Var)
+    return atom
 
 
 class _Reads:

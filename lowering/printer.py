@@ -166,6 +166,8 @@ def _body_lines(body: Sequence[Stmt], known: set[str], indent: str) -> Iterator[
                 if otherwise:
                     yield f"{indent}else:"
                     yield from _body_lines(otherwise, set(known), inner)
+                # A branch that all devices take makes what is used after it.
+                known |= {b.name for s in (*then, *otherwise) for b in written(s)}
             case StartCoalescing():
                 indent = inner
             case _:
@@ -185,7 +187,8 @@ def _select_parts(stmt: Select) -> Iterator[str]:
 
 def _compute_text(stmt: Compute, known: Collection[str]) -> str:
     ins = [buffer.name for buffer in stmt.ins]
-    if _is_inline(stmt.unit):
+    # A program that breaks this is printed all the same: the verifier's note.
+    if _is_inline(stmt.unit) and len(ins) == len(stmt.unit.invars):
         names = dict(zip(stmt.unit.invars, ins, strict=True))
         call = _eqn_text(stmt.unit.eqns[0].eqn, names)
     else:

@@ -39,6 +39,8 @@ def reshape(eqn: JaxprEqn) -> DimRule:
     if eqn.params["dimensions"] is None:
         for source, target in _outermost(operand, result):
             steps = math.gcd(operand[source], result[target])
+            if steps == 1:  # no part is contiguous in both shapes
+                continue
             factor = factors.new(steps)
             operand_map[source] = FactorDim(factor, operand[source] // steps)
             result_map[target] = FactorDim(factor, result[target] // steps)

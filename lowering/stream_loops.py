@@ -161,12 +161,22 @@ class _Loop:
             case Set() as stmt:
                 out = self.write(node.writes[0], part.writes[0])
                 self.body.append(Set(out=out, source=ins[0]))
-            case Communicate() | Select() as stmt:
+            case Communicate() as stmt:
                 out = self.write(node.writes[0], part.writes[0])
                 chunked = dataclasses.replace(stmt, out=out, source=ins[0])
                 self.body.extend((chunked, *node.stmts[1:]))
+            case Select() as stmt:
+                self.part_by_rank(stmt, ins[0], part.writes[0])
             case _:
                 raise AssertionError(f"{node.stmt} has no part in a stream")
+
+    def part_by_rank(self, stmt: Select, source: Buffer, access: Access) -> None:
+        """An alias of a chunk; what leaves the loop is copied out of it."""
+        alias = self.alias(stmt.out, access)
+        self.body.append(dataclasses.replace(stmt, out=alias, source=source))
+        if self.leaves(stmt.out):
+            out = self.write(stmt.out, access)
+            self.body.append(Set(out=out, source=alias))
 
     def compute(
         self, stmt: Compute, part: Part, ins: Sequence[Buffer], node: Node

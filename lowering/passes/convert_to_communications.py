@@ -41,6 +41,7 @@ class _Converter:
     def __init__(self, program: Program) -> None:
         self.mesh = dict(program.mesh.shape)
         self.names = Names.of(program)
+        self.results = {result.name for result in program.results}
 
     def convert(self, stmt: Stmt) -> list[Stmt]:
         if not isinstance(stmt, Set):
@@ -66,7 +67,7 @@ class _Converter:
             shape[step.source_dim] *= devices
         return dataclasses.replace(
             out,
-            name=self.names.fresh(f"{out.name}_{step.kind}".lower()),
+            name=self.names.fresh(f"{out.name}_{step.kind.lower()}"),
             shape=tuple(shape),
             dims=dims_of(step.layout),
             partial=step.partial,
@@ -76,9 +77,18 @@ class _Converter:
         if step.kind == "Select":
             assert step.dim is not None
             size = out.shape[step.dim]
-            index = linear_rank(step.axes, self.mesh) * size
-            part = Constant(size)
-            return [Select(out=out, source=source, dim=step.dim, index=index, size=part)]
+            alias = out
+            if out.name in self.results:
+                # A result has memory of its own.
+                alias = dataclasses.replace(out, name=self.names.fresh(f"{out.name}_part"))
+            select = Select(
+                out=alias,
+                source=source,
+                dim=step.dim,
+                index=linear_rank(step.axes, self.mesh) * size,
+                size=Constant(size),
+            )
+            return [select] if alias is out else [select, Set(out=out, source=alias)]
         communicate = Communicate(
             name=self.names.fresh("c"),
             kind=step.kind,

@@ -8,14 +8,24 @@ buffers differ, which `convert_to_communications` turns into communications.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark, Stmt
-from jhost.lowering.layout import Layout, dims_of, local_shape
+from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
 from jhost.lowering.names import Names
 from jhost.lowering.operations import Assignment, Operation
-from jhost.lowering.reshard import Partial
+from jhost.lowering.reshard import Partial, StepKind, plan_reshard
 from jhost.lowering.solve_layouts import Solution, solve_layouts
+
+
+_RESHARDED: Mapping[StepKind, str] = {
+    "AllGather": "gathered",
+    "AllReduce": "reduced",
+    "ReduceScatter": "scattered",
+    "AllToAll": "exchanged",
+    "Select": "part",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +118,8 @@ class _Rewriter:
         if source == target:
             return source
         if (buffer.name, layout) not in self.resharded:
-            name = self.names.fresh(f"{buffer.name}_resharded")
+            (*_, last) = plan_reshard(layout_of(source), layout, source.partial)
+            name = self.names.fresh(f"{buffer.name}_{_RESHARDED[last.kind]}")
             target = dataclasses.replace(target, name=name)
             self.resharded[buffer.name, layout] = target
             self.body.append(Set(out=target, source=source))

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.custom_batching
-import jax.experimental.checkify
-import jax.experimental.compute_on
-import jax.experimental.custom_partitioning
-import jax.experimental.xla_metadata
-import jax.export
-import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +18,16 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jhost.lowering.rules import DimRule, Dims, FactorDim, Place, Reducer, bind
 from jhost.lowering.table import rule_of
 
+# Public modules with primitives of their own that `import jax` does not load.
+_PUBLIC = (
+    "jax.custom_batching",
+    "jax.experimental.buffer_callback",
+    "jax.experimental.checkify",
+    "jax.experimental.compute_on",
+    "jax.experimental.custom_partitioning",
+    "jax.experimental.xla_metadata",
+    "jax.export",
+)
 # Languages for kernels: their primitives stand in a kernel's body, where no rule looks.
 _KERNEL_LANGUAGES = ("jax._src.pallas", "jax._src.thunky", "jax._src.tpu_custom_call")
 
@@ -35,6 +39,8 @@ def jax_primitives() -> dict[str, Primitive]:
     These are the ones in the modules that JAX's public modules load, but for those of
     kernel languages.
     """
+    for name in _PUBLIC:
+        importlib.import_module(name)
     modules = [
         module
         for name, module in sorted(sys.modules.items())

@@ -87,9 +87,13 @@ def test_dot_general(
     shared = data.draw(st.permutations("bck"))
     count = data.draw(st.integers(0, 3))
     batch, contracted = shared[:count], shared[count:]
-    numbers = tuple(
-        tuple([names.index(name) for name in group] for names in (lhs, rhs))
-        for group in (contracted, batch)
+
+    def positions(names: list[str], group: list[str]) -> list[int]:
+        return [names.index(name) for name in group]
+
+    numbers = (
+        (positions(lhs, contracted), positions(rhs, contracted)),
+        (positions(lhs, batch), positions(rhs, batch)),
     )
     check_rule(
         lambda x, y: lax.dot_general(x, y, numbers),

@@ -123,7 +123,7 @@ def test_the_sharding_of_the_whole_is_not_asked_of_a_part() -> None:
 def test_convolutions_in_groups(
     channels: tuple[int, int],
     filters: tuple[int, int],
-    groups: dict[str, int],
+    groups: dict[str, Any],
     check_rule: CheckRule,
 ) -> None:
     x = np.arange(64, dtype=np.float32).reshape(*channels, 4) % 7
