@@ -2,13 +2,8 @@
 
 from jhost import errors as errors
 from jhost._annotate import serial as serial, shard as shard, stream as stream
-from jhost._api import (
-    Compiled as Compiled,
-    JitFunction as JitFunction,
-    Lowered as Lowered,
-    explain as explain,
-    jit as jit,
-)
+from jhost._api import JitFunction as JitFunction, explain as explain, jit as jit
+from jhost._stages import Compiled as Compiled, Lowered as Lowered
 from jhost.lowering.explain import Explanation as Explanation
 
 __version__ = "0.1.0"

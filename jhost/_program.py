@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost._jax import (
     arg_names,
@@ -21,7 +22,7 @@ from jhost._jax import (
     register_lowering,
     result_paths,
 )
-from jhost._primitives import Spec, jhost_p, shard_p
+from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit import emit
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program
@@ -44,23 +45,37 @@ class Config:
 
 
 @functools.lru_cache(maxsize=1024)
-def annotate(jaxpr: Any, in_specs: tuple[Spec | None, ...], out_specs: Any) -> Any:
-    """`jaxpr` with the shardings of its operands and results as marks in it."""
+def annotate(
+    jaxpr: Any,
+    mesh: AnyMesh,
+    in_specs: tuple[Spec | None, ...],
+    out_specs: tuple[Spec | None, ...],
+) -> Any:
+    """`jaxpr` with the shardings of its operands and results as constraints in it.
+
+    Every operand and result gets one, which may leave all dims free: JAX looks for the
+    devices of a program in the shardings inside, and would compile one without any for
+    one device.
+    """
 
     def annotated(*args: Any) -> list[Any]:
-        return _shard(evaluate(jaxpr, _shard(args, in_specs)), out_specs)
+        return _constrain(evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs)
 
     closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
     # The user's names, not those of the function above.
-    renamed = closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info)
-    return close(renamed)
+    return close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
 
 
-def _shard(values: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
-    return [
-        value if spec is None else shard_p.bind(value, spec=spec)
-        for value, spec in zip(values, specs, strict=True)
-    ]
+def _constrain(
+    values: Sequence[Any], mesh: AnyMesh, specs: Sequence[Spec | None]
+) -> list[Any]:
+    free = PartitionSpec.UNCONSTRAINED
+    constrained: list[Any] = []
+    for value, spec in zip(values, specs, strict=True):
+        entries = [free] * value.ndim if spec is None else [axes or None for axes in spec]
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        constrained.append(jax.lax.with_sharding_constraint(value, sharding))
+    return constrained
 
 
 @functools.lru_cache(maxsize=1024)

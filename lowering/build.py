@@ -205,11 +205,11 @@ class _Builder:
         return out
 
     def shard(self, eqn: JaxprEqn) -> Buffer:
-        """`jhost.shard`, and the shardings of parameters and results."""
+        """`jhost.shard`."""
         return self.constrain(eqn, eqn.params["spec"])
 
     def sharding_constraint(self, eqn: JaxprEqn) -> Buffer:
-        """`jax.lax.with_sharding_constraint` means the same."""
+        """The same, and the shardings of parameters and results."""
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             text = f"a sharding constraint is no NamedSharding: {sharding}"
@@ -223,6 +223,8 @@ class _Builder:
                 [f"{sharding.mesh} at {source_line(eqn)}", f"the function's: {self.mesh}"],
             )
         entries = spec_entries(sharding)
+        if entries and all(axes is None for axes in entries):
+            return self.operand(eqn)
         whole = ((),) * (len(self.operand(eqn).shape) - len(entries))
         return self.constrain(eqn, (*entries, *whole))
 

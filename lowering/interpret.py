@@ -169,8 +169,9 @@ class _Interpreter:
     # --- Buffers -------------------------------------------------------------- #
 
     def allocate(self, buffer: Buffer, zero_init: bool) -> None:
-        fill = 0 if zero_init else _poison(buffer.dtype)
-        value = jnp.full((*self.ranks.shape, *buffer.shape), fill, buffer.dtype)
+        shape = (*self.ranks.shape, *buffer.shape)
+        fill = jnp.zeros if zero_init else _poison
+        value = fill(shape, buffer.dtype)
         self.memories[buffer.name] = _Memory(value, zero_init=zero_init)
 
     def region(self, name: str) -> Region:
@@ -309,8 +310,10 @@ class _Interpreter:
         return after
 
 
-def _poison(dtype: np.dtype) -> Any:
-    """What memory without contents holds, so that a read of it shows."""
+def _poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Memory without contents, filled so that a read of it shows."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jax.lax.empty(shape, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
-        return math.nan
-    return True if dtype == np.bool_ else jnp.iinfo(dtype).max
+        return jnp.full(shape, math.nan, dtype)
+    return jnp.full(shape, True if dtype == np.bool_ else jnp.iinfo(dtype).max, dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -32,7 +32,14 @@ CommunicationKind: TypeAlias = Literal[
     "CollectivePermute",
 ]
 
-_node = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+_T = TypeVar("_T")
+
+
+# pyright does not follow a decorator that is `dataclass(...)` under another name.
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _node(cls: type[_T]) -> type[_T]:
+    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
 
 # --- Buffers ------------------------------------------------------------------ #
 

@@ -198,7 +198,8 @@ def _compute_text(stmt: Compute, known: Collection[str]) -> str:
 
 
 def _chunk_text(chunk: Chunk) -> str:
-    text = f" on chunk [{chunk.start} : +{chunk.size}] of {chunk.extent}"
+    # The size shows in the types.
+    text = f" at {chunk.start} of {chunk.extent}"
     return f"{text} in {chunk.groups} groups" if chunk.groups > 1 else text
 
 
@@ -271,8 +272,10 @@ def _eqn_text(eqn: JaxprEqn, names: dict[Var, str]) -> str:
 
 
 def _literal_text(literal: Literal) -> str:
-    value = np.asarray(literal.val)
-    return str(value.item()) if value.ndim == 0 else _aval_text(literal)
+    is_number = isinstance(getattr(literal.aval, "dtype", None), np.dtype)
+    if shape_of(literal) or not is_number:
+        return _aval_text(literal)
+    return str(np.asarray(literal.val)[()])
 
 
 def _letters() -> Iterator[str]:

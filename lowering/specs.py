@@ -30,25 +30,37 @@ def check_spec(
     spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]
 ) -> Iterator[Problem]:
     """What is wrong with `spec` for a value of `shape`, in words."""
-    known = f"mesh has axes {', '.join(f'{a} ({n})' for a, n in mesh.items())}"
     if len(spec) > len(shape):
         yield (
             errors.SpecRankError,
             f"{spec_text(spec)} has {len(spec)} entries for {len(shape)} dims",
         )
         return
+    problems = list(check_axes(spec, mesh))
+    yield from problems
+    if not problems:
+        yield from _check_sizes(spec, shape, mesh)
+
+
+def check_axes(spec: Spec, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """What is wrong with the axes that `spec` names, whatever it is for."""
+    known = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.items()) or "none"
     axes = [axis for dim in spec for axis in dim or ()]
-    unknown = [axis for axis in axes if axis not in mesh]
-    for axis in unknown:
-        yield errors.UnknownAxisError, f"{spec_text(spec)} names axis {axis!r}; the {known}"
+    for axis in axes:
+        if axis not in mesh:
+            text = f"{spec_text(spec)} names axis {axis!r}; the mesh has {known}"
+            yield errors.UnknownAxisError, text
     for axis in repeated_axes(axes):
         yield errors.DuplicateAxisError, f"{spec_text(spec)} uses axis {axis!r} twice"
-    if unknown:
-        return
-    for dim, (names, size) in enumerate(zip(spec, shape, strict=False)):
-        devices = axes_size(names or (), mesh)
+
+
+def _check_sizes(
+    spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]
+) -> Iterator[Problem]:
+    for dim, (axes, size) in enumerate(zip(spec, shape, strict=False)):
+        devices = axes_size(axes or (), mesh)
         if size % devices:
-            over = " and ".join(f"{axis!r} ({mesh[axis]})" for axis in names or ())
+            over = " and ".join(f"{axis!r} ({mesh[axis]})" for axis in axes or ())
             yield (
                 errors.DivisibilityError,
                 f"{spec_text(spec)} shards dim {dim} of size {size} over mesh axis "

@@ -1,4 +1,4 @@
-"""Units made from a Python function, for statements that no equation of the user's is."""
+"""Units made from a Python function, for work that no equation of the user's is."""
 
 from __future__ import annotations
 

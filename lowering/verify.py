@@ -48,7 +48,7 @@ from jhost.lowering.verify_memory import (
     check_select,
     check_set,
 )
-from jhost.lowering.verify_state import Root, State
+from jhost.lowering.verify_state import DEFAULT_STREAM, Root, State
 
 
 def verify(program: Program, after: str = "") -> None:
@@ -128,7 +128,7 @@ def _param(state: State, param: Buffer) -> None:
 
 def _end(state: State) -> None:
     state.stmt = None
-    state.check_restored(("", -1), "the program")
+    state.check_restored(DEFAULT_STREAM, "the program")
     for name in state.in_flight:
         state.fail(
             f"a Wait({name})",

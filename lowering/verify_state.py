@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TypeAlias
 
 from jhost import errors
-from jhost.lowering.index import Index, leaves
+from jhost.lowering.index import Index, LoopIndex, Rank, leaves
 from jhost.lowering.ir import (
     Buffer,
     Deallocate,
@@ -115,12 +115,11 @@ class State:
 
     def value(self, index: Index) -> AtRanks:
         """The value of `index` here, at every rank."""
-        loops = {f"{leaf}" for leaf in leaves(index)}
-        known = {*self.loops, *(f"rank({axis})" for axis in self.ranks.sizes)}
-        if unknown := sorted(loops - known):
+        known = {*map(LoopIndex, self.loops), *map(Rank, self.ranks.sizes)}
+        if unknown := leaves(index) - known:
             self.fail(
                 "loop indices and axes in scope",
-                ", ".join(unknown),
+                ", ".join(sorted(map(str, unknown))),
                 "an index depends on enclosing loops and on axes of the mesh",
             )
         return self.ranks.value(index, self.loops)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -74,6 +75,28 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     return mesh.update(axis_types=types)
 
 
+def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
+    """The mesh with explicit axes that types of values speak of here, if there is one."""
+    meshes = [get_abstract_mesh()]
+    meshes += [jax.typeof(value).sharding.mesh for value in values]
+    for mesh in meshes:
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+@contextmanager
+def automatic_axes() -> Generator[None]:
+    """Inside, types say nothing of shardings: `jax.sharding.auto_axes` for tracing."""
+    context = get_abstract_mesh()
+    if AxisType.Explicit not in context.axis_types:
+        yield
+        return
+    automatic = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names))
+    with jax.sharding.use_abstract_mesh(automatic):
+        yield
+
+
 def abstract(mesh: AnyMesh | None) -> AbstractMesh:
     """Names and sizes alone, which is all that lowering knows of a mesh."""
     if mesh is None:
@@ -92,15 +115,13 @@ def same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
     return True
 
 
-def foreign_arrays(
-    names: Iterable[str], values: Iterable[Any], mesh: AnyMesh | None
-) -> list[str]:
+def foreign_arrays(values: Mapping[str, Any], mesh: AnyMesh) -> list[str]:
     """The committed arrays whose devices are not those of `mesh`, in words."""
     if not isinstance(mesh, Mesh):
         return []
     here = set(mesh.devices.flat)
     offenders: list[str] = []
-    for name, value in zip(names, values, strict=True):
+    for name, value in values.items():
         if isinstance(value, jax.Array) and value.committed:
             there = value.sharding.device_set
             if there != here:

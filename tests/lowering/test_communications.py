@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -271,7 +272,7 @@ def test_a_group_may_send_both_ways() -> None:
 def test_mesh_2d_allgather(axes: tuple[str, ...]) -> None:
     """Over one axis, both, and both in the other order."""
     mesh, x = mesh_of(dp=2, tp=4), integers(16, 3)
-    devices = {("dp",): 2, ("tp",): 4}.get(axes, 8)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
     source = buffer(f"x: f32[{16 // devices}@({', '.join(axes)}), 3]")
     out = buffer("y: f32[16, 3]")
     gather = communicate("AllGather", out, source, axes, dim=0)
@@ -315,8 +316,8 @@ def test_mesh_2d_permute_and_broadcast(axes: tuple[str, ...], kind: Any) -> None
     mesh, x, spread = mesh_of(dp=2, tp=4), integers(8, 4), f"({', '.join(axes)})"
     source, out = buffer(f"x: f32[1@{spread}, 4]"), buffer(f"y: f32[1@{spread}, 4]")
     permutes = kind == "CollectivePermute"
-    fields = {"shift": 3} if permutes else {"root": 5}
-    move = communicate(kind, out, source, axes, **fields)
+    shift, root = (3, None) if permutes else (None, 5)
+    move = communicate(kind, out, source, axes, shift=shift, root=root)
     wanted = np.roll(x, 3, axis=0) if permutes else np.tile(x[5], (8, 1))
     check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), wanted)
 
