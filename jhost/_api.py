@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, get_args, overload
+from typing import (
+    Any,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_args,
+    overload,
+)
 
 import jax
 from jax.sharding import NamedSharding, auto_axes
@@ -64,13 +75,30 @@ class _Settings:
     compiler_options: Mapping[str, Any] | None
 
 
+class _Options(TypedDict, total=False):
+    """The keywords of `jhost.jit`, for type checkers."""
+
+    mesh: AnyMesh | None
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: Nums
+    static_argnames: Names
+    donate_argnums: Nums
+    donate_argnames: Names
+    chunks: Chunks
+    pipeline: Pipeline
+    streams: int
+    interpret: bool
+    compiler_options: Mapping[str, Any] | None
+
+
 @overload
-def jit(f: Callable[P, R], /, **settings: Any) -> JitFunction[P, R]: ...
+def jit(f: Callable[P, R], /, **options: Unpack[_Options]) -> JitFunction[P, R]: ...
 
 
 @overload
 def jit(
-    f: None = None, /, **settings: Any
+    f: None = None, /, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
@@ -176,12 +204,16 @@ def explain(f: JitFunction[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(jhost.explain(f, jnp.ones((4, 2))).streams[0].chunks)
         2
     """
+    _check_jhost_function(f)
+    return f.lower(*args, **kwargs).explain()
+
+
+def _check_jhost_function(f: Any) -> None:
     if not isinstance(f, JitFunction):
         raise errors.ArgumentError(
-            f"jhost.explain takes a function made by jhost.jit, but got {f!r}. Decorate "
-            "it first."
+            f"jhost.explain takes a function made by jhost.jit, but got {f!r}. "
+            "Decorate it first."
         )
-    return f.lower(*args, **kwargs).explain()
 
 
 class JitFunction(Generic[P, R]):
@@ -204,13 +236,10 @@ class JitFunction(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the function; compiles it first where these types are new."""
-        key = self._key(args, kwargs)
+        leaves = self._leaves(args, kwargs)
+        key = self._key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
-        if (
-            self._settings.interpret
-            or under_outer_trace()
-            or is_tracing(*jax.tree.leaves((args, kwargs)))
-        ):
+        if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
             return self._bind(key, args, kwargs)
         try:
             return self._jitted_for(key)(*args, **kwargs)
@@ -229,7 +258,7 @@ class JitFunction(Generic[P, R]):
             >>> lowered.compile()(jnp.zeros(2)).tolist()
             [1.0, 1.0]
         """
-        key = self._key(args, kwargs)
+        key = self._key(self._leaves(args, kwargs))
         try:
             call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs))
             program = host_program(call_jaxpr, self._config(key))
@@ -241,11 +270,10 @@ class JitFunction(Generic[P, R]):
 
     # --- Which program -------------------------------------------------------- #
 
-    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
+    def _key(self, leaves: Sequence[Any]) -> Key:
         mesh = self._fixed_mesh or resolve_mesh(None, self._given)
         if mesh is None or not self._asks_arguments:
             return mesh, None
-        leaves = jax.tree.leaves(self._dynamic(args, kwargs))
         return mesh, tuple(map(_shardings.own, leaves))
 
     @functools.cached_property
@@ -256,13 +284,13 @@ class JitFunction(Generic[P, R]):
             return None
         return resolve_mesh(self._settings.mesh, self._given)
 
-    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The arguments without the static ones."""
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the arguments that are not static, in order."""
         nums, names = self._static
-        return (
-            tuple(arg for number, arg in enumerate(args) if number not in nums),
-            {name: arg for name, arg in kwargs.items() if name not in names},
-        )
+        if nums or names:
+            args = [arg for number, arg in enumerate(args) if number not in nums]
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in names}
+        return jax.tree.leaves((args, kwargs))
 
     def _jitted_for(self, key: Key) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
@@ -309,14 +337,17 @@ class JitFunction(Generic[P, R]):
         """One call of the primitive, in whatever trace there is."""
         traced = self._trace(args, kwargs)
         call_jaxpr, config = self._call_jaxpr(key, traced), self._config(key)
-        operands = [*traced.consts, *jax.tree.leaves(self._dynamic(args, kwargs))]
-        call = functools.partial(jhost_p.bind, call_jaxpr=call_jaxpr, config=config)
+        operands = [*traced.consts, *self._leaves(args, kwargs)]
+        call: Callable[..., Sequence[Any]] = functools.partial(
+            jhost_p.bind, call_jaxpr=call_jaxpr, config=config
+        )
         explicit = explicit_mesh(operands)
         if explicit is not None:
             # The layouts inside are jhost's; its results have types again.
             results = host_program(call_jaxpr, config).results
             types = [NamedSharding(explicit, spec_of(result)) for result in results]
-            call = auto_axes(call, axes=explicit.axis_names, out_sharding=types)
+            automatic = auto_axes(call, axes=explicit.axis_names, out_sharding=types)
+            call = cast(Callable[..., Sequence[Any]], automatic)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
@@ -373,16 +404,16 @@ class JitFunction(Generic[P, R]):
         mesh, leaves = key[0], by_name(self._fun, args, kwargs)
         if mesh is not None and (offenders := foreign_arrays(leaves, mesh)):
             raise errors.MeshMismatchError(
-                f"{self._name} runs on {mesh_text(mesh)}, but got arrays from elsewhere. "
-                "Move them with jax.device_put(x, NamedSharding(mesh, spec)), or give "
-                "jhost.jit their mesh.",
+                f"{self._name} runs on {mesh_text(mesh)}, but got arrays from "
+                "elsewhere. Move them with jax.device_put(x, NamedSharding(mesh, "
+                "spec)), or give jhost.jit their mesh.",
                 offenders,
             ) from error
         if "compile option" in str(error) and self._settings.compiler_options:
             raise errors.CompilerOptionError(
-                f"XLA refuses an option of {self._name}: {error}. Options are fields of "
-                "XLA's DebugOptions, as for jax.jit; another version or backend may not "
-                "have this one.",
+                f"XLA refuses an option of {self._name}: {error}. Options are fields "
+                "of XLA's DebugOptions, as for jax.jit; another version or backend may "
+                "not have this one.",
                 [f"{k}={v!r}" for k, v in self._settings.compiler_options.items()],
             ) from error
         self._call_jaxpr(key, self._trace(args, kwargs))  # names what does not fit
@@ -393,7 +424,8 @@ def _check_settings(settings: _Settings) -> None:
         count = as_int(settings.chunks)
         if count is None:
             raise errors.ArgumentError(
-                f"jhost.jit takes an int or 'auto' as chunks, but got {settings.chunks!r}."
+                "jhost.jit takes an int or 'auto' as chunks, but got "
+                f"{settings.chunks!r}."
             )
         if count < 1:
             raise errors.ChunksError(
@@ -408,5 +440,6 @@ def _check_settings(settings: _Settings) -> None:
     streams = as_int(settings.streams)
     if streams is None or streams < 1:
         raise errors.OptionError(
-            f"jhost.jit got streams={settings.streams!r}, but needs an int of at least 1."
+            f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
+            "1."
         )

@@ -221,7 +221,8 @@ def _without_static(
 
 def is_tracing(*values: Any) -> bool:
     """Whether any of the values is a tracer, of whatever transform."""
-    return any(isinstance(value, core.Tracer) for value in values)
+    # By type: every call asks this, and a tree may have thousands of leaves.
+    return any(issubclass(kind, core.Tracer) for kind in set(map(type, values)))
 
 
 # These hand the primal computation on to the trace below them as it happens.

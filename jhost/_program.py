@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhost._jax import (
     arg_names,
@@ -59,7 +59,9 @@ def annotate(
     """
 
     def annotated(*args: Any) -> list[Any]:
-        return _constrain(evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs)
+        return _constrain(
+            evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs
+        )
 
     closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
     # The user's names, not those of the function above.
@@ -72,7 +74,9 @@ def _constrain(
     free = PartitionSpec.UNCONSTRAINED
     constrained: list[Any] = []
     for value, spec in zip(values, specs, strict=True):
-        entries = [free] * value.ndim if spec is None else [axes or None for axes in spec]
+        entries = (
+            [free] * value.ndim if spec is None else [axes or None for axes in spec]
+        )
         sharding = NamedSharding(mesh, PartitionSpec(*entries))
         constrained.append(jax.lax.with_sharding_constraint(value, sharding))
     return constrained
@@ -107,7 +111,7 @@ def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     program = host_program(call_jaxpr, config)
     mesh = program.mesh if config.mesh is None else config.mesh
     if config.interpret:
-        return lambda *args: interpret(program, mesh, args)[0]
+        return lambda *args: interpret(program, cast(Mesh, mesh), args)[0]
     return emit(program, mesh)
 
 

@@ -97,7 +97,9 @@ def problems(
     ]
 
 
-def padded(specs: Iterable[Spec | None], avals: Iterable[Any]) -> tuple[Spec | None, ...]:
+def padded(
+    specs: Iterable[Spec | None], avals: Iterable[Any]
+) -> tuple[Spec | None, ...]:
     """Each spec with an entry for every dim."""
     return tuple(
         spec if spec is None else (*spec, *[()] * (len(aval.shape) - len(spec)))

@@ -84,4 +84,4 @@ class IndexRangeError(JhostError, IndexError):
 
 
 class VerifyError(JhostError, RuntimeError):
-    """A Host IR program breaks an invariant: a defect of jhost or of a hand-built program."""
+    """A Host IR program breaks an invariant, through jhost's fault or its author's."""

@@ -32,6 +32,7 @@ from jhost.lowering.ir import (
     Unit,
     UnitEqn,
 )
+from jhost.lowering.marks import merge_marks
 from jhost.lowering.names import Names
 from jhost.lowering.specs import Problem, Spec, check_spec, raise_problems
 from jhost.lowering.table import opaque_reason, rule_of
@@ -105,7 +106,9 @@ class _Builder:
         self.taken.update(buffer.name for buffer in params)
         return params
 
-    def results(self, outvars: Sequence[Var], names: Sequence[str]) -> tuple[Buffer, ...]:
+    def results(
+        self, outvars: Sequence[Var], names: Sequence[str]
+    ) -> tuple[Buffer, ...]:
         """The result buffers: each its own, and none a parameter's."""
         results: list[Buffer] = []
         for var, name in zip(outvars, names, strict=True):
@@ -149,7 +152,9 @@ class _Builder:
 
         An operand read twice gets two variables: it may be needed in two layouts.
         """
-        invars = [v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars]
+        invars = [
+            v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars
+        ]
         rule = rule_of(eqn)
         unit_eqn = UnitEqn(
             eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
@@ -177,27 +182,36 @@ class _Builder:
         return self.set(self.operand(eqn), eqn.outvars[0])
 
     def stream(self, eqn: JaxprEqn) -> Buffer:
-        """Mark the value itself; a second mark must agree with the first."""
-        buffer = self.operand(eqn)
+        """Mark the value itself; a second mark may add to the first, not differ."""
+        buffer, params = self.operand(eqn), eqn.params
         mark = StreamMark(
             buffer=buffer.name,
-            dim=eqn.params["axis"],
-            chunks=eqn.params["chunks"],
-            pipeline=eqn.params["pipeline"],
+            dim=params["axis"],
+            chunks=params["chunks"],
+            pipeline=params["pipeline"],
             where=source_line(eqn),
         )
-        other = self.marks.setdefault((StreamMark, buffer.name), mark)
-        assert isinstance(other, StreamMark)
-        if other.dim != mark.dim:
+        first = self.marks.get((StreamMark, buffer.name))
+        if isinstance(first, StreamMark):
+            mark = self.agreed(buffer, first, mark)
+        self.marks[StreamMark, buffer.name] = mark
+        return buffer
+
+    def agreed(self, buffer: Buffer, one: StreamMark, other: StreamMark) -> StreamMark:
+        """One mark for two on the same value."""
+        merged = merge_marks(one, other) if one.dim == other.dim else None
+        if merged is None:
             raise errors.StreamConflictError(
-                f"One value of shape {buffer.shape} has streams on two dims; chunks are "
-                "cut along one. Keep one of the marks, or put jhost.serial between.",
+                f"One value of shape {buffer.shape} has two streams that differ; it is "
+                "cut along one dim, one way. Keep one of the marks, or put "
+                "jhost.serial between.",
                 [
-                    f"axis={other.dim} at {other.where}",
-                    f"axis={mark.dim} at {mark.where}",
+                    f"axis={mark.dim}, chunks={mark.chunks}, pipeline={mark.pipeline} "
+                    f"at {mark.where}"
+                    for mark in (one, other)
                 ],
             )
-        return buffer
+        return merged
 
     def serial(self, eqn: JaxprEqn) -> Buffer:
         out = self.set(self.operand(eqn), eqn.outvars[0])
@@ -220,7 +234,10 @@ class _Builder:
             raise errors.MeshMismatchError(
                 "A sharding constraint is for another mesh than the function's. Use "
                 "the function's mesh.",
-                [f"{sharding.mesh} at {source_line(eqn)}", f"the function's: {self.mesh}"],
+                [
+                    f"{sharding.mesh} at {source_line(eqn)}",
+                    f"the function's: {self.mesh}",
+                ],
             )
         entries = spec_entries(sharding)
         if entries and all(axes is None for axes in entries):
@@ -240,13 +257,16 @@ class _Builder:
         name = f"value of shape {buffer.shape} at {where}"
         problems = check_spec(spec, buffer.shape, dict(self.mesh.shape))
         self.problems += [(name, problem) for problem in problems]
-        if self.reads[as_var(eqn.invars[0])] > 1 or (ShardMark, buffer.name) in self.marks:
-            buffer = self.set(buffer, eqn.outvars[0])
         # An axis of one device shards nothing.
         spec = tuple(
             None if axes is None else tuple(a for a in axes if a in self.mesh_shape)
             for axes in spec
         )
+        there = self.marks.get((ShardMark, buffer.name))
+        if isinstance(there, ShardMark) and there.spec == spec:
+            return buffer
+        if there is not None or self.reads[as_var(eqn.invars[0])] > 1:
+            buffer = self.set(buffer, eqn.outvars[0])
         mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
         self.marks[ShardMark, buffer.name] = mark
         return buffer

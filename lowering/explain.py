@@ -1,4 +1,4 @@
-"""What a Host IR program pipelines, what it communicates, and what it could not chunk."""
+"""What a Host IR program pipelines and communicates, and what it could not chunk."""
 
 from __future__ import annotations
 

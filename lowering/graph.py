@@ -78,7 +78,10 @@ def touched(stmt: Stmt) -> tuple[list[Buffer], list[Buffer]]:
             return _touched_by_all(body)
         case If(predicate=predicate, then=then, otherwise=otherwise):
             reads, writes = _touched_by_all((*then, *otherwise))
-            return [*([predicate] if isinstance(predicate, Buffer) else ()), *reads], writes
+            return [
+                *([predicate] if isinstance(predicate, Buffer) else ()),
+                *reads,
+            ], writes
         case _:
             return [], []
 
@@ -108,7 +111,9 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
     readers: dict[str, list[int]] = {}
     before: list[set[int]] = []
     for number, node in enumerate(graph):
-        needs = {writer[b.name] for b in (*node.reads, *node.writes) if b.name in writer}
+        needs = {
+            writer[b.name] for b in (*node.reads, *node.writes) if b.name in writer
+        }
         for buffer in node.writes:
             needs.update(readers.pop(buffer.name, ()))
             writer[buffer.name] = number

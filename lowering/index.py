@@ -85,7 +85,8 @@ class Binary(Index):
     def __str__(self) -> str:
         if self.op == "min":
             return f"min({self.left}, {self.right})"
-        return f"{_operand_text(self, self.left)} {self.op} {_operand_text(self, self.right)}"
+        left, right = _operand_text(self, self.left), _operand_text(self, self.right)
+        return f"{left} {self.op} {right}"
 
 
 _PRECEDENCE = {"==": 0, "<": 0, "+": 1, "-": 1, "*": 2, "//": 2, "mod": 2}

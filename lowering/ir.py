@@ -235,7 +235,7 @@ class Wait:
 
 @_node
 class Stream:
-    """An ordered queue of work: by name, or by a runtime index (same index, same queue)."""
+    """An ordered queue of work, by name or by an index: same index, same queue."""
 
     name: str = ""
     index: Index = Constant(0)
@@ -325,7 +325,7 @@ class SerialMark:
 
 @_node
 class ShardMark:
-    """A sharding the user gave: per dim its mesh axes, or None where jhost may choose."""
+    """A sharding the user gave: mesh axes a dim, or None where jhost may choose."""
 
     buffer: str
     spec: tuple[tuple[str, ...] | None, ...]

@@ -1,4 +1,4 @@
-"""Layouts: which mesh axes shard each dim of a value, and what one device then holds."""
+"""Layouts: which mesh axes shard each dim of a value, and what a device then holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A straight-line statement as the propagation passes see it: values tied by factors."""
+"""A straight-line statement as propagation sees it: values tied by factors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from jhost.lowering.ir import Compute, Set
 from jhost.lowering.layout import Layout
 from jhost.lowering.reshard import Partial
-from jhost.lowering.rules import Dims, DimRule, Factors, Reducer, axes_size
+from jhost.lowering.rules import Dims, Factors, Reducer, axes_size
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
@@ -33,9 +33,10 @@ class Operation:
 
     def produced(self, result: int, assignment: Assignment) -> tuple[Layout, Partial]:
         """The layout that a result has, and over which axes it is still partial."""
-        partial = tuple(
+        reduced = zip(assignment, self.reducers, strict=True)
+        partial: Partial = tuple(
             (axis, reducer)
-            for axes, reducer in zip(assignment, self.reducers, strict=True)
+            for axes, reducer in reduced
             if reducer is not None
             for axis in axes
         )

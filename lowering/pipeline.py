@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from jax.sharding import AbstractMesh
 
@@ -21,8 +21,7 @@ from jhost.lowering.verify import verify
 class Pass(Protocol):
     """A valid program in, a valid program out; options are the pass's fields."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     def apply(self, program: Program) -> Program: ...
 

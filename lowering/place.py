@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, Var
 
-from jhost import errors
 from jhost._jax import user_context
 from jhost.lowering.ir import Unit, UnitEqn
 from jhost.lowering.rules import Dims, axes_size, local_shape, shape_of
@@ -48,22 +48,22 @@ class UnitPlace:
             return self._local(factor)
         return chunk.groups * chunk.size * self._unit(factor, chunk)
 
-    def offset(self, factor: int) -> Any:
-        """The first step of `factor` here."""
+    def positions(self, factor: int) -> Any:
+        """Where the steps of `factor` here stand in the whole."""
         first: Any = 0
         for axis in self.unit_eqn.axes[factor]:
             first = first * self.site.mesh[axis] + self.site.rank(axis)
         first = first * self._local(factor)
         chunk = self._chunk(factor)
         if chunk is None:
-            return first
-        if chunk.groups > 1:
-            raise errors.VerifyError(
-                f"{self.unit_eqn.eqn.primitive} needs the position of its chunk, but "
-                f"the chunk is a part of each of {chunk.groups} stretches and has no "
-                "one position."
-            )
-        return first + chunk.start * self._unit(factor, chunk)
+            return first + lax.iota(np.int32, self._local(factor))
+        unit = self._unit(factor, chunk)
+        # A row for each group, which stand the same distance apart.
+        shape = chunk.groups, chunk.size * unit
+        group = lax.broadcasted_iota(np.int32, shape, 0)
+        step = lax.broadcasted_iota(np.int32, shape, 1)
+        positions = group * (chunk.extent * unit) + step
+        return first + chunk.start * unit + lax.reshape(positions, (self.size(factor),))
 
     @property
     def accumulator(self) -> np.dtype | None:

@@ -60,7 +60,11 @@ def plan_reshard(source: Layout, target: Layout, partial: Partial) -> tuple[Step
 
 
 def step_bytes(
-    step: Step, source: Layout, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
+    step: Step,
+    source: Layout,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mapping[str, int],
 ) -> int:
     """The bytes that each device receives in `step`, coming from layout `source`.
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jhost.lowering.ir import Buffer, For, If, Stmt
+from jhost.lowering.ir import Buffer, Stmt
 
 
 def replace_buffers(stmt: Stmt, replaced: Mapping[str, Buffer]) -> Stmt:
@@ -23,10 +23,4 @@ def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
         return replaced.get(value.name, value)
     if isinstance(value, tuple):
         return tuple(_replace(item, replaced) for item in value)
-    if dataclasses.is_dataclass(value) and _is_statement(value):
-        return replace_buffers(value, replaced)
-    return value
-
-
-def _is_statement(value: Any) -> bool:
-    return isinstance(value, Stmt)
+    return replace_buffers(value, replaced) if isinstance(value, Stmt) else value

@@ -43,8 +43,8 @@ class Place(Protocol):
         """The number of steps of `factor` here."""
         ...
 
-    def offset(self, factor: int) -> Any:
-        """The first step of `factor` here: an int, or a traced int32 scalar."""
+    def positions(self, factor: int) -> Any:
+        """Where the steps of `factor` here stand in the whole: int32, one a step."""
         ...
 
     @property

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -158,18 +157,18 @@ def slice(eqn: JaxprEqn) -> DimRule:
 
 @rule("iota")
 def iota(eqn: JaxprEqn) -> DimRule:
-    """All dims are factors; a part of the counted dim starts from its offset."""
+    """All dims are factors; a part of the counted dim counts where it stands."""
     shape, counted = eqn.params["shape"], eqn.params["dimension"]
     factors = Factors()
     dims = factors.dims(shape)
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
         # Counted in int32 and converted once, as XLA does for narrow dtypes, where
-        # an offset of its own would be rounded or wrap round.
+        # the start of a part would be rounded or wrap round.
         del args
+        count = place.positions(dims[counted].factor)
         local = local_shape(dims, shape, place)
-        count = lax.broadcasted_iota(np.int32, local, counted)
-        count = count + place.offset(dims[counted].factor)
+        count = lax.broadcast_in_dim(count, local, (counted,))
         return [lax.convert_element_type(count, eqn.params["dtype"])]
 
     return factors.rule([], [dims], rebind)

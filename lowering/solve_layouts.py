@@ -20,7 +20,7 @@ from jhost.lowering.reshard import Partial, reshard_bytes
 from jhost.lowering.rules import Dims
 
 _ROUNDS = 16
-"""A wish crosses the whole program in one round; real programs settle in two or three."""
+"""A wish crosses the whole program in one round; most settle in two or three."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Solver:
     def claims(
         self, names: Sequence[str], maps: Sequence[Dims], layouts: Mapping[str, Layout]
     ) -> list[tuple[str, int]]:
-        """Which mesh axis is on which factor, as the layouts of these values have it."""
+        """Which mesh axis is on which factor, by the layouts of these values."""
         return [
             (axis, dim.factor)
             for name, dims in zip(names, maps, strict=True)
@@ -147,7 +147,9 @@ class _Solver:
                 largest = max(largest, math.prod(self.buffers[name].shape))
         for position, name in enumerate(op.outs):
             have, partial = op.produced(position, assignment)
-            total += self.reshard_bytes(name, have, self.rest(name, have, partial), partial)
+            total += self.reshard_bytes(
+                name, have, self.rest(name, have, partial), partial
+            )
             goal = self.goal(name)
             if goal is not None:
                 rest = self.rest(name, have, partial)
@@ -166,7 +168,9 @@ class _Solver:
         wish = self.wishes.get(name, produced)
         axes = {axis for axis, _ in partial}
         rest = tuple(
-            want if want[: len(have)] == have and axes.issuperset(want[len(have) :]) else have
+            want
+            if want[: len(have)] == have and axes.issuperset(want[len(have) :])
+            else have
             for have, want in zip(produced, wish, strict=True)
         )
         return rest if self.is_legal(name, rest) else produced

@@ -14,7 +14,7 @@ from jhost.lowering.layout import repeated_axes
 from jhost.lowering.rules import axes_size
 
 Spec: TypeAlias = tuple[tuple[str, ...] | None, ...]
-"""Per dim, the mesh axes that shard it (major first), or None where jhost may choose."""
+"""Per dim, its mesh axes (major first), or None where jhost may choose."""
 
 Problem: TypeAlias = tuple[type[errors.JhostError], str]
 

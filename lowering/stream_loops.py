@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import dtypes, lax
+from jax import lax
 
 from jhost.lowering.graph import Group, Node
-from jhost.lowering.index import Constant, Index, LoopIndex, equals, minimum
+from jhost.lowering.index import Constant, Index, LoopIndex, minimum
 from jhost.lowering.ir import (
     Allocate,
     Buffer,
@@ -25,7 +26,6 @@ from jhost.lowering.ir import (
     Dim,
     For,
     GetCurrentStream,
-    If,
     Program,
     Remark,
     Select,
@@ -34,7 +34,6 @@ from jhost.lowering.ir import (
     Stmt,
     Stream,
     Synchronize,
-    Unit,
 )
 from jhost.lowering.names import Names
 from jhost.lowering.rewrite import replace_buffers
@@ -193,15 +192,20 @@ class _Loop:
             )
             return
         # The streamed factor is reduced: chunks add up in an accumulator.
-        (reducer,) = {unit_eqn.rule.reducers[part.factor]}
+        reducer = unit_eqn.rule.reducers[part.factor]
         assert reducer is not None
         outs = [self.accumulator(buffer, reducer == "sum") for buffer in node.writes]
         unit_eqn = dataclasses.replace(unit_eqn, accumulator=outs[0].dtype)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
-        first = Compute(unit=unit, ins=tuple(ins), outs=tuple(outs), chunk=chunk)
-        later = dataclasses.replace(first, reducer=reducer)
-        predicate = equals(_INDEX, 0)
-        self.body.append(If(predicate=predicate, then=(first,), otherwise=(later,)))
+        self.body.append(
+            Compute(
+                unit=unit,
+                ins=tuple(ins),
+                outs=tuple(outs),
+                chunk=chunk,
+                reducer=reducer,
+            )
+        )
 
     # --- Buffers -------------------------------------------------------------- #
 
@@ -260,7 +264,9 @@ class _Loop:
 
     def accumulator(self, buffer: Buffer, is_sum: bool) -> Buffer:
         """Where the chunks of a reduced result come together, wide enough for a sum."""
-        narrow = dtypes.issubdtype(buffer.dtype, np.floating) and buffer.dtype.itemsize < 4
+        narrow = (
+            jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
+        )
         if not is_sum or not narrow:
             self.before.append(Allocate(buffer=buffer))
             return buffer
@@ -293,7 +299,9 @@ class _Loop:
         return minimum(self.steps, self.extent - _INDEX * self.steps)
 
     def chunk(self, groups: int) -> Chunk:
-        return Chunk(start=self.start, size=self.size, extent=self.extent, groups=groups)
+        return Chunk(
+            start=self.start, size=self.size, extent=self.extent, groups=groups
+        )
 
 
 def _with_stream(buffer: Buffer, dim: int, stream: str) -> Buffer:

@@ -1,4 +1,4 @@
-"""How one statement takes part in a stream: which dims it reads and writes in chunks."""
+"""How one statement takes part in a stream: the dims it reads and writes in chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from jhost.lowering.graph import Node
 from jhost.lowering.ir import Communicate, Compute, Select, Set
 from jhost.lowering.operations import operation
-from jhost.lowering.rules import Dims, axes_size
+from jhost.lowering.rules import Dims, axes_size, shape_of
 from jhost.lowering.table import opaque_reason
 
 
@@ -123,9 +123,9 @@ def whole_reason(stmt: Compute, dim: int) -> str:
     if unit_eqn.rule.opaque:
         return f"{primitive} works on whole arrays ({opaque_reason(primitive)})"
     if primitive == "reshape":
-        (operand,), (result,) = unit_eqn.eqn.invars, unit_eqn.eqn.outvars
+        operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
         return (
-            f"the reshape {operand.aval.shape} -> {result.aval.shape} neither splits "
+            f"the reshape {shape_of(operand)} -> {shape_of(result)} neither splits "
             f"nor merges dim {dim} at its outermost"
         )
     return f"{primitive} needs dim {dim} whole"

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from jhost.lowering.graph import Node
 from jhost.lowering.ir import Buffer, SerialMark, StreamMark
+from jhost.lowering.marks import merge_marks
 from jhost.lowering.stream_parts import Access, Part, part_of
 
 
@@ -115,7 +116,10 @@ class _Propagation:
             if there is None or (access is not None and there[1] == access):
                 continue
             return f"its result {buffer.name} has a stream on dim {there[1].dim}"
-        steps, asked = self.common_steps(part.stream, part), self.marks[part.stream].chunks
+        steps, asked = (
+            self.common_steps(part.stream, part),
+            self.marks[part.stream].chunks,
+        )
         if steps < min(part.steps, self.steps.get(part.stream, part.steps)):
             return "its chunks would begin where others' do not"
         if isinstance(asked, int) and steps < asked:
@@ -147,17 +151,11 @@ class _Propagation:
         one, other = sorted((self.root(one), self.root(other)))
         if one == other:
             return
-        mark, second = self.marks[one], self.marks[other]
-        for asked, also in ((mark.chunks, second.chunks), (mark.pipeline, second.pipeline)):
-            if asked is not None and also is not None and asked != also:
-                return
+        mark = merge_marks(self.marks[one], self.marks[other])
+        if mark is None:
+            return
         self.merged[other] = one
-        self.marks[one] = dataclasses.replace(
-            mark,
-            chunks=second.chunks if mark.chunks is None else mark.chunks,
-            pipeline=mark.pipeline or second.pipeline,
-            where=f"{mark.where}, {second.where}",
-        )
+        self.marks[one] = mark
         if other in self.steps:
             steps = self.steps.pop(other)
             self.steps[one] = _gcd(self.steps.get(one, steps), steps)

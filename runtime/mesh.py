@@ -76,7 +76,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that types of values speak of here, if there is one."""
+    """The mesh with explicit axes that types of values speak of here, if any."""
     meshes = [get_abstract_mesh()]
     meshes += [jax.typeof(value).sharding.mesh for value in values]
     for mesh in meshes:

@@ -62,6 +62,16 @@ def test_the_example_of_the_readme_runs() -> None:
         run(page, example, namespace)
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/ir.md"])
+def test_the_text_shown_is_what_the_example_before_it_prints(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / name
+    example, shown = (b for b in blocks(page) if b.language in ("python", "text"))
+    run(page, example, {})
+    assert capsys.readouterr().out == shown.text + "\n"
+
+
 def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     commands = [line for line in lines if line.startswith("python3 -m venv .venv && ")]

@@ -80,7 +80,9 @@ class _Converter:
             alias = out
             if out.name in self.results:
                 # A result has memory of its own.
-                alias = dataclasses.replace(out, name=self.names.fresh(f"{out.name}_part"))
+                alias = dataclasses.replace(
+                    out, name=self.names.fresh(f"{out.name}_part")
+                )
             select = Select(
                 out=alias,
                 source=source,

@@ -16,7 +16,7 @@ from jhost.lowering.ir import Buffer, Deallocate, For, If, Program, Select, Stmt
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InsertDeallocations:
-    """A program without `Deallocate` -> one where each buffer lives as long as needed."""
+    """A program without `Deallocate` -> each buffer lives as long as needed."""
 
     name: ClassVar[str] = "insert_deallocations"
 

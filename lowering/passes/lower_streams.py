@@ -72,7 +72,10 @@ class LowerStreams:
 
 
 def check_marks(
-    program: Program, graph: Sequence[Node], plan: StreamPlan, marks: Sequence[StreamMark]
+    program: Program,
+    graph: Sequence[Node],
+    plan: StreamPlan,
+    marks: Sequence[StreamMark],
 ) -> None:
     """Refuse streams on dims that their value's own computation needs whole."""
     makers = {buffer.name: node for node in graph for buffer in node.writes}
@@ -116,14 +119,24 @@ def choose_chunks(mark: StreamMark, extent: int) -> tuple[int, str]:
                 "steps to cut. Ask for fewer chunks, or stream another dim.",
                 [f"axis={mark.dim} at {mark.where}"],
             )
-        return mark.chunks, f"{mark.chunks} chunks, as asked"
+        return _cut(extent, mark.chunks, f"{mark.chunks} chunks, as asked")
     if mark.pipeline == "collective":
         count = min(DEFAULT_CHUNKS, extent)
-        return count, f"{count} chunks, the default of a collective pipeline"
+        reason = f"{count} chunks, the default of a collective pipeline"
+        return _cut(extent, count, reason)
     return 1, (
         "auto: collectives do not hide behind matmuls that fill the device, and "
         "chunks alone only add launches; ask with chunks= or pipeline="
     )
+
+
+def _cut(extent: int, count: int, reason: str) -> tuple[int, str]:
+    """The chunks there are when all but the last have the same size."""
+    steps = -(-extent // count)
+    chunks = -(-extent // steps)
+    if chunks < count:
+        reason = f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
+    return chunks, reason
 
 
 # --- What to say about it ----------------------------------------------------- #
@@ -138,7 +151,11 @@ def stream_remark(
     return Remark(
         kind="stream",
         text=f"{stream} on axis {mark.dim} of {mark.buffer}: "
-        + (f"{pipeline} pipeline, {reason}" if pipelined else f"not pipelined: {reason}"),
+        + (
+            f"{pipeline} pipeline, {reason}"
+            if pipelined
+            else f"not pipelined: {reason}"
+        ),
         where=mark.where,
         facts=(
             ("stream", stream),

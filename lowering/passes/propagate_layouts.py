@@ -18,7 +18,6 @@ from jhost.lowering.operations import Assignment, Operation
 from jhost.lowering.reshard import Partial, StepKind, plan_reshard
 from jhost.lowering.solve_layouts import Solution, solve_layouts
 
-
 _RESHARDED: Mapping[StepKind, str] = {
     "AllGather": "gathered",
     "AllReduce": "reduced",
@@ -108,7 +107,9 @@ class _Rewriter:
         (unit_eqn,) = stmt.unit.eqns
         unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
-        self.body.append(dataclasses.replace(stmt, unit=unit, ins=ins, outs=tuple(outs)))
+        self.body.append(
+            dataclasses.replace(stmt, unit=unit, ins=ins, outs=tuple(outs))
+        )
         self.body.extend(copies)
 
     def operand(self, buffer: Buffer, layout: Layout) -> Buffer:

@@ -35,7 +35,7 @@ from jhost.lowering.names import Names
 
 
 def merge_computations(one: Group, other: Group) -> bool:
-    """The default predicate: computations on the same chunk merge, nothing else does."""
+    """The default: computations on the same chunk merge, nothing else does."""
     stmts = [node.stmt for node in (*one, *other)]
     computes = [s for s in stmts if isinstance(s, Compute) and s.reducer is None]
     if len(computes) < len(stmts):
@@ -100,7 +100,11 @@ class _Segmenter:
 
     def merged(self, computes: Sequence[Compute]) -> Compute:
         """One computation that does what `computes` do, in their order."""
-        made = {b.name: v for c in computes for b, v in zip(c.outs, c.unit.outvars, strict=True)}
+        made = {
+            b.name: v
+            for c in computes
+            for b, v in zip(c.outs, c.unit.outvars, strict=True)
+        }
         reads = Counter(buffer.name for compute in computes for buffer in compute.ins)
         variables = dict(made)
         eqns: list[UnitEqn] = []

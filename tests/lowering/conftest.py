@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jhost.lowering.rules import DimRule, Dims, FactorDim, Place, Reducer, bind
+from jhost.lowering.rules import DimRule, Dims, FactorDim, Reducer, bind
 from jhost.lowering.table import rule_of
 
 # Public modules with primitives of their own that `import jax` does not load.
@@ -89,8 +89,9 @@ class _Part:
     def size(self, factor: int) -> int:
         return self.parts[factor][1]
 
-    def offset(self, factor: int) -> int:
-        return self.parts[factor][0]
+    def positions(self, factor: int) -> Any:
+        start, size = self.parts[factor]
+        return jnp.arange(start, start + size, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Case:
     operands: Sequence[Any]
     results: Sequence[Any]
 
-    def run(self, place: Place) -> Sequence[Any]:
+    def run(self, place: _Part) -> Sequence[Any]:
         """The results of the part at `place`."""
         maps = zip(self.operands, self.rule.operands, strict=True)
         parts = [_cut(value, dims, place) for value, dims in maps]
@@ -196,15 +197,15 @@ def _concrete(value: Any) -> Any:
     return np.asarray(jnp.asarray(value))
 
 
-def _cut(value: Any, dims: Dims, place: Place) -> Any:
+def _cut(value: Any, dims: Dims, place: _Part) -> Any:
     """The part of `value` that is at `place`."""
     return value[tuple(_slice(dim, place) for dim in dims)]
 
 
-def _slice(dim: FactorDim | None, place: Place) -> slice:
+def _slice(dim: FactorDim | None, place: _Part) -> slice:
     if dim is None:
         return slice(None)
-    start, size = place.offset(dim.factor), place.size(dim.factor)
+    start, size = place.parts[dim.factor]
     return slice(start * dim.scale, (start + size) * dim.scale)
 
 

@@ -39,8 +39,9 @@ class _Half:
     def size(self, factor: int) -> int:
         return self.sizes[factor] // 2
 
-    def offset(self, factor: int) -> Any:
-        return self.start(self.sizes[factor] // 2)
+    def positions(self, factor: int) -> Any:
+        half = self.sizes[factor] // 2
+        return self.start(half) + jnp.arange(half, dtype=jnp.int32)
 
 
 # --- Accumulators -------------------------------------------------------------- #

@@ -1,0 +1,130 @@
+"""Host IR programs from JAX functions, and what tests ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+import jhost
+from jhost.lowering.build import build
+from jhost.lowering.inline_calls import inline_calls
+from jhost.lowering.ir import (
+    Communicate,
+    Compute,
+    For,
+    If,
+    Program,
+    Select,
+    Set,
+    SetCurrentStream,
+    Stmt,
+    Synchronize,
+    walk,
+)
+from jhost.lowering.pipeline import passes, run_passes
+from tests.lowering.hand_built import integers
+
+
+def check(
+    fun: Callable[..., Any], *args: Any, rtol: float = 0, **settings: Any
+) -> Program:
+    """By jhost, compiled and interpreted, `fun` gives what it gives without.
+
+    Returns its Host IR.
+    """
+    wanted = fun(*args)
+    for interpret in (False, True):
+        given = jhost.jit(fun, interpret=interpret, **settings)(*args)
+        chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
+        chex.assert_trees_all_close(given, wanted, rtol=rtol, atol=rtol)
+    return jhost.jit(fun, **settings).lower(*args).host_ir
+
+
+def array(*shape: int, seed: int = 0) -> jax.Array:
+    """Small integers as float32: sums and products of them are exact."""
+    return jnp.asarray(integers(*shape, seed=seed))
+
+
+def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
+    """The first program of `fun`, on a mesh of those axes, as no pass has seen it.
+
+    An argument is a shape (of float32) or an array.
+    """
+    avals = [
+        jax.ShapeDtypeStruct(a, jnp.float32) if isinstance(a, tuple) else a
+        for a in args
+    ]
+    closed, results = jax.make_jaxpr(fun, return_shape=True)(*avals)
+    count = len(jax.tree.leaves(results))
+    return build(
+        inline_calls(closed),
+        name="f",
+        mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)),
+        param_names=[*"xwvabcde"[: len(args)]],
+        result_names=["y", "z", "u"][:count],
+    )
+
+
+def lowered(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
+    """The finished program of `fun`, which nothing runs."""
+    sequence = passes(chunks="auto", pipeline="auto", streams=4)
+    return run_passes(built(fun, *args, **mesh), sequence)
+
+
+# --- What a program does ------------------------------------------------------------ #
+
+
+def loops(program: Program) -> list[For]:
+    """The loops that work, without those that only order streams."""
+    return [
+        stmt
+        for stmt in program.body
+        if isinstance(stmt, For)
+        and not all(isinstance(s, SetCurrentStream | Synchronize) for s in stmt.body)
+    ]
+
+
+def work(body: Sequence[Stmt]) -> list[str]:
+    """What is done, in order: primitives, communications, copies."""
+    return [word for stmt in body for word in _words(stmt)]
+
+
+def _words(stmt: Stmt) -> Iterator[str]:
+    match stmt:
+        case Compute(unit=unit):
+            yield from (eqn.eqn.primitive.name for eqn in unit.eqns)
+        case Communicate(kind=kind):
+            yield kind
+        case Set():
+            yield "Set"
+        case For(body=body) if any(True for _ in work(body)):
+            yield f"loop({', '.join(work(body))})"
+        case If(then=then):
+            yield from work(then)
+        case _:
+            pass
+
+
+def aliases(program: Program) -> dict[str, int]:
+    """The buffers of which loops take chunks, each with the dim cut."""
+    return {
+        stmt.source.name: stmt.dim
+        for loop in loops(program)
+        for stmt in walk(loop.body)
+        if isinstance(stmt, Select)
+    }
+
+
+def chunk_counts(program: Program) -> list[int]:
+    """The iterations of each loop."""
+    return [loop.extent for loop in loops(program)]
+
+
+def remarks(program: Program, kind: str) -> list[str]:
+    """What the passes remarked."""
+    return [remark.text for remark in program.remarks if remark.kind == kind]
