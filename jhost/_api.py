@@ -43,6 +43,7 @@ from jhost.lowering.specs import raise_problems
 from jhost.runtime import dump
 from jhost.runtime.mesh import (
     AnyMesh,
+    auto_mesh,
     automatic_axes,
     explicit_mesh,
     foreign_arrays,
@@ -323,7 +324,7 @@ class JitFunction(Generic[P, R]):
         settings = self._settings
         return Config(
             name=self._name,
-            mesh=key[0],
+            mesh=None if key[0] is None else auto_mesh(key[0]),
             chunks=settings.chunks or "auto",
             pipeline=settings.pipeline,
             streams=settings.streams,
@@ -381,7 +382,7 @@ class JitFunction(Generic[P, R]):
         in_specs = (*[None] * count, *_shardings.padded(ins, in_avals))
         with automatic_axes():
             out_specs = _shardings.padded(outs, jaxpr.out_avals)
-            return annotate(jaxpr, mesh, in_specs, out_specs)
+            return annotate(jaxpr, auto_mesh(mesh), in_specs, out_specs)
 
     def _specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""

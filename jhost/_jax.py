@@ -328,12 +328,13 @@ def new_jaxpr(
 
 # ---- The user's line ----
 
-# The user's line must never be one of ours.  `jhost/lowering` is a link, and an
-# editable install imports what is behind it.
-_HERE = os.path.dirname(__file__)
-for _path in (_HERE, os.path.join(_HERE, "lowering"), os.path.join(_HERE, "runtime")):
-    for _form in {_path, os.path.realpath(_path)}:
-        source_info_util.register_exclusion(_form + os.sep)
+# The user's line must never be one of ours, but in the demo, which is a user itself.
+# `jhost/lowering` is a link, and an editable install imports what is behind it.
+for _entry in os.scandir(os.path.dirname(__file__)):
+    for _path in {_entry.path, os.path.realpath(_entry.path)}:
+        if _entry.name != "_demo.py":
+            _end = os.sep if _entry.is_dir() else ""
+            source_info_util.register_exclusion(_path + _end)
 
 
 def source_line(eqn: JaxprEqn) -> str:

@@ -52,8 +52,13 @@ def spread(prefix: Any, tree: Any) -> list[Spec | None]:
     """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
     if isinstance(prefix, list):
         prefix = tuple(cast(list[Any], prefix))
-    each = leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_sharding))
-    return [None if sharding is None else spec_entries(sharding) for sharding in each]
+    # By number, because None is a leaf of `prefix`, but not of `tree`.
+    given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
+    numbers = jax.tree.unflatten(structure, range(len(given)))
+    specs = [None if sharding is None else spec_entries(sharding) for sharding in given]
+    return [
+        specs[number] for number in jax.tree.leaves(jax.tree.broadcast(numbers, tree))
+    ]
 
 
 def own(leaf: Any) -> NamedSharding | None:

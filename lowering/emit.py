@@ -257,7 +257,7 @@ class _Emitter:
             del self.loops[stmt.index]
         self.order.depth -= 1
         if outermost:
-            self.moving, self.order.last_compute = frozenset(), ()
+            self.moving = frozenset()
 
     def scoped(self, body: tuple[Stmt, ...]) -> None:
         """Run `body`; what it defines ends with it."""

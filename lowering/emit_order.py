@@ -24,8 +24,8 @@ Values = tuple[Any, ...]
 class Order:
     """What each stream last did, and the last computation of all.
 
-    `depth` counts the loops around; outside of loops nothing is ordered, so that XLA
-    may fuse there.
+    `depth` counts the loops around.  Outside of loops, on the stream that the program
+    began on, nothing is ordered, so that XLA may fuse there.
     """
 
     chains: dict[StreamKey, Values] = dataclasses.field(
@@ -35,6 +35,11 @@ class Order:
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
     current: StreamKey = DEFAULT_STREAM
     depth: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether what comes now has a place in an order."""
+        return self.depth > 0 or self.current != DEFAULT_STREAM
 
     def chain(self) -> Values:
         """The tokens of the current stream."""
@@ -56,7 +61,7 @@ class Order:
 
     def after_compute(self, outs: Sequence[Any]) -> None:
         """The step's results stand for it."""
-        if self.depth and outs:
+        if self.active and outs:
             self.chains[self.current] = self.last_compute = tuple(outs)
 
     def before_communication(self, sources: Sequence[Any]) -> list[Any]:
@@ -82,13 +87,13 @@ class Order:
         )
 
     def _join(self, values: Values) -> None:
-        if self.depth:
+        if self.active:
             self.chains[self.current] = _distinct((*self.chain(), *values))
 
     def _tie(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
         own = {id(value) for value in values}
         others = [dep for dep in deps if id(dep) not in own]
-        if not (self.depth and values and others):
+        if not (self.active and values and others):
             return list(values)
         # A barrier result that nobody uses keeps its operand in the barrier as long as
         # the operand has other users, as a step's results have.

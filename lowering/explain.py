@@ -169,8 +169,9 @@ def _stream_report(remark: Remark) -> StreamReport:
 
 
 def _works(loop: For) -> bool:
-    """Whether a loop does more than order streams."""
-    return any(not isinstance(s, SetCurrentStream | Synchronize) for s in loop.body)
+    """Whether the iterations of a loop take turns on streams, and do work there."""
+    ordering = [isinstance(s, SetCurrentStream | Synchronize) for s in loop.body]
+    return ordering[0] and not all(ordering)
 
 
 def _bytes_text(count: int) -> str:

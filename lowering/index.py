@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Operand: TypeAlias = "Index | int"
@@ -122,6 +122,14 @@ def less(left: Operand, right: Operand) -> Index:
     return _binary("<", left, right)
 
 
+def linear_rank(axes: Sequence[str], mesh: Mapping[str, int]) -> Index:
+    """This device's position along several axes together, the first one major."""
+    rank: Index = Constant(0)
+    for axis in axes:
+        rank = rank * mesh[axis] + Rank(axis)
+    return rank
+
+
 def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
     """The value of `index` where `values` gives each `LoopIndex` and `Rank`.
 
@@ -161,6 +169,14 @@ def _binary(op: str, left: Operand, right: Operand) -> Index:
             return left
         case "*", Constant(value=1), _:
             return right
+        case ("*", Constant(value=0), _) | ("*", _, Constant(value=0)):
+            return Constant(0)
+        case "//", _, Constant(value=1):
+            return left
+        case "+", _, Binary(op="+", left=first, right=second):
+            return left + first + second
+        case "-", Constant(value=a), Binary(op="+", left=x, right=Constant(value=b)):
+            return Constant(a - b) - x
         case _:
             return Binary(op, left, right)
 

@@ -91,7 +91,13 @@ class _Inliner:
         """`atom`, or a variable that an equation sets to it where it is a literal."""
         if not isinstance(atom, Literal):
             return atom
-        return self.traced(lambda xs: [lax.broadcast_in_dim(xs[0], (), ())], [atom])[0]
+        # Of the primitives that can do nothing, JAX traces away most, but not this one.
+        dims = tuple(range(len(atom.aval.shape)))
+
+        def transpose(atoms: list[Any]) -> list[Any]:
+            return [lax.transpose_p.bind(*atoms, permutation=dims)]
+
+        return self.traced(transpose, [atom])[0]
 
     def traced(
         self,

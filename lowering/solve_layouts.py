@@ -54,10 +54,10 @@ class _Solver:
         self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
         self.fixed: dict[str, Layout] = {}
         self.wishes: dict[str, Layout] = {}
-        for name, mark in marks.items():
-            # A spec with free dims says what to aim at, not where to end.
-            into = self.wishes if None in mark.spec else self.fixed
-            into[name] = tuple(axes or () for axes in mark.spec)
+        self.specs = {name: mark.spec for name, mark in marks.items()}
+        for name, spec in self.specs.items():
+            into = self.wishes if None in spec else self.fixed
+            into[name] = tuple(axes or () for axes in spec)
         self.layouts: dict[str, Layout] = {}
         self.assignments: dict[int, Assignment] = {}
 
@@ -72,7 +72,7 @@ class _Solver:
                 wish = op.required(position, assignment)
                 if name not in self.fixed and self.is_legal(name, wish):
                     if used_axes(wish) or name not in self.wishes:
-                        self.wishes[name] = wish
+                        self.wishes[name] = self.constrained(name, wish)
 
     def wished_assignment(self, op: Operation) -> Assignment:
         """What the constraints around `op` suggest: its operands' first."""
@@ -173,7 +173,18 @@ class _Solver:
             else have
             for have, want in zip(produced, wish, strict=True)
         )
-        return rest if self.is_legal(name, rest) else produced
+        return self.constrained(name, rest if self.is_legal(name, rest) else produced)
+
+    def constrained(self, name: str, layout: Layout) -> Layout:
+        """`layout` in the dims that the user left free, elsewhere what was given."""
+        spec = self.specs.get(name, (None,) * len(layout))
+        given = {axis for axes in spec for axis in axes or ()}
+        return tuple(
+            tuple(itertools.takewhile(lambda axis: axis not in given, have))
+            if axes is None
+            else axes
+            for have, axes in zip(layout, spec, strict=True)
+        )
 
     # --- Help ----------------------------------------------------------------- #
 

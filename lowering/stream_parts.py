@@ -44,6 +44,17 @@ class Part:
         """The steps in each group: what a loop can cut into chunks."""
         return self.size / self.groups
 
+    @property
+    def growth(self) -> Fraction:
+        """How many times as many groups the node's results have as its operands."""
+        if not self.reads or not self.writes:
+            return Fraction(1)
+        read, written = (
+            next(iter(self.reads.values())),
+            next(iter(self.writes.values())),
+        )
+        return written.groups / read.groups
+
     def scaled(self, by: int) -> Part:
         """The same part with `by` times as many groups."""
 

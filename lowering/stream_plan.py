@@ -33,6 +33,10 @@ class StreamPlan:
     extents: Mapping[str, int]
     declined: Mapping[int, str]
 
+    def parts_of(self, stream: str) -> dict[int, Part]:
+        """The nodes that join `stream`."""
+        return {n: part for n, part in self.parts.items() if part.stream == stream}
+
 
 def plan_streams(
     graph: Sequence[Node],
@@ -116,14 +120,13 @@ class _Propagation:
             if there is None or (access is not None and there[1] == access):
                 continue
             return f"its result {buffer.name} has a stream on dim {there[1].dim}"
-        steps, asked = (
-            self.common_steps(part.stream, part),
-            self.marks[part.stream].chunks,
-        )
+        steps, mark = self.common_steps(part.stream, part), self.marks[part.stream]
         if steps < min(part.steps, self.steps.get(part.stream, part.steps)):
             return "its chunks would begin where others' do not"
-        if isinstance(asked, int) and steps < asked:
-            return f"it has {steps} steps, fewer than the {asked} chunks asked for"
+        # The chunks of a p2p pipeline are those of all devices together.
+        count = mark.chunks if mark.pipeline != "p2p" else None
+        if isinstance(count, int) and steps < count:
+            return f"it has {steps} steps, fewer than the {count} chunks asked for"
         return part
 
     def common_steps(self, stream: str, part: Part) -> Fraction:

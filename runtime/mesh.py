@@ -50,8 +50,7 @@ def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | No
                 "jax.set_mesh(...).",
                 [repr(spec) for spec in named],
             )
-        return None
-    return auto_mesh(mesh)
+    return mesh
 
 
 def context_mesh() -> AnyMesh | None:
@@ -66,7 +65,7 @@ def context_mesh() -> AnyMesh | None:
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """`mesh` with automatic axes: jhost decides the layouts inside."""
+    """`mesh` with automatic axes: inside, jhost decides the layouts."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh

@@ -38,6 +38,7 @@ REFUSALS = (
     errors.StreamDimError,
     errors.StreamConflictError,
     errors.ChunksError,
+    errors.PipelineError,
 )
 """What a mark at random may rightly run into."""
 
@@ -283,10 +284,13 @@ def mark(
         spec = random_spec(draw, shapes[i], mesh)
         return f"shard({i}, {spec})", lambda values: jhost.shard(values[i], spec)
     dim = draw(st.integers(0, len(shapes[i]) - 1))
-    chunks = draw(st.integers(min(2, shapes[i][dim]), min(4, shapes[i][dim])))
+    settings: dict[str, Any] = {"pipeline": "p2p"}
+    if draw(st.booleans()):
+        least, most = min(2, shapes[i][dim]), min(4, shapes[i][dim])
+        settings = {"chunks": draw(st.integers(least, most))}
     return (
-        f"stream({i}, {dim}, {chunks})",
-        lambda values: jhost.stream(values[i], dim, chunks=chunks),
+        f"stream({i}, {dim}, {settings})",
+        lambda values: jhost.stream(values[i], dim, **settings),
     )
 
 

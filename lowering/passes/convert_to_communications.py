@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jhost.lowering.index import Constant, Index, Rank
+from jhost.lowering.index import Constant, linear_rank
 from jhost.lowering.ir import (
     Buffer,
     Communicate,
@@ -102,11 +102,3 @@ class _Converter:
             reducer=step.reducer,
         )
         return [communicate, Wait(communication=communicate.name)]
-
-
-def linear_rank(axes: tuple[str, ...], mesh: dict[str, int]) -> Index:
-    """This device's position along several axes together, the first one major."""
-    rank: Index = Constant(0)
-    for axis in axes:
-        rank = rank * mesh[axis] + Rank(axis)
-    return rank

@@ -13,14 +13,12 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from jhost import errors
+from jhost.lowering.choose_pipeline import Choice, choose_pipeline
 from jhost.lowering.graph import Node, merge_groups, nodes
 from jhost.lowering.ir import Compute, Program, Remark, SerialMark, StreamMark
 from jhost.lowering.stream_loops import LoopBuilder
 from jhost.lowering.stream_parts import Access, part_of
 from jhost.lowering.stream_plan import StreamPlan, plan_streams
-
-DEFAULT_CHUNKS = 4
-"""The chunk count of a pipeline that was asked for without one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +44,17 @@ class LowerStreams:
         graph, mesh = nodes(program.body), dict(program.mesh.shape)
         plan = plan_streams(graph, marks, serial, mesh)
         check_marks(program, graph, plan, marks)
-        choices = {s: choose_chunks(m, plan.extents[s]) for s, m in plan.marks.items()}
-        counts = {stream: count for stream, (count, _) in choices.items()}
-        builder = LoopBuilder(program, graph, plan, counts, self.streams)
+        choices = {
+            stream: choose_pipeline(
+                mark, plan.extents[stream], graph, plan.parts_of(stream), mesh
+            )
+            for stream, mark in plan.marks.items()
+        }
+        builder = LoopBuilder(program, graph, choices, plan.extents, self.streams)
         groups = merge_groups(graph, builder.should_share_loop)
         body = tuple(stmt for group in groups for stmt in builder.lower(group))
         remarks = [
-            stream_remark(stream, mark, plan.extents[stream], *choices[stream])
+            stream_remark(stream, mark, plan.extents[stream], choices[stream])
             for stream, mark in plan.marks.items()
         ]
         return builder.finish(body, (*remarks, *stop_remarks(graph, plan)))
@@ -101,69 +103,23 @@ def check_marks(
         )
 
 
-def choose_chunks(mark: StreamMark, extent: int) -> tuple[int, str]:
-    """How many chunks a stream gets, and why; one chunk is no loop."""
-    if mark.pipeline == "off":
-        return 1, "off, as asked"
-    if mark.pipeline == "p2p":
-        raise errors.PipelineError(
-            "p2p pipelines are not part of this version of jhost. "
-            'Ask for pipeline="collective".',
-            [f"axis={mark.dim} at {mark.where}"],
-        )
-    if mark.chunks is not None:
-        assert isinstance(mark.chunks, int)
-        if mark.chunks > extent:
-            raise errors.ChunksError(
-                f"{mark.chunks} chunks were asked for where a device has {extent} "
-                "steps to cut. Ask for fewer chunks, or stream another dim.",
-                [f"axis={mark.dim} at {mark.where}"],
-            )
-        return _cut(extent, mark.chunks, f"{mark.chunks} chunks, as asked")
-    if mark.pipeline == "collective":
-        count = min(DEFAULT_CHUNKS, extent)
-        reason = f"{count} chunks, the default of a collective pipeline"
-        return _cut(extent, count, reason)
-    return 1, (
-        "auto: collectives do not hide behind matmuls that fill the device, and "
-        "chunks alone only add launches; ask with chunks= or pipeline="
-    )
-
-
-def _cut(extent: int, count: int, reason: str) -> tuple[int, str]:
-    """The chunks there are when all but the last have the same size."""
-    steps = -(-extent // count)
-    chunks = -(-extent // steps)
-    if chunks < count:
-        reason = f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
-    return chunks, reason
-
-
 # --- What to say about it ----------------------------------------------------- #
 
 
-def stream_remark(
-    stream: str, mark: StreamMark, extent: int, count: int, reason: str
-) -> Remark:
+def stream_remark(stream: str, mark: StreamMark, extent: int, choice: Choice) -> Remark:
     """The choice for one stream."""
-    pipelined = count > 1
-    pipeline = (mark.pipeline or "collective") if pipelined else "off"
+    how = "not pipelined" if choice.pipeline == "off" else f"{choice.pipeline} pipeline"
     return Remark(
         kind="stream",
-        text=f"{stream} on axis {mark.dim} of {mark.buffer}: "
-        + (
-            f"{pipeline} pipeline, {reason}"
-            if pipelined
-            else f"not pipelined: {reason}"
-        ),
+        text=f"{stream} on axis {mark.dim} of {mark.buffer}: {how}: {choice.reason}",
         where=mark.where,
         facts=(
             ("stream", stream),
             ("axis", mark.dim),
-            ("pipeline", pipeline),
-            ("chunks", count),
+            ("pipeline", choice.pipeline),
+            ("chunks", choice.chunks),
             ("extent", extent),
-            ("reason", reason),
+            ("reason", choice.reason),
         ),
     )
 

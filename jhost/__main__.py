@@ -1,0 +1,29 @@
+"""`python -m jhost COMMAND`: what jhost does from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jhost import _demo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit status: 0 if all went well, 1 if the command found something wrong.
+        Bad arguments end the process with 2, as always with `argparse`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jhost", description="Overlapped sharded JAX programs."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _demo.add_command(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Which pipeline a stream gets, how many chunks, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jhost import errors
+from jhost.lowering.graph import Node
+from jhost.lowering.ir import Communicate, StreamMark
+from jhost.lowering.layout import layout_of, used_axes
+from jhost.lowering.rules import axes_size
+from jhost.lowering.stream_parts import Part
+
+DEFAULT_CHUNKS = 4
+"""The chunk count of a collective pipeline that was asked for without one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a stream gets; `parts` are the nodes that work in chunks, by number.
+
+    `axes` are the mesh axes along which a p2p pipeline moves its chunks.
+    """
+
+    pipeline: Literal["off", "collective", "p2p"]
+    chunks: int
+    reason: str
+    parts: Mapping[int, Part]
+    axes: tuple[str, ...] = ()
+
+
+def choose_pipeline(
+    mark: StreamMark,
+    extent: int,
+    graph: Sequence[Node],
+    parts: Mapping[int, Part],
+    mesh: Mapping[str, int],
+) -> Choice:
+    """The pipeline of one stream, whose loop could cut `extent` steps on a device.
+
+    Raises:
+        ChunksError: more chunks than steps, or a count that a p2p pipeline cannot have.
+        PipelineError: a p2p pipeline where no communication moves the streamed dim.
+    """
+    if mark.pipeline == "off":
+        return off("off, as asked")
+    if mark.pipeline == "p2p":
+        return _p2p(mark, extent, graph, parts, mesh)
+    if mark.chunks is not None:
+        count, reason = int(mark.chunks), f"{mark.chunks} chunks, as asked"
+    elif mark.pipeline == "collective":
+        count = min(DEFAULT_CHUNKS, extent)
+        reason = f"{count} chunks, the default of a collective pipeline"
+    else:
+        return off(
+            "auto: collectives do not hide behind matmuls that fill the device, and "
+            "chunks alone only add launches; ask with chunks= or pipeline="
+        )
+    _check_count(mark, count, extent)
+    return _collective(count, reason, extent, parts)
+
+
+def off(reason: str) -> Choice:
+    """No pipeline."""
+    return Choice(pipeline="off", chunks=1, reason=reason, parts={})
+
+
+def _collective(
+    count: int, reason: str, extent: int, parts: Mapping[int, Part]
+) -> Choice:
+    """Chunks of one size, but for the last; that may make fewer than `count`."""
+    steps = -(-extent // count)
+    chunks = -(-extent // steps)
+    if chunks < count:
+        reason = (
+            f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
+        )
+    if chunks == 1:
+        return off("one chunk is no loop")
+    return Choice(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
+
+
+def _check_count(mark: StreamMark, count: int, extent: int) -> None:
+    if count > extent:
+        raise errors.ChunksError(
+            f"{count} chunks were asked for where a device has {extent} steps to cut. "
+            "Ask for fewer chunks, or stream another dim.",
+            [f"axis={mark.dim} at {mark.where}"],
+        )
+
+
+def _p2p(
+    mark: StreamMark,
+    extent: int,
+    graph: Sequence[Node],
+    parts: Mapping[int, Part],
+    mesh: Mapping[str, int],
+) -> Choice:
+    """A chunk a device, or as many pieces of it as the count asks for."""
+    axes = _moving_axes(mark, graph, parts)
+    devices = axes_size(axes, mesh)
+    count = devices if mark.chunks is None else int(mark.chunks)
+    if count % devices:
+        raise errors.ChunksError(
+            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) has a "
+            f"multiple of {devices} chunks, but {count} were asked for.",
+            [f"axis={mark.dim} at {mark.where}"],
+        )
+    _check_count(mark, count // devices, extent)
+    kept = {
+        number: part
+        for number, part in parts.items()
+        if _rotates(graph[number], part, devices, axes)
+    }
+    reason = f"{count} chunks, {'the devices' if mark.chunks is None else 'as asked'}"
+    return Choice(pipeline="p2p", chunks=count, reason=reason, parts=kept, axes=axes)
+
+
+def _moving_axes(
+    mark: StreamMark, graph: Sequence[Node], parts: Mapping[int, Part]
+) -> tuple[str, ...]:
+    """The mesh axes whose gathers and reduce-scatters move the streamed dim."""
+    moving = [
+        (stmt, part)
+        for number, part in parts.items()
+        if isinstance(stmt := graph[number].stmt, Communicate) and part.growth != 1
+    ]
+    axes = {stmt.axes for stmt, _ in moving}
+    others = {stmt.kind for stmt, _ in moving} - {"AllGather", "ReduceScatter"}
+    shards = {min(part.reads[0].groups, part.writes[0].groups) for _, part in moving}
+    if not moving:
+        why = "no gather or reduce-scatter moves the dim"
+    elif others:
+        why = f"the dim takes part in {', '.join(sorted(others))}"
+    elif len(axes) > 1 or shards != {1}:
+        why = f"the dim moves along several mesh axes: {sorted(axes)}"
+    else:
+        return axes.pop()
+    raise errors.PipelineError(
+        "A p2p pipeline hands the shards of a dim from device to device along one mesh "
+        'axis. Shard the dim so, or ask for pipeline="collective".',
+        [f"axis={mark.dim} at {mark.where}: {why}"],
+    )
+
+
+def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> bool:
+    """Whether a node can work on another chunk on each device at the same time.
+
+    What works on a device's own shard stands before the loop or after it.  A collective
+    along the same axes would mix different chunks.  A float sum that all devices hold
+    would come out different on each, for they add in different orders.
+    """
+    stmt = node.stmt
+    if part.growth != 1:
+        return True
+    if part.groups != devices:
+        return False
+    if isinstance(stmt, Communicate):
+        return not set(stmt.axes) & set(axes)
+    exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in node.writes)
+    held = [used_axes(layout_of(buffer)) for buffer in node.writes]
+    return bool(part.writes) or exact or all(used >= set(axes) for used in held)

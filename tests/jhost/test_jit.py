@@ -1,0 +1,374 @@
+"""`jhost.jit` is `jax.jit` with another compiler: arguments, meshes, values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jhost
+
+MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
+
+X = jnp.arange(64.0).reshape(8, 8)
+W = jnp.eye(8) * 2 + 1
+SPECS = (P("tp", None), P(None, "tp"))
+
+
+@pytest.fixture
+def mesh(make_mesh: MakeMesh) -> Mesh:
+    return make_mesh((4,), ("tp",))
+
+
+def block(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Where `SPECS` shard it: gathers rows, multiplies twice, reduce-scatters."""
+    return jhost.stream((x @ w) @ w.T, axis=0, chunks=2)
+
+
+def expected(x: jax.Array = X, w: jax.Array = W) -> jax.Array:
+    return (x @ w) @ w.T
+
+
+# --- The decorator -------------------------------------------------------------- #
+
+
+def test_the_decorator_works_with_and_without_arguments() -> None:
+    @jhost.jit
+    def bare(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    @jhost.jit(chunks=2)
+    def with_arguments(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    assert bare(jnp.float32(1)) == with_arguments(jnp.float32(1)) == 2
+
+
+def test_the_function_keeps_its_name_and_its_docstring() -> None:
+    f = jhost.jit(block)
+    assert (f.__name__, f.__doc__) == ("block", block.__doc__)
+    assert f.__wrapped__ is block
+
+
+def test_a_partial_function_and_a_callable_object_can_be_compiled() -> None:
+    class Scale:
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * 3
+
+    assert jhost.jit(functools.partial(jnp.add, jnp.float32(1)))(jnp.float32(2)) == 3
+    assert jhost.jit(Scale())(jnp.float32(2)) == 6
+
+
+def test_a_method_can_be_decorated() -> None:
+    class Model:
+        scale = 5
+
+        @functools.partial(jhost.jit, static_argnums=0)
+        def apply(self, x: jax.Array) -> jax.Array:
+            return x * self.scale
+
+    assert Model.apply(Model(), jnp.float32(2)) == 10
+
+
+# --- Pytrees, keywords, static and donated arguments ------------------------------ #
+
+
+def test_pytrees_go_in_and_come_out(mesh: Mesh) -> None:
+    def f(params: dict[str, Any], x: jax.Array) -> tuple[Any, dict[str, Any]]:
+        return (x @ params["w"], [params["b"]["x"] * 2]), {"x": x, "none": None}
+
+    params = {"w": W, "b": {"x": X}}
+    specs = ({"w": P(None, "tp"), "b": {"x": P()}}, P("tp"))
+    for compiled in (
+        jhost.jit(f),
+        jhost.jit(f, mesh=mesh, in_shardings=specs),
+        jhost.jit(f, mesh=mesh, in_shardings=specs, out_shardings=P()),
+    ):
+        chex.assert_trees_all_equal(compiled(params, X), f(params, X))
+
+
+def test_in_shardings_may_be_a_prefix_of_the_arguments(mesh: Mesh) -> None:
+    def f(pair: tuple[jax.Array, dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+        return pair[0] + pair[1]["b"] + x
+
+    compiled = jhost.jit(f, mesh=mesh, in_shardings=(P("tp"), P()))
+    params = compiled.lower((X, {"b": X}), X).host_ir.params
+    assert [param.shape for param in params] == [(2, 8), (2, 8), (8, 8)]
+    np.testing.assert_array_equal(compiled((X, {"b": X}), X), 3 * X)
+
+
+def test_one_spec_is_for_all_arguments_and_one_for_all_results(mesh: Mesh) -> None:
+    f = jhost.jit(
+        lambda x, y: (x + y, x - y),
+        mesh=mesh,
+        in_shardings=P("tp"),
+        out_shardings=P(None, "tp"),
+    )
+    total, difference = f(X, W)
+    for result, expected in ((total, X + W), (difference, X - W)):
+        np.testing.assert_array_equal(result, expected)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "tp")), 2)
+
+
+def test_keywords_are_arguments_too(mesh: Mesh) -> None:
+    for settings in ({}, {"mesh": mesh, "out_shardings": P("tp")}):
+        f = jhost.jit(lambda x, *, scale, shift=0.0: x * scale + shift, **settings)
+        np.testing.assert_array_equal(f(X, scale=jnp.float32(2)), 2 * X)
+        np.testing.assert_array_equal(f(X, shift=1.0, scale=W), X * W + 1)
+
+
+def test_keywords_beside_in_shardings_are_refused_as_by_jax(mesh: Mesh) -> None:
+    sharding = NamedSharding(mesh, P("tp"))
+    for jit in (jax.jit, jhost.jit):
+        f = jit(lambda x, y: x + y, in_shardings=(sharding, sharding))
+        with pytest.raises(ValueError, match="does not support kwargs when in_shard"):
+            f(X, y=X)
+
+
+@pytest.mark.parametrize(
+    "static",
+    [{"static_argnums": 1}, {"static_argnums": (-1,)}, {"static_argnames": "power"}],
+    ids=str,
+)
+def test_static_arguments_go_by_position_and_by_keyword(
+    mesh: Mesh, static: dict[str, Any]
+) -> None:
+    def f(x: jax.Array, power: int) -> jax.Array:
+        assert isinstance(power, int)
+        return x**power
+
+    compiled = jhost.jit(f, mesh=mesh, out_shardings=P("tp"), **static)
+    np.testing.assert_array_equal(compiled(X, 2), X * X)
+    np.testing.assert_array_equal(compiled(X, power=3), X * X * X)
+    assert jax.grad(lambda x: compiled(x, 2).sum())(X)[0, 1] == 2
+
+
+def test_a_static_argument_may_be_anything_hashable() -> None:
+    f = jhost.jit(
+        lambda kind, x: {"sum": x.sum, "max": x.max}[kind](), static_argnums=0
+    )
+    assert (f("sum", X), f("max", X)) == (X.sum(), 63)
+
+
+def test_what_is_donated_is_gone(mesh: Mesh) -> None:
+    sharding = NamedSharding(mesh, P("tp"))
+    for donate in ({"donate_argnums": 0}, {"donate_argnames": "x"}):
+        f = jhost.jit(
+            lambda x, y: x + y,
+            mesh=mesh,
+            in_shardings=P("tp"),
+            out_shardings=P("tp"),
+            **donate,
+        )
+        x, y = (jax.device_put(X + 0, sharding) for _ in range(2))
+        np.testing.assert_array_equal(f(x, y), 2 * X)
+        assert x.is_deleted()
+        assert not y.is_deleted()
+
+
+def test_functions_without_arguments_and_without_results(mesh: Mesh) -> None:
+    for settings in ({}, {"mesh": mesh}):
+        np.testing.assert_array_equal(jhost.jit(lambda: X @ W, **settings)(), X @ W)
+        assert jhost.jit(lambda: None, **settings)() is None
+        assert jhost.jit(lambda x: {"none": ()}, **settings)(X) == {"none": ()}
+        assert jhost.jit(lambda tree: tree, **settings)({"a": [], "b": None}) == {
+            "a": [],
+            "b": None,
+        }
+
+
+# --- Where the mesh comes from ----------------------------------------------------- #
+
+
+def test_the_mesh_may_be_that_of_a_named_sharding(mesh: Mesh) -> None:
+    ins = tuple(NamedSharding(mesh, spec) for spec in SPECS)
+    f = jhost.jit(block, in_shardings=ins, out_shardings=NamedSharding(mesh, P("tp")))
+    np.testing.assert_array_equal(f(X, W), expected())
+    assert dict(f.lower(X, W).host_ir.mesh.shape) == {"tp": 4}
+
+
+def test_the_mesh_may_be_that_of_set_mesh(make_mesh: MakeMesh, mesh: Mesh) -> None:
+    f = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"))
+    with jax.set_mesh(mesh):
+        assert len(f(X, W).sharding.device_set) == 4
+    with jax.set_mesh(make_mesh((2,), ("tp",))):
+        result = f(X, W)
+    assert len(result.sharding.device_set) == 2
+    np.testing.assert_array_equal(result, expected())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "set_mesh"])
+def test_auto_and_explicit_meshes_in_and_out_of_set_mesh(
+    axis_type: AxisType, inside: bool
+) -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(axis_type,))
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    g = jax.jit(lambda x, w: f(x, w) + 1)
+
+    def values() -> Iterator[jax.Array]:
+        x, w = (
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip((X, W), SPECS, strict=True)
+        )
+        yield f(x, w)
+        yield f(X, W)
+        yield g(x, w)
+        result, pullback = jax.vjp(f, x, w)
+        yield result
+        yield pullback(f(x, w))[0]
+
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        called, uncommitted, outer, forward, cotangent = values()
+    for result in (called, uncommitted, outer - 1, forward):
+        np.testing.assert_array_equal(result, expected())
+        assert result.sharding.mesh.axis_types == (axis_type,)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("tp")), 2)
+    np.testing.assert_array_equal(cotangent, expected(expected()))
+
+
+def test_a_call_inside_jax_jit_is_pipelined_as_well(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    outer = jax.jit(lambda x, w: f(x, w) * 2)
+    np.testing.assert_array_equal(outer(X, W), expected() * 2)
+    for text in (f.lower(X, W).as_text("stablehlo"), outer.lower(X, W).as_text()):
+        assert text.count("stablehlo.all_gather") == 2
+        assert text.count("stablehlo.reduce_scatter") == 2
+
+
+def test_without_a_sharding_the_argument_s_own_counts(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, out_shardings=P("tp"))
+    x, w = (
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((X, W), SPECS, strict=True)
+    )
+    assert [p.shape for p in f.lower(x, w).host_ir.params] == [(2, 8), (8, 2)]
+    assert [p.shape for p in f.lower(X, w).host_ir.params][1] == (8, 2)
+    np.testing.assert_array_equal(f(x, w), expected())
+    np.testing.assert_array_equal(f(w, x), expected(W, X))
+
+
+def test_without_a_mesh_the_function_runs_on_one_device() -> None:
+    f = jhost.jit(block)
+    assert f(X, W).sharding.device_set == {jax.devices()[0]}
+    assert [p.shape for p in f.lower(X, W).host_ir.params] == [(8, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_any_number_of_devices_gives_the_same(
+    make_mesh: MakeMesh, devices: int
+) -> None:
+    f = jhost.jit(
+        lambda x, w: jhost.stream(jnp.tanh(x @ w) @ w.T, axis=0, chunks=2),
+        mesh=make_mesh((devices,), ("tp",)),
+        in_shardings=(P("tp"), P(None, "tp")),
+        out_shardings=P("tp"),
+    )
+    x, w = (
+        jax.random.normal(key, (16, 16)) for key in jax.random.split(jax.random.key(0))
+    )
+    result = f(x, w)
+    np.testing.assert_allclose(result, jnp.tanh(x @ w) @ w.T, rtol=1e-5, atol=1e-5)
+    assert len(result.sharding.device_set) == devices
+
+
+# --- Values ------------------------------------------------------------------------ #
+
+
+def test_closed_over_arrays_and_tracers_are_operands(mesh: Mesh) -> None:
+    def outer(scale: jax.Array) -> jax.Array:
+        f = jhost.jit(
+            lambda x: jhost.stream((x @ W) * scale, axis=0, chunks=2),
+            mesh=mesh,
+            in_shardings=P("tp"),
+        )
+        return f(X).sum()
+
+    total = (X @ W).sum()
+    scale = jnp.float32(3)
+    np.testing.assert_allclose(outer(scale), total * 3, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(outer)(scale), total * 3, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(outer)(scale), total, rtol=1e-6)
+
+
+def test_weak_types_stay_weak(mesh: Mesh) -> None:
+    half = jnp.ones(8, jnp.bfloat16)
+    for settings in ({}, {"mesh": mesh, "out_shardings": P("tp")}):
+        f = jhost.jit(lambda x, scale=2.0: x * scale, **settings)
+        assert f(half).dtype == f(half, scale=3.0).dtype == jnp.bfloat16
+    weak = jhost.jit(lambda x: x + 1)(1.0)
+    assert weak.weak_type
+    assert (weak * half).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32], ids=str)
+def test_dtypes_are_kept(mesh: Mesh, dtype: Any) -> None:
+    x, w = X.astype(dtype), W.astype(dtype)
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    result = f(x, w)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result, expected(x, w))
+
+
+def test_nan_and_inf_pass_unchanged(mesh: Mesh) -> None:
+    x = X.at[1, 2].set(jnp.nan).at[3, 4].set(jnp.inf).at[5, 6].set(-jnp.inf)
+    x = x.at[7, 7].set(-0.0)
+    f = jhost.jit(
+        lambda x: jhost.stream(x, axis=0, chunks=2),
+        mesh=mesh,
+        in_shardings=P("tp"),
+        out_shardings=P(None, "tp"),
+    )
+    assert np.asarray(f(x)).tobytes() == np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (4, 0)], ids=str)
+def test_arrays_of_no_dims_and_of_no_elements(
+    mesh: Mesh, shape: tuple[int, ...]
+) -> None:
+    x = jnp.ones(shape)
+    for settings in (
+        {},
+        {"mesh": mesh},
+        {"mesh": mesh, "in_shardings": P("tp") if shape else P()},
+    ):
+        result = jhost.jit(lambda x: jnp.sin(x) + x, **settings)(x)
+        np.testing.assert_array_equal(result, jnp.sin(x) + x)
+
+
+# --- Traces ------------------------------------------------------------------------ #
+
+
+def test_a_function_is_traced_once_for_each_type(mesh: Mesh) -> None:
+    for settings in ({}, {"mesh": mesh, "in_shardings": P("tp")}, {"mesh": mesh}):
+        shapes: list[tuple[int, ...]] = []
+
+        def count(x: jax.Array, seen: list[tuple[int, ...]] = shapes) -> jax.Array:
+            seen.append(x.shape)
+            return x + 1
+
+        f = jhost.jit(count, **settings)
+        for x in (X, X, X + 1, X[:4], X):
+            f(x)
+        jax.jit(lambda x, f=f: f(x) * 2)(X)
+        jax.grad(lambda x, f=f: f(x).sum())(X)
+        assert shapes == [(8, 8), (4, 8)]
+
+
+def test_two_calls_give_the_same_bits(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    np.testing.assert_array_equal(f(x, W), f(x, W))
+
+
+def test_interpretation_gives_the_same(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, interpret=True)
+    np.testing.assert_array_equal(f(X, W), expected())
