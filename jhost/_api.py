@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
@@ -10,11 +9,9 @@ from typing import (
     Generic,
     ParamSpec,
     TypeAlias,
-    TypedDict,
     TypeVar,
     Unpack,
     cast,
-    get_args,
     overload,
 )
 
@@ -22,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding, auto_axes
 
 from jhost import _shardings, errors
-from jhost._annotate import Chunks, Pipeline, as_int
+from jhost._annotate import Chunks, Pipeline
 from jhost._arguments import by_name, static_arguments, types_of
 from jhost._jax import (
     Names,
@@ -36,6 +33,7 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, jhost_p
 from jhost._program import Config, annotate, host_program
+from jhost._settings import Options, Settings, check
 from jhost._stages import Lowered
 from jhost.lowering.emit import spec_of
 from jhost.lowering.explain import Explanation
@@ -50,6 +48,7 @@ from jhost.runtime.mesh import (
     mesh_text,
     resolve_mesh,
 )
+from jhost.runtime.options import explain_refusal
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,48 +57,13 @@ Key: TypeAlias = tuple[AnyMesh | None, tuple[NamedSharding | None, ...] | None]
 """A mesh, and the arguments' own shardings, where they count."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """The arguments of `jhost.jit`, as given."""
-
-    mesh: AnyMesh | None
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: Nums
-    static_argnames: Names
-    donate_argnums: Nums
-    donate_argnames: Names
-    chunks: Chunks
-    pipeline: Pipeline
-    streams: int
-    interpret: bool
-    compiler_options: Mapping[str, Any] | None
-
-
-class _Options(TypedDict, total=False):
-    """The keywords of `jhost.jit`, for type checkers."""
-
-    mesh: AnyMesh | None
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: Nums
-    static_argnames: Names
-    donate_argnums: Nums
-    donate_argnames: Names
-    chunks: Chunks
-    pipeline: Pipeline
-    streams: int
-    interpret: bool
-    compiler_options: Mapping[str, Any] | None
-
-
 @overload
-def jit(f: Callable[P, R], /, **options: Unpack[_Options]) -> JitFunction[P, R]: ...
+def jit(f: Callable[P, R], /, **options: Unpack[Options]) -> JitFunction[P, R]: ...
 
 
 @overload
 def jit(
-    f: None = None, /, **options: Unpack[_Options]
+    f: None = None, /, **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
@@ -162,7 +126,7 @@ def jit(
         >>> f(jnp.zeros((8, 2))).shape
         (8, 2)
     """
-    settings = _Settings(
+    settings = Settings(
         mesh=mesh,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
@@ -176,7 +140,7 @@ def jit(
         interpret=interpret,
         compiler_options=compiler_options,
     )
-    _check_settings(settings)
+    check(settings)
     if f is None:
         return functools.partial(JitFunction, settings=settings)
     return JitFunction(f, settings=settings)
@@ -220,7 +184,7 @@ def _check_jhost_function(f: Any) -> None:
 class JitFunction(Generic[P, R]):
     """A function compiled by jhost; made by `jhost.jit`."""
 
-    def __init__(self, fun: Callable[P, R], *, settings: _Settings) -> None:
+    def __init__(self, fun: Callable[P, R], *, settings: Settings) -> None:
         if not callable(fun):
             raise errors.ArgumentError(f"jhost.jit takes a function, but got {fun!r}.")
         self._fun = fun
@@ -267,7 +231,8 @@ class JitFunction(Generic[P, R]):
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             self._explain_failure(error, key, args, kwargs)
             raise
-        return Lowered(host_ir=program, _lowered=lowered)
+        options = self._settings.compiler_options or {}
+        return Lowered(host_ir=program, _lowered=lowered, _options=options)
 
     # --- Which program -------------------------------------------------------- #
 
@@ -302,12 +267,7 @@ class JitFunction(Generic[P, R]):
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._bind(key, args, kwargs)
 
-        settings, (mesh, _) = self._settings, key
-        shardings = {
-            name: _shardings.named(mesh, given, f"{name} of {self._name}")
-            for name in ("in_shardings", "out_shardings")
-            if mesh is not None and (given := getattr(settings, name)) is not None
-        }
+        settings, mesh = self._settings, key[0]
         options = {**(settings.compiler_options or {}), **dump.compiler_options()}
         self._jitted[key] = jax.jit(
             call,
@@ -316,9 +276,25 @@ class JitFunction(Generic[P, R]):
             donate_argnums=settings.donate_argnums,
             donate_argnames=settings.donate_argnames,
             compiler_options=options or None,
-            **shardings,
+            **({} if mesh is None else self._named_shardings(mesh)),
         )
         return self._jitted[key]
+
+    def _named_shardings(self, mesh: AnyMesh) -> dict[str, Any]:
+        """The shardings that were given, for JAX's own jit."""
+        names = ("in_shardings", "out_shardings")
+        trees = {name: getattr(self._settings, name) for name in names}
+        problems = [
+            problem
+            for name, tree in trees.items()
+            for problem in _shardings.axis_problems(name, tree, mesh)
+        ]
+        raise_problems(f"jhost.jit of {self._name}", problems)
+        return {
+            name: _shardings.named(tree, mesh)
+            for name, tree in trees.items()
+            if tree is not None
+        }
 
     def _config(self, key: Key) -> Config:
         settings = self._settings
@@ -371,7 +347,8 @@ class JitFunction(Generic[P, R]):
         count, jaxpr = len(traced.consts), traced.jaxpr
         ins, outs = self._specs(traced)
         if own is not None:
-            theirs = (_shardings.own_spec(sharding, mesh) for sharding in own)
+            free = [spec is None for spec in ins]
+            theirs = _shardings.own_specs(arg_names(jaxpr)[count:], own, free, mesh)
             ins = [o if i is None else i for i, o in zip(ins, theirs, strict=True)]
         in_avals = jaxpr.in_avals[count:]
         problems = [
@@ -410,37 +387,10 @@ class JitFunction(Generic[P, R]):
                 "spec)), or give jhost.jit their mesh.",
                 offenders,
             ) from error
-        if "compile option" in str(error) and self._settings.compiler_options:
-            raise errors.CompilerOptionError(
-                f"XLA refuses an option of {self._name}: {error}. Options are fields "
-                "of XLA's DebugOptions, as for jax.jit; another version or backend may "
-                "not have this one.",
-                [f"{k}={v!r}" for k, v in self._settings.compiler_options.items()],
-            ) from error
-        self._call_jaxpr(key, self._trace(args, kwargs))  # names what does not fit
-
-
-def _check_settings(settings: _Settings) -> None:
-    if settings.chunks not in (None, "auto"):
-        count = as_int(settings.chunks)
-        if count is None:
-            raise errors.ArgumentError(
-                "jhost.jit takes an int or 'auto' as chunks, but got "
-                f"{settings.chunks!r}."
-            )
-        if count < 1:
-            raise errors.ChunksError(
-                f"jhost.jit got chunks={count}, but needs at least 1. To turn streams "
-                "off, use pipeline='off'."
-            )
-    if settings.pipeline not in get_args(Pipeline):
-        raise errors.OptionError(
-            f"jhost.jit got pipeline={settings.pipeline!r}, which is none of "
-            f"{', '.join(map(repr, get_args(Pipeline)))}."
-        )
-    streams = as_int(settings.streams)
-    if streams is None or streams < 1:
-        raise errors.OptionError(
-            f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
-            "1."
-        )
+        explain_refusal(error, self._name, self._settings.compiler_options or {})
+        try:
+            self._call_jaxpr(key, self._trace(args, kwargs))  # names what does not fit
+        except errors.JhostError as problem:
+            raise problem from error
+        except Exception:
+            return  # the call itself is wrong, and JAX's own words say how

@@ -29,6 +29,7 @@ from jhost.lowering.ir import Program
 from jhost.lowering.pipeline import lower_jaxpr, passes
 from jhost.runtime import dump
 from jhost.runtime.mesh import AnyMesh, abstract
+from jhost.runtime.options import explained_refusals
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,8 @@ def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if config.interpret:
         return emitted(call_jaxpr, config)(*args)
-    return _compiled(call_jaxpr, config)(*args)
+    with explained_refusals(config.name, dict(config.compiler_options)):
+        return _compiled(call_jaxpr, config)(*args)
 
 
 @functools.lru_cache(maxsize=1024)

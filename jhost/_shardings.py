@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._primitives import Spec
-from jhost.lowering.specs import Problem, check_axes, check_spec, raise_problems
+from jhost.lowering.specs import Problem, check_axes, check_spec
 from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
 
 
@@ -25,20 +25,26 @@ def leaves(shardings: Any) -> list[Any]:
     return jax.tree.leaves(shardings, is_leaf=is_sharding)
 
 
-def named(mesh: AnyMesh, shardings: Any, what: str) -> Any:
-    """A tree of shardings with `NamedSharding`s over `mesh` in place of specs.
+def leaves_with_path(shardings: Any) -> list[tuple[str, Any]]:
+    """The leaves with their places in the tree, as `[0]['w']`."""
+    pairs = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
+    return [(jax.tree_util.keystr(path), sharding) for path, sharding in pairs]
 
-    Raises:
-        UnknownAxisError, DuplicateAxisError: specs that no array could have on `mesh`.
-    """
-    given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
-    offenders = [
-        (what + jax.tree_util.keystr(path), problem)
-        for path, sharding in given
+
+def axis_problems(
+    what: str, shardings: Any, mesh: AnyMesh
+) -> list[tuple[str, Problem]]:
+    """What is wrong with specs that no array could have on `mesh`, and where."""
+    return [
+        (what + path, problem)
+        for path, sharding in leaves_with_path(shardings)
         if sharding is not None
         for problem in check_axes(spec_entries(sharding), dict(mesh.shape))
     ]
-    raise_problems(what, offenders)
+
+
+def named(shardings: Any, mesh: AnyMesh) -> Any:
+    """A tree of shardings with `NamedSharding`s over `mesh` in place of specs."""
 
     def one(sharding: Any) -> Any:
         if isinstance(sharding, NamedSharding):
@@ -67,24 +73,36 @@ def own(leaf: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def own_spec(sharding: NamedSharding | None, mesh: AnyMesh) -> Spec | None:
-    """How an argument with that sharding is laid out over `mesh`, if it is.
+def own_specs(
+    names: Sequence[str],
+    shardings: Sequence[NamedSharding | None],
+    wanted: Sequence[bool],
+    mesh: AnyMesh,
+) -> list[Spec | None]:
+    """How arguments are laid out over `mesh`, where that is wanted and they are.
 
     Raises:
-        MeshMismatchError: it is laid out over another mesh.
+        MeshMismatchError: some are laid out over other meshes.
     """
-    if sharding is None or not any(sharding.spec):
-        return None
-    if not same_mesh(sharding.mesh, mesh):
+    sharded = [
+        sharding if asked and sharding is not None and any(sharding.spec) else None
+        for sharding, asked in zip(shardings, wanted, strict=True)
+    ]
+    offenders = [
+        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh)}"
+        for name, sharding in zip(names, sharded, strict=True)
+        if sharding is not None and not same_mesh(sharding.mesh, mesh)
+    ]
+    if offenders:
         raise errors.MeshMismatchError(
-            "An argument is sharded over another mesh. Move it with jax.device_put(x, "
-            "NamedSharding(mesh, spec)), or give jhost.jit its mesh.",
-            [
-                f"an argument has {sharding.spec} over {mesh_text(sharding.mesh)}",
-                f"the function runs on {mesh_text(mesh)}",
-            ],
+            f"Arguments are sharded over other meshes than the function's, "
+            f"{mesh_text(mesh)}. Move them with jax.device_put(x, NamedSharding(mesh, "
+            "spec)), or give jhost.jit their mesh.",
+            offenders,
         )
-    return spec_entries(sharding)
+    return [
+        None if sharding is None else spec_entries(sharding) for sharding in sharded
+    ]
 
 
 def problems(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.ir import Program
+from jhost.runtime.options import explained_refusals
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,7 @@ class Lowered:
 
     host_ir: Program
     _lowered: jax.stages.Lowered
+    _options: Mapping[str, Any]
 
     def as_text(self, dialect: str = "host_ir") -> str:
         """The program as text.
@@ -35,7 +38,9 @@ class Lowered:
 
     def compile(self) -> Compiled:
         """Compiles the program for its devices."""
-        return Compiled(host_ir=self.host_ir, _compiled=self._lowered.compile())
+        with explained_refusals(self.host_ir.name, self._options):
+            compiled = self._lowered.compile()
+        return Compiled(host_ir=self.host_ir, _compiled=compiled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

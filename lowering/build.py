@@ -6,6 +6,7 @@ and `jhost.shard` leave it as marks on buffers, which later passes take up.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from jhost.lowering.ir import (
 )
 from jhost.lowering.marks import merge_marks
 from jhost.lowering.names import Names
+from jhost.lowering.rules import DimRule, shape_of, whole
 from jhost.lowering.specs import Problem, Spec, check_spec, raise_problems
 from jhost.lowering.table import opaque_reason, rule_of
 
@@ -155,7 +157,7 @@ class _Builder:
         invars = [
             v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars
         ]
-        rule = rule_of(eqn)
+        rule = constant_rule(eqn) or rule_of(eqn)
         unit_eqn = UnitEqn(
             eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
         )
@@ -242,8 +244,8 @@ class _Builder:
         entries = spec_entries(sharding)
         if entries and all(axes is None for axes in entries):
             return self.operand(eqn)
-        whole = ((),) * (len(self.operand(eqn).shape) - len(entries))
-        return self.constrain(eqn, (*entries, *whole))
+        rest = ((),) * (len(self.operand(eqn).shape) - len(entries))
+        return self.constrain(eqn, (*entries, *rest))
 
     def constrain(self, eqn: JaxprEqn, spec: Spec) -> Buffer:
         """Lay out the value itself where nothing else reads it, else a copy of it."""
@@ -273,6 +275,13 @@ class _Builder:
 
     def operand(self, eqn: JaxprEqn) -> Buffer:
         return self.buffers[as_var(eqn.invars[0])]
+
+
+def constant_rule(eqn: JaxprEqn) -> DimRule | None:
+    """The rule of an equation that reads a literal array, which every device has."""
+    if any(isinstance(v, Literal) and shape_of(v) for v in eqn.invars):
+        return dataclasses.replace(whole(eqn), opaque=False)
+    return None
 
 
 def as_var(atom: Var | Literal) -> Var:

@@ -15,7 +15,8 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jhost._jax import fresh_var, user_context
+from jhost._jax import aval_of, fresh_var, user_context
+from jhost.lowering.rules import shape_of
 from jhost.lowering.rules_opaque import INLINED
 
 _CALLS = INLINED | {"jhost"}
@@ -26,7 +27,11 @@ IDENTITIES = frozenset({"copy", "stream", "serial", "shard", "sharding_constrain
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatJaxpr:
-    """Equations in order, each variable defined once; every result is a variable."""
+    """Equations in order, each variable defined once; every result is a variable.
+
+    Arrays that a call closes over are variables too, each set by an equation that reads
+    nothing but that literal; all other literals are scalars.
+    """
 
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
@@ -57,16 +62,17 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn,
 class _Inliner:
     def __init__(self) -> None:
         self.eqns: list[JaxprEqn] = []
+        self.constants: dict[int, Var] = {}
 
     def run(self, closed_jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
         """Append the equations of `closed_jaxpr` on `args`; its results."""
         jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
         env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = Literal(const, var.aval)
+            env[var] = self.constant(Literal(const, var.aval))
 
         def read(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else env[atom]
+            return self.constant(atom) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
@@ -84,32 +90,45 @@ class _Inliner:
             # remat's lowering rule does the same: without the barrier XLA finds the
             # forward's values again and keeps them instead of computing them twice.
             args = self.traced(lax.optimization_barrier, args, eqn)
-        body = next(iter(jaxprs_in_params(eqn.params)))
+        body = _body(eqn)
         return self.run(body, getattr(body, "consts", ()), args)
+
+    def constant(self, literal: Literal) -> Any:
+        """`literal`, or one variable for it wherever it is read if it has dims."""
+        if not shape_of(literal):
+            return literal
+        if id(literal.val) not in self.constants:
+            self.constants[id(literal.val)] = self.as_variable(literal)
+        return self.constants[id(literal.val)]
 
     def as_variable(self, atom: Any) -> Var:
         """`atom`, or a variable that an equation sets to it where it is a literal."""
         if not isinstance(atom, Literal):
             return atom
         # Of the primitives that can do nothing, JAX traces away most, but not this one.
-        dims = tuple(range(len(atom.aval.shape)))
-
-        def transpose(atoms: list[Any]) -> list[Any]:
-            return [lax.transpose_p.bind(*atoms, permutation=dims)]
-
-        return self.traced(transpose, [atom])[0]
+        aval = aval_of(atom)
+        identity = jax.make_jaxpr(
+            lambda x: lax.transpose_p.bind(x, permutation=tuple(range(x.ndim)))
+        )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        (eqn,) = identity.jaxpr.eqns
+        out = fresh_var(aval)
+        self.eqns.append(eqn.replace(invars=[atom], outvars=[out]))
+        return out
 
     def traced(
         self,
         function: Callable[[list[Any]], Sequence[Any]],
         args: Sequence[Any],
-        where: JaxprEqn | None = None,
+        where: JaxprEqn,
     ) -> list[Any]:
-        """Append the equations that `function` makes of `args`."""
+        """Append the equations that `function` makes of `args`, at another's line."""
         avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
-        if where is None:
+        with user_context(where):
             closed_jaxpr = jax.make_jaxpr(function)(avals)
-        else:
-            with user_context(where):
-                closed_jaxpr = jax.make_jaxpr(function)(avals)
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
+
+
+def _body(eqn: JaxprEqn) -> Any:
+    """The jaxpr that `eqn` calls, with its consts where it has any."""
+    closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
+    return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))

@@ -91,9 +91,10 @@ class P2PLoop(ChunkLoop):
             *self.before,
             GetCurrentStream(stream=MAIN),
             wait,
-            *self.on_own_stream(first),
+            # Only here: after the loop it would wait for the last transfers.
+            *self.on_own_stream([Synchronize(stream=MAIN), *self.each_piece(first)]),
             work,
-            *self.on_own_stream(last),
+            *self.on_own_stream(self.each_piece(last)),
             Synchronize(stream=OWN),
             *self.totals(),
             *self.after,
@@ -129,10 +130,12 @@ class P2PLoop(ChunkLoop):
     def on_own_stream(self, body: list[Stmt]) -> list[Stmt]:
         if not body:
             return []
-        if self.pieces > 1:
-            body = [For(index=INDEX.name, extent=self.pieces, body=tuple(body))]
-        enter = SetCurrentStream(stream=OWN), Synchronize(stream=MAIN)
-        return [*enter, *body, SetCurrentStream(stream=MAIN)]
+        return [SetCurrentStream(stream=OWN), *body, SetCurrentStream(stream=MAIN)]
+
+    def each_piece(self, body: list[Stmt]) -> list[Stmt]:
+        if self.pieces == 1 or not body:
+            return body
+        return [For(index=INDEX.name, extent=self.pieces, body=tuple(body))]
 
     # --- Chunks --------------------------------------------------------------- #
 

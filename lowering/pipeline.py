@@ -15,6 +15,7 @@ from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
+from jhost.lowering.passes.split_all_reduces import SplitAllReduces
 from jhost.lowering.verify import verify
 
 
@@ -35,6 +36,7 @@ def passes(
         PropagateLayouts(),
         ConvertToCommunications(),
         # Streams: loops over chunks.
+        SplitAllReduces(pipeline=pipeline),
         LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams),
         # Units, and the life of what they make.
         Segment(),

@@ -71,7 +71,9 @@ class _Solver:
             for position, name in enumerate(op.ins):
                 wish = op.required(position, assignment)
                 if name not in self.fixed and self.is_legal(name, wish):
-                    if used_axes(wish) or name not in self.wishes:
+                    # A factor on no axis wishes for nothing, a whole dim does.
+                    needed = not any(op.operands[position]) and name not in self.wishes
+                    if used_axes(wish) or needed:
                         self.wishes[name] = self.constrained(name, wish)
 
     def wished_assignment(self, op: Operation) -> Assignment:

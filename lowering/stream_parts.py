@@ -55,7 +55,7 @@ class Part:
         )
         return written.groups / read.groups
 
-    def scaled(self, by: int) -> Part:
+    def scaled(self, by: Fraction) -> Part:
         """The same part with `by` times as many groups."""
 
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:

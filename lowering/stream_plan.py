@@ -95,8 +95,7 @@ class _Propagation:
         joined = self.parts.get(number)
         if joined is not None:
             here = (joined.writes if writes else joined.reads).get(position)
-            if here == access:
-                self.unite(stream, joined.stream)
+            self.meet(stream, access, joined.stream, here)
             return
         part = part_of(node, stream, writes, position, access, self.mesh)
         if isinstance(part, Part):
@@ -105,6 +104,7 @@ class _Propagation:
             self.declined.setdefault(number, part)
             return
         self.parts[number] = part
+        stream = self.root(stream)
         self.steps[stream] = self.common_steps(stream, part)
         for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
             for index, new in accesses.items():
@@ -115,13 +115,14 @@ class _Propagation:
         for position, buffer in enumerate(node.writes):
             if buffer.name in self.serial:
                 return "jhost.serial keeps it whole"
-            there = self.values.get(buffer.name)
-            access = part.writes.get(position)
-            if there is None or (access is not None and there[1] == access):
-                continue
-            return f"its result {buffer.name} has a stream on dim {there[1].dim}"
-        steps, mark = self.common_steps(part.stream, part), self.marks[part.stream]
-        if steps < min(part.steps, self.steps.get(part.stream, part.steps)):
+            if buffer.name in self.values:
+                other, there = self.values[buffer.name]
+                access = part.writes.get(position)
+                if not self.meet(part.stream, access, other, there):
+                    return f"its result {buffer.name} has another stream"
+        stream = self.root(part.stream)
+        steps, mark = self.common_steps(stream, part), self.marks[stream]
+        if steps < min(part.steps, self.steps.get(stream, part.steps)):
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
         count = mark.chunks if mark.pipeline != "p2p" else None
@@ -139,8 +140,8 @@ class _Propagation:
         if buffer.name not in self.values:
             self.values[buffer.name] = stream, access
             self.queue.append(buffer.name)
-        elif self.values[buffer.name][1] == access:
-            self.unite(stream, self.values[buffer.name][0])
+        else:
+            self.meet(stream, access, *self.values[buffer.name])
 
     # --- Streams that meet ---------------------------------------------------- #
 
@@ -149,19 +150,44 @@ class _Propagation:
             stream = self.merged[stream]
         return stream
 
-    def unite(self, one: str, other: str) -> None:
-        """Make two streams one where what was asked of them agrees."""
-        one, other = sorted((self.root(one), self.root(other)))
-        if one == other:
-            return
-        mark = merge_marks(self.marks[one], self.marks[other])
-        if mark is None:
-            return
-        self.merged[other] = one
+    def meet(
+        self, stream: str, access: Access | None, other: str, there: Access | None
+    ) -> bool:
+        """Make two streams one where they cut a value alike; whether they are one.
+
+        Each counts groups from its own mark, so the other's are brought to this scale.
+        """
+        stream, other = self.root(stream), self.root(other)
+        if access is None or there is None or access.dim != there.dim:
+            return False
+        scale = access.groups / there.groups
+        if stream == other:
+            return scale == 1
+        one, second = sorted((stream, other))
+        mark = merge_marks(self.marks[one], self.marks[second])
+        if mark is None or not self.rescale(other, scale):
+            return False
+        self.merged[second] = one
         self.marks[one] = mark
-        if other in self.steps:
-            steps = self.steps.pop(other)
+        if second in self.steps:
+            steps = self.steps.pop(second)
             self.steps[one] = _gcd(self.steps.get(one, steps), steps)
+        return True
+
+    def rescale(self, stream: str, scale: Fraction) -> bool:
+        """Count the groups of `stream` in another unit, if they are whole then too."""
+        mine = {n: p for n, p in self.parts.items() if self.root(p.stream) == stream}
+        scaled = {number: part.scaled(scale) for number, part in mine.items()}
+        if any(part.size % part.groups.numerator for part in scaled.values()):
+            return False
+        self.parts |= scaled
+        for name, (owner, access) in self.values.items():
+            if self.root(owner) == stream:
+                access = Access(access.dim, access.groups * scale)
+                self.values[name] = owner, access
+        if stream in self.steps:
+            self.steps[stream] /= scale
+        return True
 
     # --- The finished plan ---------------------------------------------------- #
 
@@ -180,7 +206,7 @@ class _Propagation:
                 for part in mine.values()
                 for access in (*part.reads.values(), *part.writes.values())
             ]
-            factor = math.lcm(*denominators)
+            factor = Fraction(math.lcm(*denominators))
             parts |= {n: part.scaled(factor) for n, part in mine.items()}
             steps = self.steps.get(stream, Fraction(1)) / factor
             extents[stream] = int(steps) if steps.denominator == 1 else 1

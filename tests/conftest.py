@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many programs each property test tries (default: %(default)s)",
     )
     group.addoption(
+        "--explore",
+        action="store_true",
+        help="have property tests try other programs on every run",
+    )
+    group.addoption(
         "--update-golden",
         action="store_true",
         help="write the texts under tests/golden instead of comparing with them",
@@ -53,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "jhost",
         max_examples=config.getoption("examples"),
         deadline=None,  # most of an example's time is XLA's, once per program
-        derandomize=False,
+        # The same programs on every run, so that a failure is the change's own.
+        derandomize=not config.getoption("explore"),
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )

@@ -8,7 +8,7 @@ so does a value that one makes in chunks and the other needs whole (design secti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal
 
@@ -79,10 +79,25 @@ def check_marks(
     plan: StreamPlan,
     marks: Sequence[StreamMark],
 ) -> None:
-    """Refuse streams on dims that their value's own computation needs whole."""
-    makers = {buffer.name: node for node in graph for buffer in node.writes}
+    """Refuse streams on dims that nothing can work on in chunks.
+
+    That is, a value's own computation cannot, or chunks were asked for and none of the
+    computations around the value can.
+    """
     mesh = dict(program.mesh.shape)
-    offenders: list[str] = []
+    offenders = [*_made_whole(graph, marks, mesh), *_without_work(graph, plan)]
+    if offenders:
+        raise errors.StreamDimError(
+            f"{program.name} asks for streams on dims that cannot be worked on in "
+            "chunks. Stream another dim, or mark a value before or after.",
+            list(dict.fromkeys(offenders)),
+        )
+
+
+def _made_whole(
+    graph: Sequence[Node], marks: Sequence[StreamMark], mesh: Mapping[str, int]
+) -> Iterator[str]:
+    makers = {buffer.name: node for node in graph for buffer in node.writes}
     for mark in marks:
         name, node = mark.buffer, makers.get(mark.buffer)
         while node is not None and not isinstance(node.stmt, Compute):
@@ -94,13 +109,17 @@ def check_marks(
         access = Access(mark.dim, Fraction(1))
         part = part_of(node, "", True, position, access, mesh)
         if isinstance(part, str):
-            offenders.append(f"axis={mark.dim} at {mark.where}: {part}")
-    if offenders:
-        raise errors.StreamDimError(
-            f"{program.name} asks for streams on dims that cannot be worked on in "
-            "chunks. Stream another dim, or mark a value before or after.",
-            offenders,
-        )
+            yield f"axis={mark.dim} at {mark.where}: {part}"
+
+
+def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
+    for stream, mark in plan.marks.items():
+        if plan.parts_of(stream) or mark.chunks in (None, 1) or mark.pipeline == "off":
+            continue
+        for number, reason in plan.declined.items():
+            touched = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in touched}:
+                yield f"axis={mark.dim} at {mark.where}: {reason}"
 
 
 # --- What to say about it ----------------------------------------------------- #

@@ -1,0 +1,188 @@
+"""`jhost.explain` says what was pipelined, what it moves, and what was not and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jhost
+
+MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
+
+X = jnp.ones((32, 16))
+W = jnp.ones((16, 256))
+BLOCK_SPECS: dict[str, Any] = {
+    "in_shardings": (P("tp"), P(None, "tp")),
+    "out_shardings": P("tp"),
+}
+
+
+@pytest.fixture
+def mesh(make_mesh: MakeMesh) -> Mesh:
+    return make_mesh((4,), ("tp",))
+
+
+def block(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Gathers rows, multiplies twice and reduce-scatters."""
+    return jhost.stream((x @ w) @ w.T, axis=0)
+
+
+def without_lines(explanation: jhost.Explanation) -> str:
+    """The text, with `test_explain.py:12` as `test_explain.py`."""
+    words = str(explanation).split("test_explain.py:")
+    return "test_explain.py".join(
+        [words[0], *(w.lstrip("0123456789") for w in words[1:])]
+    )
+
+
+def test_a_pipelined_block_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
+    f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
+    golden(without_lines(jhost.explain(f, X, W)))
+
+
+def test_what_was_not_pipelined_reads_well(
+    mesh: Mesh, golden: Callable[..., None]
+) -> None:
+    @jhost.jit(mesh=mesh, in_shardings=P(None, "tp"), out_shardings=P(None, "tp"))
+    def model(x: jax.Array) -> jax.Array:
+        off = jhost.stream(jnp.sin(x), axis=0, pipeline="off")
+        columns = jhost.stream(jnp.sort(off, axis=0) + 1, axis=1, chunks=2)
+        return jnp.cumsum(jhost.serial(columns), axis=1)
+
+    golden(without_lines(jhost.explain(model, X)))
+
+
+def test_the_fields_are_for_tools(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
+    explanation = jhost.explain(f, X, W)
+    assert (explanation.name, explanation.loops) == ("block", 1)
+    (stream,) = explanation.streams
+    assert (stream.axis, stream.chunks, stream.pipeline) == (0, 2, "collective")
+    assert stream.extent == 8  # rows of a shard
+    assert stream.where.startswith("test_explain.py:")
+    assert [(c.kind, c.axes, c.chunks) for c in explanation.communications] == [
+        ("AllGather", ("tp",), 2),
+        ("ReduceScatter", ("tp",), 2),
+    ]
+    assert explanation.notes == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        explanation.loops = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_types_are_enough(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, chunks=2, **BLOCK_SPECS)
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W)]
+    assert jhost.explain(f, *types) == jhost.explain(f, X, W)
+
+
+# --- Bytes ------------------------------------------------------------------------ #
+
+
+def total(explanation: jhost.Explanation, kind: str) -> int:
+    return sum(c.bytes for c in explanation.communications if c.kind == kind)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("chunks", [None, 2], ids=["whole", "chunks"])
+def test_a_device_receives_what_a_ring_moves(
+    make_mesh: MakeMesh, devices: int, dtype: Any, chunks: int | None
+) -> None:
+    mesh = make_mesh((devices,), ("tp",))
+    how = {"chunks": chunks} if chunks else {"pipeline": "off"}
+    f = jhost.jit(block, mesh=mesh, **BLOCK_SPECS, **how)
+    explanation = jhost.explain(f, X.astype(dtype), W.astype(dtype))
+    rows = X.size * jnp.dtype(dtype).itemsize
+    received = rows * (devices - 1) // devices
+    assert total(explanation, "AllGather") == received
+    assert total(explanation, "ReduceScatter") == received
+
+    @jhost.jit(mesh=mesh, in_shardings=P(None, "tp"), out_shardings=P(), **how)
+    def reduced(w: jax.Array) -> jax.Array:
+        return jhost.stream(w @ w.T, axis=0)
+
+    explanation = jhost.explain(reduced, W.astype(dtype))
+    square = 16 * 16 * jnp.dtype(dtype).itemsize
+    assert total(explanation, "AllReduce") == 2 * square * (devices - 1) // devices
+
+
+def test_a_ragged_last_chunk_counts_as_what_it_is(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, chunks=3, **BLOCK_SPECS)
+    explanation = jhost.explain(f, X, W)
+    assert explanation.streams[0].chunks == 3
+    assert total(explanation, "AllGather") == X.nbytes * 3 // 4
+
+
+def test_one_device_moves_nothing(make_mesh: MakeMesh) -> None:
+    one = make_mesh((1,), ("tp",))
+    for f in (
+        jhost.jit(block, chunks=2),
+        jhost.jit(block, mesh=one, chunks=2, **BLOCK_SPECS),
+    ):
+        explanation = jhost.explain(f, X, W)
+        assert explanation.communications == ()
+        assert explanation.loops == 1
+
+
+# --- Why not ------------------------------------------------------------------------ #
+
+
+def test_a_stream_that_is_off_says_who_turned_it_off(mesh: Mesh) -> None:
+    for f in (
+        jhost.jit(block, mesh=mesh, pipeline="off", **BLOCK_SPECS),
+        jhost.jit(lambda x: jhost.stream(x + 1, axis=0, pipeline="off"), mesh=mesh),
+    ):
+        explanation = jhost.explain(f, *([X, W] if f.__name__ == "block" else [X]))
+        (stream,) = explanation.streams
+        assert (stream.pipeline, stream.chunks) == ("off", 1)
+        assert "as asked" in stream.reason
+        assert explanation.loops == 0
+
+
+def test_a_stream_that_nobody_asked_for_by_name_says_what_was_chosen(
+    mesh: Mesh,
+) -> None:
+    (stream,) = jhost.explain(jhost.jit(block, mesh=mesh, **BLOCK_SPECS), X, W).streams
+    assert (stream.chunks > 1) == (stream.pipeline != "off")
+    assert stream.reason
+
+
+def test_a_function_without_streams_says_so() -> None:
+    explanation = jhost.explain(jhost.jit(lambda x: x + 1), X)
+    assert str(explanation) == "<lambda>: 0 loops"
+
+
+def test_serial_stops_a_stream_and_is_named() -> None:
+    @jhost.jit(chunks=2)
+    def model(x: jax.Array) -> jax.Array:
+        return jhost.stream(jhost.serial(jnp.sin(x)) + 1, axis=0)
+
+    explanation = jhost.explain(model, X)
+    assert explanation.loops == 1
+    assert len(explanation.streams) == 1
+
+
+def test_a_stream_stops_before_a_whole_dim_and_says_which() -> None:
+    @jhost.jit(chunks=2)
+    def model(x: jax.Array) -> jax.Array:
+        return jnp.sort(jhost.stream(jnp.sin(x), axis=0), axis=0)
+
+    (note,) = jhost.explain(model, X).notes
+    assert "streams stop before result: sort needs dim 0 whole" in note
+
+
+def test_an_opaque_primitive_is_noted_with_its_line(mesh: Mesh) -> None:
+    @jhost.jit(mesh=mesh, in_shardings=P("tp"))
+    def model(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda carry, row: (carry + row, carry), x[0], x)[1]
+
+    (note,) = jhost.explain(model, X).notes
+    assert note.startswith("scan works on whole arrays: ")
+    assert "[test_explain.py:" in note
+    assert note.endswith("model)]")

@@ -1,0 +1,351 @@
+"""Where streams spread to, where they stop, and which statements share a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.errors import (
+    ChunksError,
+    JhostError,
+    PipelineError,
+    StreamConflictError,
+    StreamDimError,
+)
+from tests.lowering.traced import (
+    aliases,
+    array,
+    built,
+    check,
+    chunk_counts,
+    loops,
+    lowered,
+    remarks,
+    work,
+)
+
+stream = jhost.stream
+X = (8, 4)
+
+
+def shape_of_work(fun: Callable[..., Any], *args: Any, **mesh: int) -> list[str]:
+    """What `fun` does at the top level, loops with what they do."""
+    return work(lowered(fun, *args, **mesh).body)
+
+
+# --- How far a stream spreads ------------------------------------------------------- #
+
+
+def test_a_stream_spreads_backward() -> None:
+    program = lowered(lambda x: stream(jnp.tanh(jnp.sin(x) * 2), 0, chunks=2), X)
+    assert work(program.body) == ["loop(sin, mul, tanh)"]
+    assert aliases(program) == {"x": 0, "y": 0}
+
+
+def test_a_stream_spreads_forward() -> None:
+    program = lowered(lambda x: jnp.tanh(jnp.sin(stream(x, 0, chunks=2)) * 2), X)
+    assert work(program.body) == ["loop(sin, mul, tanh)"]
+
+
+def test_a_stream_follows_its_dim() -> None:
+    """Through a transpose, and a matmul whose other dims it leaves alone."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return stream(jnp.swapaxes(jnp.tanh(x) @ w, 0, 1), 1, chunks=2)
+
+    program = lowered(f, X, (4, 3))
+    assert work(program.body) == ["loop(tanh, dot_general, transpose)"]
+    assert aliases(program) == {"x": 0, "y": 1}
+
+
+def test_a_stream_reaches_every_operand_and_every_reader() -> None:
+    def f(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = stream(jnp.sin(x) + jnp.cos(w), 0, chunks=2)
+        return y * 2, jnp.sum(y, axis=1)
+
+    assert shape_of_work(f, X, X) == ["loop(sin, cos, add, mul, reduce_sum)"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "loop"),
+    [
+        ((8, 4), (2, 4, 4), "loop(sin, reshape, tanh)"),
+        ((8, 4), (32,), "loop(sin, reshape, tanh)"),
+        ((8, 4), (4, 8), "loop(sin, reshape, tanh)"),
+        ((8, 4), (1, 8, 2, 2), "loop(sin, reshape, tanh)"),
+    ],
+)
+def test_a_stream_goes_through_the_outermost_dim_of_a_reshape(
+    before: tuple[int, ...], after: tuple[int, ...], loop: str
+) -> None:
+    """Split or merged; and split and merged at once, by the common factor."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.reshape(stream(jnp.sin(x), 0, chunks=2), after))
+
+    (only,) = loops(check(f, array(*before), rtol=1e-6))
+    assert f"loop({', '.join(work(only.body))})" == loop
+
+
+def test_a_stream_stops_at_the_inner_dim_of_a_reshape() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.reshape(stream(jnp.sin(x), 1, chunks=2), (32,)))
+
+    program = lowered(f, X)
+    assert work(program.body) == ["loop(sin)", "reshape", "tanh"]
+    (stop,) = remarks(program, "stop")
+    assert "streams stop before v_1: the reshape (8, 4) -> (32,)" in stop
+
+
+WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sort": lambda x: lax.sort(x, dimension=0),
+    "cumsum": lambda x: lax.cumsum(x, axis=0),
+    "rev": lambda x: lax.rev(x, (0,)),
+    "slice": lambda x: lax.slice_in_dim(x, 1, 7),
+    "concatenate": lambda x: jnp.concatenate([x, x]),
+    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_stream_stops_where_its_dim_is_whole(name: str) -> None:
+    """A value made in chunks and needed whole is the border of a loop."""
+    program = lowered(lambda x: WHOLE[name](stream(jnp.sin(x), 0, chunks=2)) * 2, X)
+    assert "loop(sin)" in work(program.body)
+    assert chunk_counts(program) == [2]
+    (stop,) = remarks(program, "stop")
+    assert "streams stop before v" in stop
+    assert name in stop
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_whole_along_one_dim_is_streamed_along_another(name: str) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return WHOLE[name](stream(jnp.sin(x), 1, chunks=2)) * 2
+
+    inside = name != "scan"
+    (loop,) = loops(lowered(f, X))
+    assert (name in work(loop.body)) == inside
+
+
+def test_a_stream_stops_at_serial() -> None:
+    program = lowered(
+        lambda x: jnp.tanh(jhost.serial(stream(jnp.sin(x), 0, chunks=2))), X
+    )
+    assert work(program.body) == ["loop(sin)", "Set", "tanh"]
+    (stop,) = remarks(program, "stop")
+    assert "jhost.serial" in stop
+
+
+def test_a_stream_stops_at_another_on_another_dim() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return stream(jnp.tanh(stream(jnp.sin(x), 0, chunks=2)), 1, chunks=4)
+
+    program = check(f, array(*X), rtol=1e-6)
+    assert work(program.body) == ["loop(sin)", "loop(tanh)"]
+    assert chunk_counts(program) == [2, 4]
+
+
+# --- Marks that meet ---------------------------------------------------------------- #
+
+
+def two_marks(**second: Any) -> Callable[..., jax.Array]:
+    def f(x: jax.Array) -> jax.Array:
+        return stream(jnp.tanh(stream(jnp.sin(x), 0, chunks=2)), 0, **second)
+
+    return f
+
+
+@pytest.mark.parametrize("second", [{}, {"chunks": 2}, {"pipeline": "collective"}])
+def test_marks_that_agree_are_one_stream(second: dict[str, Any]) -> None:
+    program = check(two_marks(**second), array(*X), rtol=1e-6)
+    assert work(program.body) == ["loop(sin, tanh)"]
+    (remark,) = remarks(program, "stream")
+    assert "2 chunks" in remark
+
+
+def test_marks_that_ask_for_different_chunks_stay_two() -> None:
+    program = check(two_marks(chunks=4), array(*X), rtol=1e-6)
+    assert work(program.body) == ["loop(sin)", "loop(tanh)"]
+    assert chunk_counts(program) == [2, 4]
+    assert len(remarks(program, "stream")) == 2
+
+
+def test_marks_on_two_branches_that_join_are_one_stream() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return stream(jnp.sin(x), 0, chunks=2) + stream(jnp.cos(w), 0, chunks=2)
+
+    assert shape_of_work(f, X, X) == ["loop(sin, cos, add)"]
+
+
+def test_marks_on_a_shard_and_on_the_gathered_value_are_one_stream() -> None:
+    """Chunk s of the gathered dim is the s-th slice of every shard."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = stream(jhost.shard(x, P("tp", None)), 0, chunks=2)
+        return stream(jnp.tanh(x @ jhost.shard(w, P(None, "tp"))), 0, chunks=2)
+
+    assert shape_of_work(f, (8, 6), (6, 32), tp=2) == [
+        "loop(AllGather, dot_general, tanh)"
+    ]
+
+
+def test_marks_on_both_sides_of_a_reduce_scatter_are_one_stream() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp", None))
+        y = stream(jnp.tanh(x), 0, chunks=2) @ w
+        return stream(jnp.tanh(jhost.shard(y, P("tp", None))), 0, chunks=2)
+
+    assert shape_of_work(f, (8, 6), (6, 4), tp=2) == [
+        "loop(tanh, dot_general, ReduceScatter, tanh)"
+    ]
+
+
+# --- Which statements share a loop -------------------------------------------------- #
+
+
+def test_loops_merge_on_the_graph_and_not_on_program_order() -> None:
+    """nvFuser merges what stands side by side; the sort here is on no path between."""
+
+    def f(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y = stream(jnp.sin(x), 0, chunks=2)
+        z = lax.sort(w)
+        return y, z, stream(jnp.tanh(x), 0, chunks=2)
+
+    assert shape_of_work(f, X, X) == ["loop(sin, tanh)", "sort"]
+
+
+def test_an_operation_outside_the_stream_splits_a_loop() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        y = lax.sort(stream(jnp.sin(x), 0, chunks=2), dimension=0)
+        return stream(y * 2, 0, chunks=2)
+
+    program = check(f, array(*X), rtol=1e-6)
+    assert work(program.body) == ["loop(sin)", "sort", "loop(mul)"]
+
+
+def test_a_value_needed_whole_beside_its_chunks_splits_a_loop(
+    golden: Callable[..., None],
+) -> None:
+    """Attention: q and k by rows, but each row of scores needs all rows of k."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        k = x @ w
+        scores = jnp.maximum(k @ jnp.swapaxes(k, 0, 1), 0)
+        return stream(scores @ x, 0, chunks=3)
+
+    program = check(f, array(6, 4), array(4, 4, seed=1))
+    assert work(program.body) == [
+        "loop(dot_general, transpose)",
+        "loop(dot_general, max, dot_general)",
+    ]
+    golden(str(program))
+
+
+def test_a_sum_over_the_streamed_dim_ends_its_loop() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        x = stream(jnp.tanh(x), 0, chunks=2)
+        return x - jnp.sum(x, axis=0)[None]
+
+    program = check(f, array(*X), rtol=1e-6)
+    first, *rest = work(program.body)
+    assert first == "loop(tanh, reduce_sum)"
+    assert rest[-1] == "loop(sub)"
+
+
+# --- What is refused ---------------------------------------------------------------- #
+
+
+def refused(fun: Callable[..., Any], *args: Any, **mesh: int) -> JhostError:
+    with pytest.raises(JhostError) as error:
+        lowered(fun, *args, **mesh)
+    assert "test_streams.py" in str(error.value)
+    return error.value
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_mark_on_a_dim_that_is_whole_is_refused(name: str) -> None:
+    error = refused(lambda x: stream(WHOLE[name](x), 0, chunks=2), X)
+    assert isinstance(error, StreamDimError)
+    assert name in str(error)
+
+
+def test_a_mark_with_nothing_around_that_works_in_chunks_is_refused() -> None:
+    error = refused(lambda x: lax.sort(stream(x, 0, chunks=2), dimension=0), X)
+    assert isinstance(error, StreamDimError)
+    assert "sort needs dim 0 whole" in str(error)
+
+
+def test_all_marks_that_cannot_be_are_refused_at_once() -> None:
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = stream(lax.sort(x, dimension=0), 0, chunks=2)
+        return y, stream(lax.cumsum(x, axis=1), 1, chunks=2)
+
+    error = refused(f, X)
+    assert "sort needs dim 0 whole" in str(error)
+    assert "cumsum needs dim 1 whole" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("axis", "chunks", "named"), [(1, 2, "axis=1"), (0, 4, "chunks=4")]
+)
+def test_two_streams_that_differ_on_one_value_are_refused(
+    axis: int, chunks: int, named: str
+) -> None:
+    error = refused(
+        lambda x: stream(stream(x, 0, chunks=2), axis, chunks=chunks) * 2, X
+    )
+    assert isinstance(error, StreamConflictError)
+    assert "axis=0, chunks=2" in str(error)
+    assert named in str(error)
+
+
+def test_more_chunks_than_a_device_has_steps_are_refused() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return stream(jnp.sin(jhost.shard(x, P("tp"))), 0, chunks=8)
+
+    error = refused(f, X, tp=2)
+    assert isinstance(error, (ChunksError, StreamDimError))
+    assert "8 chunks" in str(error)
+    assert "4 steps" in str(error)
+
+
+def test_a_p2p_pipeline_where_nothing_moves_the_dim_is_refused() -> None:
+    error = refused(lambda x: stream(jnp.sin(x), 0, pipeline="p2p"), X)
+    assert isinstance(error, PipelineError)
+    assert "axis=0" in str(error)
+
+
+def test_a_stream_that_is_off_is_never_refused() -> None:
+    """Not even on a dim that is whole."""
+    program = lowered(
+        lambda x: stream(lax.sort(x, dimension=0), 0, chunks=2, pipeline="off"), X
+    )
+    assert chunk_counts(program) == []
+    (remark,) = remarks(program, "stream")
+    assert "off, as asked" in remark
+
+
+@pytest.mark.xfail(reason="a cotangent's mark is refused like the user's own")
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_gradient_is_never_refused_for_a_mark_of_the_forward(name: str) -> None:
+    """The transposed mark is on what the transposed operation makes whole."""
+
+    @jhost.jit
+    def f(x: jax.Array) -> jax.Array:
+        return WHOLE[name](stream(jnp.sin(x), 0, chunks=2))
+
+    jax.grad(lambda x: jnp.sum(f(x)))(array(*X))
+
+
+def test_marks_stand_in_the_first_program_alone() -> None:
+    before = built(lambda x: stream(jnp.sin(x), 0, chunks=2), X)
+    assert len(before.marks) == 1
+    assert lowered(lambda x: stream(jnp.sin(x), 0, chunks=2), X).marks == ()
