@@ -25,7 +25,8 @@ class StreamPlan:
     """The streams of a program: what was asked of them, and the nodes that join.
 
     Marks that met are one stream.  `extents` is the number of steps that each stream's
-    loop can cut into chunks; `declined` says, by node, why a stream stops there.
+    loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
+    a stream stops there.
     """
 
     marks: Mapping[str, StreamMark]
@@ -63,6 +64,7 @@ class _Propagation:
         self.values: dict[str, tuple[str, Access]] = {}
         self.parts: dict[int, Part] = {}
         self.steps: dict[str, Fraction] = {}
+        self.offered: dict[str, Fraction] = {}
         self.declined: dict[int, str] = {}
         self.marks: dict[str, StreamMark] = {}
         self.merged: dict[str, str] = {}
@@ -127,6 +129,7 @@ class _Propagation:
         # The chunks of a p2p pipeline are those of all devices together.
         count = mark.chunks if mark.pipeline != "p2p" else None
         if isinstance(count, int) and steps < count:
+            self.offered[stream] = max(steps, self.offered.get(stream, steps))
             return f"it has {steps} steps, fewer than the {count} chunks asked for"
         return part
 
@@ -208,7 +211,8 @@ class _Propagation:
             ]
             factor = Fraction(math.lcm(*denominators))
             parts |= {n: part.scaled(factor) for n, part in mine.items()}
-            steps = self.steps.get(stream, Fraction(1)) / factor
+            offered = self.offered.get(stream, Fraction(1))
+            steps = self.steps.get(stream, offered) / factor
             extents[stream] = int(steps) if steps.denominator == 1 else 1
         return StreamPlan(marks, parts, extents, self.declined)
 

@@ -114,7 +114,8 @@ def _made_whole(
 
 def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
     for stream, mark in plan.marks.items():
-        if plan.parts_of(stream) or mark.chunks in (None, 1) or mark.pipeline == "off":
+        asked = mark.chunks not in (None, 1) and mark.pipeline != "off"
+        if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():
             touched = (*graph[number].reads, *graph[number].writes)

@@ -274,7 +274,7 @@ def test_a_compiler_option_that_xla_refuses_is_named(options: dict[str, Any]) ->
         assert offender.startswith(f"  * {name}={value!r}: ")
 
 
-# --- JAX's own errors ----------------------------------------------------------------- #
+# --- JAX's own errors ------------------------------------------------------------ #
 
 
 def test_wrong_shapes_and_types_are_jax_s_own_errors_and_nothing_stays(
@@ -316,7 +316,7 @@ def test_a_value_is_not_known_while_tracing() -> None:
 def test_shardings_that_are_no_prefix_are_refused(mesh: Mesh) -> None:
     for name in ("in_shardings", "out_shardings"):
         f = jhost.jit(identity, mesh=mesh, **{name: (P(), P())})
-        with pytest.raises(ValueError, match="pytree|tree prefix"):
+        with pytest.raises(ValueError, match=r"pytree|tree prefix"):
             f(X)
 
 

@@ -15,10 +15,9 @@ import jhost
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
-X = jnp.ones((32, 16))
-W = jnp.ones((16, 256))
+X, UP, DOWN = jnp.ones((32, 16)), jnp.ones((16, 256)), jnp.ones((256, 16))
 BLOCK_SPECS: dict[str, Any] = {
-    "in_shardings": (P("tp"), P(None, "tp")),
+    "in_shardings": (P("tp"), P(None, "tp"), P("tp")),
     "out_shardings": P("tp"),
 }
 
@@ -28,9 +27,9 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
     return make_mesh((4,), ("tp",))
 
 
-def block(x: jax.Array, w: jax.Array) -> jax.Array:
+def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """Gathers rows, multiplies twice and reduce-scatters."""
-    return jhost.stream((x @ w) @ w.T, axis=0)
+    return jhost.stream((x @ up) @ down, axis=0)
 
 
 def without_lines(explanation: jhost.Explanation) -> str:
@@ -43,7 +42,7 @@ def without_lines(explanation: jhost.Explanation) -> str:
 
 def test_a_pipelined_block_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
     f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
-    golden(without_lines(jhost.explain(f, X, W)))
+    golden(without_lines(jhost.explain(f, X, UP, DOWN)))
 
 
 def test_what_was_not_pipelined_reads_well(
@@ -60,7 +59,7 @@ def test_what_was_not_pipelined_reads_well(
 
 def test_the_fields_are_for_tools(mesh: Mesh) -> None:
     f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
-    explanation = jhost.explain(f, X, W)
+    explanation = jhost.explain(f, X, UP, DOWN)
     assert (explanation.name, explanation.loops) == ("block", 1)
     (stream,) = explanation.streams
     assert (stream.axis, stream.chunks, stream.pipeline) == (0, 2, "collective")
@@ -77,8 +76,8 @@ def test_the_fields_are_for_tools(mesh: Mesh) -> None:
 
 def test_types_are_enough(mesh: Mesh) -> None:
     f = jhost.jit(block, mesh=mesh, chunks=2, **BLOCK_SPECS)
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W)]
-    assert jhost.explain(f, *types) == jhost.explain(f, X, W)
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, UP, DOWN)]
+    assert jhost.explain(f, *types) == jhost.explain(f, X, UP, DOWN)
 
 
 # --- Bytes ------------------------------------------------------------------------ #
@@ -97,7 +96,7 @@ def test_a_device_receives_what_a_ring_moves(
     mesh = make_mesh((devices,), ("tp",))
     how = {"chunks": chunks} if chunks else {"pipeline": "off"}
     f = jhost.jit(block, mesh=mesh, **BLOCK_SPECS, **how)
-    explanation = jhost.explain(f, X.astype(dtype), W.astype(dtype))
+    explanation = jhost.explain(f, *(a.astype(dtype) for a in (X, UP, DOWN)))
     rows = X.size * jnp.dtype(dtype).itemsize
     received = rows * (devices - 1) // devices
     assert total(explanation, "AllGather") == received
@@ -107,14 +106,14 @@ def test_a_device_receives_what_a_ring_moves(
     def reduced(w: jax.Array) -> jax.Array:
         return jhost.stream(w @ w.T, axis=0)
 
-    explanation = jhost.explain(reduced, W.astype(dtype))
+    explanation = jhost.explain(reduced, UP.astype(dtype))
     square = 16 * 16 * jnp.dtype(dtype).itemsize
     assert total(explanation, "AllReduce") == 2 * square * (devices - 1) // devices
 
 
 def test_a_ragged_last_chunk_counts_as_what_it_is(mesh: Mesh) -> None:
     f = jhost.jit(block, mesh=mesh, chunks=3, **BLOCK_SPECS)
-    explanation = jhost.explain(f, X, W)
+    explanation = jhost.explain(f, X, UP, DOWN)
     assert explanation.streams[0].chunks == 3
     assert total(explanation, "AllGather") == X.nbytes * 3 // 4
 
@@ -125,7 +124,7 @@ def test_one_device_moves_nothing(make_mesh: MakeMesh) -> None:
         jhost.jit(block, chunks=2),
         jhost.jit(block, mesh=one, chunks=2, **BLOCK_SPECS),
     ):
-        explanation = jhost.explain(f, X, W)
+        explanation = jhost.explain(f, X, UP, DOWN)
         assert explanation.communications == ()
         assert explanation.loops == 1
 
@@ -134,11 +133,12 @@ def test_one_device_moves_nothing(make_mesh: MakeMesh) -> None:
 
 
 def test_a_stream_that_is_off_says_who_turned_it_off(mesh: Mesh) -> None:
-    for f in (
-        jhost.jit(block, mesh=mesh, pipeline="off", **BLOCK_SPECS),
-        jhost.jit(lambda x: jhost.stream(x + 1, axis=0, pipeline="off"), mesh=mesh),
+    everywhere = jhost.jit(block, mesh=mesh, pipeline="off", **BLOCK_SPECS)
+    there = jhost.jit(lambda x: jhost.stream(x + 1, axis=0, pipeline="off"), chunks=2)
+    for explanation in (
+        jhost.explain(everywhere, X, UP, DOWN),
+        jhost.explain(there, X),
     ):
-        explanation = jhost.explain(f, *([X, W] if f.__name__ == "block" else [X]))
         (stream,) = explanation.streams
         assert (stream.pipeline, stream.chunks) == ("off", 1)
         assert "as asked" in stream.reason
@@ -148,7 +148,8 @@ def test_a_stream_that_is_off_says_who_turned_it_off(mesh: Mesh) -> None:
 def test_a_stream_that_nobody_asked_for_by_name_says_what_was_chosen(
     mesh: Mesh,
 ) -> None:
-    (stream,) = jhost.explain(jhost.jit(block, mesh=mesh, **BLOCK_SPECS), X, W).streams
+    f = jhost.jit(block, mesh=mesh, **BLOCK_SPECS)
+    (stream,) = jhost.explain(f, X, UP, DOWN).streams
     assert (stream.chunks > 1) == (stream.pipeline != "off")
     assert stream.reason
 

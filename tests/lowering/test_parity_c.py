@@ -198,9 +198,10 @@ def test_every_pass_is_dumped_in_order(
         "f.00_build.txt",
         "f.01_propagate_layouts.txt",
         "f.02_convert_to_communications.txt",
-        "f.03_lower_streams.txt",
-        "f.04_segment.txt",
-        "f.05_insert_deallocations.txt",
+        "f.03_split_all_reduces.txt",
+        "f.04_lower_streams.txt",
+        "f.05_segment.txt",
+        "f.06_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Set(" in texts[1]

@@ -38,6 +38,7 @@ from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
+from jhost.lowering.passes.split_all_reduces import SplitAllReduces
 from jhost.lowering.pipeline import Pass, passes, run_passes
 from jhost.lowering.verify import verify
 from tests.lowering.traced import built, loops
@@ -71,6 +72,7 @@ def test_the_passes_stand_in_order() -> None:
     assert [step.name for step in SEQUENCE] == [
         "propagate_layouts",
         "convert_to_communications",
+        "split_all_reduces",
         "lower_streams",
         "segment",
         "insert_deallocations",
@@ -81,7 +83,11 @@ def test_the_program_as_it_is_built(golden: Golden) -> None:
     golden(str(built(mlp, (4, 6), (6, 12), (12, 6), tp=2)))
 
 
-@pytest.mark.parametrize("step", SEQUENCE, ids=lambda step: step.name)
+# The one pass that leaves `mlp` alone has a program of its own below.
+STEPS = [step for step in SEQUENCE if step.name != "split_all_reduces"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_the_program_after(step: Pass, golden: Golden) -> None:
     """Before is the golden text of the pass above it."""
     program = step.apply(mlp_before(step.name))
@@ -95,6 +101,25 @@ def test_a_hook_sees_the_program_after_every_pass() -> None:
     last = run_passes(program, SEQUENCE, lambda *args: seen.append(args))
     assert [name for name, _ in seen] == [step.name for step in SEQUENCE]
     assert seen[-1][1] is last
+
+
+def summed(x: jax.Array, w: jax.Array) -> jax.Array:
+    x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp", None))
+    return jhost.shard(jhost.stream(x @ w, axis=0, pipeline="p2p"), P())
+
+
+def test_an_all_reduce_is_split_for_a_p2p_pipeline(golden: Golden) -> None:
+    sequence = (PropagateLayouts(), ConvertToCommunications())
+    program = run_passes(built(summed, (4, 6), (6, 2), tp=2), sequence)
+    golden(str(program), "before")
+    program = SplitAllReduces().apply(program)
+    verify(program)
+    golden(str(program), "after")
+
+
+def test_an_all_reduce_stays_whole_for_any_other_pipeline() -> None:
+    program = mlp_before("split_all_reduces")
+    assert SplitAllReduces(pipeline="collective").apply(program) == program
 
 
 # --- Options and borders of each pass ----------------------------------------------- #

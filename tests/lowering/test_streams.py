@@ -312,7 +312,7 @@ def test_more_chunks_than_a_device_has_steps_are_refused() -> None:
         return stream(jnp.sin(jhost.shard(x, P("tp"))), 0, chunks=8)
 
     error = refused(f, X, tp=2)
-    assert isinstance(error, (ChunksError, StreamDimError))
+    assert isinstance(error, ChunksError)
     assert "8 chunks" in str(error)
     assert "4 steps" in str(error)
 
@@ -334,7 +334,7 @@ def test_a_stream_that_is_off_is_never_refused() -> None:
 
 
 @pytest.mark.xfail(reason="a cotangent's mark is refused like the user's own")
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", sorted(WHOLE.keys() - {"concatenate"}))
 def test_a_gradient_is_never_refused_for_a_mark_of_the_forward(name: str) -> None:
     """The transposed mark is on what the transposed operation makes whole."""
 

@@ -1,0 +1,98 @@
+"""Functions on a mesh of devices: run exactly, and what each device then does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import chex
+import jax
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import jhost
+from jhost.lowering.emit import emit
+from jhost.lowering.ir import Buffer, Communicate, Program, walk
+from tests.lowering.hand_built import mesh_of
+
+each_size = pytest.mark.parametrize("devices", [2, 4, 8])
+"""For a test on any number of devices."""
+
+
+def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
+    """Settings of `jhost.jit` on that many devices along one axis, tp."""
+    return on({"tp": devices}, ins, outs, **more)
+
+
+def on(axes: dict[str, int], ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
+    """Settings of `jhost.jit` on a mesh of those axes."""
+    mesh = mesh_of(**axes)
+    return {"mesh": mesh, "in_shardings": ins, "out_shardings": outs, **more}
+
+
+def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
+    """By jhost `fun` gives exactly what it gives without; returns its Host IR.
+
+    Compiled, and on up to four devices interpreted as well.
+    """
+    wanted = fun(*args)
+    for interpret in (False, True) if settings["mesh"].size <= 4 else (False,):
+        given = jhost.jit(fun, interpret=interpret, **settings)(*args)
+        chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
+        chex.assert_trees_all_equal(given, wanted)
+    return program_of(fun, *args, **settings)
+
+
+def program_of(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
+    """The Host IR of `fun`, which nothing runs."""
+    return jhost.jit(fun, **settings).lower(*args).host_ir
+
+
+def communications(program: Program) -> list[str]:
+    """Each communication in short: kind, mesh axes, dims, reducer."""
+    return [_text(stmt) for stmt in walk(program.body) if isinstance(stmt, Communicate)]
+
+
+def _text(stmt: Communicate) -> str:
+    text = f"{stmt.kind} {','.join(stmt.axes)}"
+    text += "" if stmt.source_dim is None else f" {stmt.source_dim} to"
+    text += "" if stmt.dim is None else f" {stmt.dim}"
+    return text + (f" {stmt.reducer}" if stmt.reducer else "")
+
+
+# --- What is emitted ---------------------------------------------------------------- #
+
+COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter")
+
+
+def calls(program: Program, *names: str) -> Counter[str]:
+    """The equations that one device runs, with their shapes there, counted.
+
+    They are the matmuls and the collectives of the emitted jaxpr, or those of `names`:
+    `dot_general 4x8 8x16`, `all_gather 4x8`.
+    """
+    mesh = dict(program.mesh.shape)
+    avals = [_global(param, mesh) for param in program.params]
+    closed = jax.make_jaxpr(emit(program, mesh_of(**mesh)))(*avals)
+    wanted = names or ("dot_general", *COLLECTIVES)
+    return Counter(_equations(closed.jaxpr, wanted))
+
+
+def _equations(jaxpr: Jaxpr, names: tuple[str, ...]) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in names:
+            shapes = ["x".join(map(str, atom.aval.shape)) for atom in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
+            yield " ".join([eqn.primitive.name, *shapes])
+        for inner in eqn.params.values():
+            if isinstance(inner, ClosedJaxpr):
+                inner = inner.jaxpr
+            if isinstance(inner, Jaxpr):
+                yield from _equations(inner, names)
+
+
+def _global(buffer: Buffer, mesh: dict[str, int]) -> jax.ShapeDtypeStruct:
+    shards = [math.prod(mesh[axis] for axis in dim.axes) for dim in buffer.dims]
+    shape = [size * n for size, n in zip(buffer.shape, shards, strict=True)]
+    return jax.ShapeDtypeStruct(shape, buffer.dtype)
