@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
@@ -205,7 +206,9 @@ class JitFunction(Generic[P, R]):
         key = self._key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
         if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
-            return self._bind(key, args, kwargs)
+            options = tuple((self._settings.compiler_options or {}).items())
+            config = dataclasses.replace(self._config(key), compiler_options=options)
+            return self._bind(key, config, args, kwargs)
         try:
             return self._jitted_for(key)(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -225,14 +228,19 @@ class JitFunction(Generic[P, R]):
         """
         key = self._key(self._leaves(args, kwargs))
         try:
-            call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs))
-            program = host_program(call_jaxpr, self._config(key))
+            traced = self._trace(args, kwargs)
+            program = host_program(self._call_jaxpr(key, traced), self._config(key))
             lowered = self._jitted_for(key).lower(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             self._explain_failure(error, key, args, kwargs)
             raise
-        options = self._settings.compiler_options or {}
-        return Lowered(host_ir=program, _lowered=lowered, _options=options)
+        return Lowered(
+            host_ir=program,
+            _lowered=lowered,
+            _options=self._settings.compiler_options or {},
+            _mesh=self._config(key).mesh,
+            _consts=traced.consts,
+        )
 
     # --- Which program -------------------------------------------------------- #
 
@@ -265,7 +273,7 @@ class JitFunction(Generic[P, R]):
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._bind(key, args, kwargs)
+            return self._bind(key, self._config(key), args, kwargs)
 
         settings, mesh = self._settings, key[0]
         options = {**(settings.compiler_options or {}), **dump.compiler_options()}
@@ -305,15 +313,14 @@ class JitFunction(Generic[P, R]):
             pipeline=settings.pipeline,
             streams=settings.streams,
             interpret=settings.interpret,
-            compiler_options=tuple((settings.compiler_options or {}).items()),
         )
 
     # --- Tracing -------------------------------------------------------------- #
 
-    def _bind(self, key: Key, args: Any, kwargs: Any) -> R:
+    def _bind(self, key: Key, config: Config, args: Any, kwargs: Any) -> R:
         """One call of the primitive, in whatever trace there is."""
         traced = self._trace(args, kwargs)
-        call_jaxpr, config = self._call_jaxpr(key, traced), self._config(key)
+        call_jaxpr = self._call_jaxpr(key, traced)
         operands = [*traced.consts, *self._leaves(args, kwargs)]
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config

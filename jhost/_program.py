@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -34,7 +35,11 @@ from jhost.runtime.options import explained_refusals
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What holds for a jhost function and for every program derived from it."""
+    """What holds for a jhost function and for every program derived from it.
+
+    `compiler_options` are those that the call itself must see to; at top level they are
+    the business of JAX's own jit around it.
+    """
 
     name: str
     mesh: AnyMesh | None
@@ -42,7 +47,7 @@ class Config:
     pipeline: str
     streams: int
     interpret: bool
-    compiler_options: tuple[tuple[str, Any], ...]
+    compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,9 +88,13 @@ def _constrain(
     return constrained
 
 
-@functools.lru_cache(maxsize=1024)
 def host_program(call_jaxpr: Any, config: Config) -> Program:
     """The Host IR program of an annotated jaxpr."""
+    return _lowered(call_jaxpr, dataclasses.replace(config, compiler_options=()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _lowered(call_jaxpr: Any, config: Config) -> Program:
     program = lower_jaxpr(
         call_jaxpr,
         name=config.name,
@@ -131,7 +140,19 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
 
 def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     """Inside an outer program: XLA compiles it, with that program's options."""
+    if config.compiler_options:
+        _warn_of_missed_options(config.name, config.compiler_options)
     return emitted(call_jaxpr, config)(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of_missed_options(name: str, options: tuple[tuple[str, Any], ...]) -> None:
+    """Once for each function: XLA takes options for a whole program only."""
+    warnings.warn(
+        f"{name} has compiler_options, but is part of a program that an outer jax.jit "
+        f"compiles without them. Give them there: compiler_options={dict(options)!r}.",
+        stacklevel=2,
+    )
 
 
 def_impl(jhost_p, _run)

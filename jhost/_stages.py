@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax.sharding import Mesh
 
 from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.interpret import Record, interpret
 from jhost.lowering.ir import Program
+from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.options import explained_refusals
 
 
@@ -20,6 +23,8 @@ class Lowered:
     host_ir: Program
     _lowered: jax.stages.Lowered
     _options: Mapping[str, Any]
+    _mesh: AnyMesh | None
+    _consts: tuple[Any, ...]
 
     def as_text(self, dialect: str = "host_ir") -> str:
         """The program as text.
@@ -35,6 +40,30 @@ class Lowered:
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
         return explain_program(self.host_ir)
+
+    def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
+        """Runs the program statement by statement on its devices.
+
+        Args:
+            *args: arrays of the types it was lowered for, without static arguments.
+            **kwargs: likewise.
+
+        Returns:
+            The results, and a trace: for each statement that ran, its stream, its text,
+            the indices of the loops around it, and the bytes live on a device then.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0, chunks=2))
+            >>> result, trace = f.lower(jnp.zeros(4)).interpret(jnp.zeros(4))
+            >>> [record.stream for record in trace if "add" in record.text]
+            ['stream[0]', 'stream[1]']
+        """
+        mesh = self.host_ir.mesh if self._mesh is None else self._mesh
+        operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
+        results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
+        return jax.tree.unflatten(self._lowered.out_tree, results), trace
 
     def compile(self) -> Compiled:
         """Compiles the program for its devices."""

@@ -42,6 +42,14 @@ def whole(shape: Sequence[int], mesh_dims: int) -> Region:
     return Region(tuple(_one(n, mesh_dims) for n in shape), tuple(range(len(shape))))
 
 
+def is_empty(region: Region) -> bool:
+    """Whether the region has no elements on any device."""
+    return any(
+        all(first == stop for runs in dim.flat for first, stop in runs)
+        for dim in region.dims
+    )
+
+
 def overlap(a: Region, b: Region) -> bool:
     """Whether the regions share an element on some device."""
     return bool(np.any(_compare(_intersect, a, b)))

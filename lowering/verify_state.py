@@ -21,7 +21,7 @@ from jhost.lowering.ir import (
 )
 from jhost.lowering.printer import statement_text, stream_text, type_text
 from jhost.lowering.ranks import AtRanks, Ranks
-from jhost.lowering.regions import Region, overlap, whole
+from jhost.lowering.regions import Region, is_empty, overlap, whole
 
 StreamKey: TypeAlias = tuple[str, int]
 DEFAULT_STREAM: StreamKey = ("", -1)
@@ -39,8 +39,8 @@ class Root:
     writes: list[Region] = dataclasses.field(default_factory=list[Region])
 
     def holds(self, region: Region) -> bool:
-        """Whether something of `region` has contents."""
-        known = self.is_param or self.zero_init
+        """Whether something of `region` has contents, or it has no elements."""
+        known = self.is_param or self.zero_init or is_empty(region)
         return known or any(overlap(region, write) for write in self.writes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,13 @@ def test_the_demo_prints_the_program_the_explanation_and_the_times(
 ) -> None:
     assert demo("--devices", "4", "--chunks", "2") == 0
     out = capsys.readouterr().out
-    program, explanation, times = out.split("\n\n")[0], "mlp: 1 loop", "jhost"
-    assert program.startswith("program mlp on tp=4")
+    assert out.startswith("program mlp on tp=4")
     assert "AllGather" in out
-    assert f"\n\n{explanation}\n" in out
+    assert "\n\nmlp: 1 loop\n" in out
     assert "collective pipeline: 2 chunks, as asked [_demo.py:" in out
     assert "tokens 64, hidden 16, ffn 32, float32, on 4 x " in out
     assert "The results agree" in out
-    assert times in out.splitlines()[-2] + out.splitlines()[-1]
+    assert re.search(r"^  plain +\d+\.\d+ +\d+\.\d+\n  jhost +\d+\.\d+ ", out, re.M)
 
 
 @pytest.mark.parametrize("dtype", sorted(_demo.TOLERANCES))

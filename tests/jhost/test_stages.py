@@ -84,7 +84,7 @@ def test_a_compiled_function_shows_what_xla_made(block: Any) -> None:
     text = compiled.as_text()
     assert text.startswith("HloModule jit_block")
     assert "is_scheduled=true" in text
-    # On a CPU of few cores XLA may cut a collective up, but it keeps the chunks.
+    # Where it is asynchronous a collective is a start and a done.
     assert text.count("reduce-scatter(") + text.count("reduce-scatter-start(") >= 2
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * (2 * 8 + 8 * 8)
     assert compiled.cost_analysis()["flops"] > 0

@@ -108,6 +108,21 @@ def test_the_fewest_bytes_win(rows: int, columns: int, gathered: str) -> None:
     assert moved(program) == [f"AllGather {gathered} tp"]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_what_follows_wishes_for_nothing_of_its_own(depth: int) -> None:
+    """An activation takes the product as it is; whole it would cost a gather of all."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = rows_and_columns(x, w)
+        for _ in range(depth):
+            y = jnp.tanh(y)
+        return y
+
+    program = solved(f, (8, 6), (6, 32), tp=2)
+    assert moved(program) == ["AllGather x tp"]
+    assert layouts(program)["y"] == "-, tp"
+
+
 def test_bytes_count_and_not_elements() -> None:
     """x has fewer elements than w, but more bytes."""
 

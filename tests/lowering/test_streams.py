@@ -12,17 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.errors import (
-    ChunksError,
-    JhostError,
-    PipelineError,
-    StreamConflictError,
-    StreamDimError,
-)
 from tests.lowering.traced import (
+    WHOLE,
     aliases,
     array,
-    built,
     check,
     chunk_counts,
     loops,
@@ -102,16 +95,6 @@ def test_a_stream_stops_at_the_inner_dim_of_a_reshape() -> None:
     assert work(program.body) == ["loop(sin)", "reshape", "tanh"]
     (stop,) = remarks(program, "stop")
     assert "streams stop before v_1: the reshape (8, 4) -> (32,)" in stop
-
-
-WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "sort": lambda x: lax.sort(x, dimension=0),
-    "cumsum": lambda x: lax.cumsum(x, axis=0),
-    "rev": lambda x: lax.rev(x, (0,)),
-    "slice": lambda x: lax.slice_in_dim(x, 1, 7),
-    "concatenate": lambda x: jnp.concatenate([x, x]),
-    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
-}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -258,94 +241,3 @@ def test_a_sum_over_the_streamed_dim_ends_its_loop() -> None:
     first, *rest = work(program.body)
     assert first == "loop(tanh, reduce_sum)"
     assert rest[-1] == "loop(sub)"
-
-
-# --- What is refused ---------------------------------------------------------------- #
-
-
-def refused(fun: Callable[..., Any], *args: Any, **mesh: int) -> JhostError:
-    with pytest.raises(JhostError) as error:
-        lowered(fun, *args, **mesh)
-    assert "test_streams.py" in str(error.value)
-    return error.value
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_mark_on_a_dim_that_is_whole_is_refused(name: str) -> None:
-    error = refused(lambda x: stream(WHOLE[name](x), 0, chunks=2), X)
-    assert isinstance(error, StreamDimError)
-    assert name in str(error)
-
-
-def test_a_mark_with_nothing_around_that_works_in_chunks_is_refused() -> None:
-    error = refused(lambda x: lax.sort(stream(x, 0, chunks=2), dimension=0), X)
-    assert isinstance(error, StreamDimError)
-    assert "sort needs dim 0 whole" in str(error)
-
-
-def test_all_marks_that_cannot_be_are_refused_at_once() -> None:
-    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = stream(lax.sort(x, dimension=0), 0, chunks=2)
-        return y, stream(lax.cumsum(x, axis=1), 1, chunks=2)
-
-    error = refused(f, X)
-    assert "sort needs dim 0 whole" in str(error)
-    assert "cumsum needs dim 1 whole" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("axis", "chunks", "named"), [(1, 2, "axis=1"), (0, 4, "chunks=4")]
-)
-def test_two_streams_that_differ_on_one_value_are_refused(
-    axis: int, chunks: int, named: str
-) -> None:
-    error = refused(
-        lambda x: stream(stream(x, 0, chunks=2), axis, chunks=chunks) * 2, X
-    )
-    assert isinstance(error, StreamConflictError)
-    assert "axis=0, chunks=2" in str(error)
-    assert named in str(error)
-
-
-def test_more_chunks_than_a_device_has_steps_are_refused() -> None:
-    def f(x: jax.Array) -> jax.Array:
-        return stream(jnp.sin(jhost.shard(x, P("tp"))), 0, chunks=8)
-
-    error = refused(f, X, tp=2)
-    assert isinstance(error, ChunksError)
-    assert "8 chunks" in str(error)
-    assert "4 steps" in str(error)
-
-
-def test_a_p2p_pipeline_where_nothing_moves_the_dim_is_refused() -> None:
-    error = refused(lambda x: stream(jnp.sin(x), 0, pipeline="p2p"), X)
-    assert isinstance(error, PipelineError)
-    assert "axis=0" in str(error)
-
-
-def test_a_stream_that_is_off_is_never_refused() -> None:
-    """Not even on a dim that is whole."""
-    program = lowered(
-        lambda x: stream(lax.sort(x, dimension=0), 0, chunks=2, pipeline="off"), X
-    )
-    assert chunk_counts(program) == []
-    (remark,) = remarks(program, "stream")
-    assert "off, as asked" in remark
-
-
-@pytest.mark.xfail(reason="a cotangent's mark is refused like the user's own")
-@pytest.mark.parametrize("name", sorted(WHOLE.keys() - {"concatenate"}))
-def test_a_gradient_is_never_refused_for_a_mark_of_the_forward(name: str) -> None:
-    """The transposed mark is on what the transposed operation makes whole."""
-
-    @jhost.jit
-    def f(x: jax.Array) -> jax.Array:
-        return WHOLE[name](stream(jnp.sin(x), 0, chunks=2))
-
-    jax.grad(lambda x: jnp.sum(f(x)))(array(*X))
-
-
-def test_marks_stand_in_the_first_program_alone() -> None:
-    before = built(lambda x: stream(jnp.sin(x), 0, chunks=2), X)
-    assert len(before.marks) == 1
-    assert lowered(lambda x: stream(jnp.sin(x), 0, chunks=2), X).marks == ()

@@ -8,6 +8,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh
 
 import jhost
@@ -75,6 +76,18 @@ def lowered(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     sequence = passes(chunks="auto", pipeline="auto", streams=4)
     return run_passes(built(fun, *args, **mesh), sequence)
 
+
+# --- Functions ---------------------------------------------------------------------- #
+
+WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sort": lambda x: lax.sort(x, dimension=0),
+    "cumsum": lambda x: lax.cumsum(x, axis=0),
+    "rev": lambda x: lax.rev(x, (0,)),
+    "slice": lambda x: lax.slice_in_dim(x, 1, 7),
+    "concatenate": lambda x: jnp.concatenate([x, x]),
+    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
+}
+"""Of an array with 4 columns: each needs its rows together, and does work on columns."""
 
 # --- What a program does ------------------------------------------------------------ #
 

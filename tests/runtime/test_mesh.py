@@ -125,7 +125,7 @@ def test_automatic_axes_are_so_inside_only(explicit: Mesh) -> None:
         assert types() == (AxisType.Explicit,)
 
 
-# --- What is said of them ------------------------------------------------------------ #
+# --- What is said of them ---------------------------------------------------------- #
 
 
 def test_meshes_are_the_same_by_axes_and_by_devices_where_both_say(
@@ -163,6 +163,4 @@ def test_meshes_and_devices_have_short_texts(make_mesh: MakeMesh) -> None:
     assert mesh_text(grid.abstract_mesh) == "mesh(dp=2, tp=4)"
     assert mesh_text(grid) == "mesh(dp=2, tp=4) on devices 0, 1, 2, 3, 4, 5, 6, 7"
     assert devices_text(jax.devices()[2:3]) == "device 2"
-    assert devices_text([*jax.devices()] * 2).endswith("6, 6, ...") or (
-        devices_text([*jax.devices()] * 2).endswith(", ...")
-    )
+    assert devices_text(jax.devices()[:1] * 9) == "devices 0, 0, 0, 0, 0, 0, 0, 0, ..."
