@@ -33,13 +33,12 @@ from jhost._jax import (
     under_outer_trace,
 )
 from jhost._primitives import Spec, jhost_p
-from jhost._program import Config, annotate, host_program
+from jhost._program import Config, annotate, executable_options, host_program
 from jhost._settings import Options, Settings, check
 from jhost._stages import Lowered
 from jhost.lowering.emit import spec_of
 from jhost.lowering.explain import Explanation
 from jhost.lowering.specs import raise_problems
-from jhost.runtime import dump
 from jhost.runtime.mesh import (
     AnyMesh,
     auto_mesh,
@@ -206,11 +205,11 @@ class JitFunction(Generic[P, R]):
         key = self._key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
         if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
-            options = tuple((self._settings.compiler_options or {}).items())
-            config = dataclasses.replace(self._config(key), compiler_options=options)
+            config = dataclasses.replace(self._config(key), embedded=True)
             return self._bind(key, config, args, kwargs)
         try:
-            return self._jitted_for(key)(*args, **kwargs)
+            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
+            return jitted(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             self._explain_failure(error, key, args, kwargs)
             raise
@@ -230,7 +229,8 @@ class JitFunction(Generic[P, R]):
         try:
             traced = self._trace(args, kwargs)
             program = host_program(self._call_jaxpr(key, traced), self._config(key))
-            lowered = self._jitted_for(key).lower(*args, **kwargs)
+            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
+            lowered = jitted.lower(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             self._explain_failure(error, key, args, kwargs)
             raise
@@ -266,25 +266,26 @@ class JitFunction(Generic[P, R]):
             kwargs = {name: arg for name, arg in kwargs.items() if name not in names}
         return jax.tree.leaves((args, kwargs))
 
-    def _jitted_for(self, key: Key) -> Any:
+    def _make_jitted(self, key: Key, args: Any, kwargs: Any) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
-        if key in self._jitted:
-            return self._jitted[key]
+        shardings = {} if key[0] is None else self._named_shardings(key[0])
+        call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs))
+        config = self._config(key)
+        options = executable_options(host_program(call_jaxpr, config), config)
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._bind(key, self._config(key), args, kwargs)
+            return self._bind(key, config, args, kwargs)
 
-        settings, mesh = self._settings, key[0]
-        options = {**(settings.compiler_options or {}), **dump.compiler_options()}
+        settings = self._settings
         self._jitted[key] = jax.jit(
             call,
             static_argnums=settings.static_argnums,
             static_argnames=settings.static_argnames,
             donate_argnums=settings.donate_argnums,
             donate_argnames=settings.donate_argnames,
-            compiler_options=options or None,
-            **({} if mesh is None else self._named_shardings(mesh)),
+            compiler_options=options,
+            **shardings,
         )
         return self._jitted[key]
 
@@ -313,6 +314,7 @@ class JitFunction(Generic[P, R]):
             pipeline=settings.pipeline,
             streams=settings.streams,
             interpret=settings.interpret,
+            compiler_options=tuple((settings.compiler_options or {}).items()),
         )
 
     # --- Tracing -------------------------------------------------------------- #
@@ -325,11 +327,12 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
+        # Now, while the user's call is at hand: what JAX derives is lowered later.
+        program = host_program(call_jaxpr, config)
         explicit = explicit_mesh(operands)
         if explicit is not None:
             # The layouts inside are jhost's; its results have types again.
-            results = host_program(call_jaxpr, config).results
-            types = [NamedSharding(explicit, spec_of(result)) for result in results]
+            types = [NamedSharding(explicit, spec_of(r)) for r in program.results]
             automatic = auto_axes(call, axes=explicit.axis_names, out_sharding=types)
             call = cast(Callable[..., Sequence[Any]], automatic)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jhost import errors
 from jhost._jax import (
     arg_names,
     close,
@@ -25,20 +25,22 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit import emit
+from jhost.lowering.explain import has_loops
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program
 from jhost.lowering.pipeline import lower_jaxpr, passes
 from jhost.runtime import dump
 from jhost.runtime.mesh import AnyMesh, abstract
 from jhost.runtime.options import explained_refusals
+from jhost.runtime.overlap_options import overlap_options, warn_of_missed_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """What holds for a jhost function and for every program derived from it.
 
-    `compiler_options` are those that the call itself must see to; at top level they are
-    the business of JAX's own jit around it.
+    `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
+    jhost's own, which sees to the compiler options.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Config:
     streams: int
     interpret: bool
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    embedded: bool = False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,12 +92,25 @@ def _constrain(
 
 
 def host_program(call_jaxpr: Any, config: Config) -> Program:
-    """The Host IR program of an annotated jaxpr."""
-    return _lowered(call_jaxpr, dataclasses.replace(config, compiler_options=()))
+    """The Host IR program of an annotated jaxpr, as the user wrote it.
+
+    Raises:
+        StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
+    """
+    return _lowered(call_jaxpr, dataclasses.replace(config, embedded=False))
+
+
+def derived_program(call_jaxpr: Any, config: Config) -> Program:
+    """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
+    config = dataclasses.replace(config, embedded=False)
+    try:
+        return _lowered(call_jaxpr, config)
+    except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
+        return _lowered(call_jaxpr, config, strict=False)
 
 
 @functools.lru_cache(maxsize=1024)
-def _lowered(call_jaxpr: Any, config: Config) -> Program:
+def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
     program = lower_jaxpr(
         call_jaxpr,
         name=config.name,
@@ -102,7 +118,10 @@ def _lowered(call_jaxpr: Any, config: Config) -> Program:
         param_names=_names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x"),
         result_names=_names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y"),
         sequence=passes(
-            chunks=config.chunks, pipeline=config.pipeline, streams=config.streams
+            chunks=config.chunks,
+            pipeline=config.pipeline,
+            streams=config.streams,
+            strict=strict,
         ),
         after_pass=dump.pass_dumper(config.name),
     )
@@ -118,7 +137,7 @@ def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, .
 
 def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     """The JAX function of flat arrays that a Host IR program stands for."""
-    program = host_program(call_jaxpr, config)
+    program = derived_program(call_jaxpr, config)
     mesh = program.mesh if config.mesh is None else config.mesh
     if config.interpret:
         return lambda *args: interpret(program, cast(Mesh, mesh), args)[0]
@@ -134,25 +153,22 @@ def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
-    options = {**dict(config.compiler_options), **dump.compiler_options()}
-    return jax.jit(emitted(call_jaxpr, config), compiler_options=options or None)
+    options = executable_options(derived_program(call_jaxpr, config), config)
+    return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
+
+
+def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
+    """What XLA is told for `program` alone: jhost's wishes, then the user's."""
+    wishes = overlap_options(config.mesh) if has_loops(program) else {}
+    return wishes | dict(config.compiler_options) | dump.compiler_options() or None
 
 
 def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     """Inside an outer program: XLA compiles it, with that program's options."""
-    if config.compiler_options:
-        _warn_of_missed_options(config.name, config.compiler_options)
+    if config.embedded:
+        options = executable_options(derived_program(call_jaxpr, config), config)
+        warn_of_missed_options(config.name, options or {})
     return emitted(call_jaxpr, config)(*args)
-
-
-@functools.lru_cache(maxsize=1024)
-def _warn_of_missed_options(name: str, options: tuple[tuple[str, Any], ...]) -> None:
-    """Once for each function: XLA takes options for a whole program only."""
-    warnings.warn(
-        f"{name} has compiler_options, but is part of a program that an outer jax.jit "
-        f"compiles without them. Give them there: compiler_options={dict(options)!r}.",
-        stacklevel=2,
-    )
 
 
 def_impl(jhost_p, _run)

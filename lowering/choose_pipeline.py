@@ -84,11 +84,13 @@ def _collective(
     return Choice(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
 
 
-def _check_count(mark: StreamMark, count: int, extent: int) -> None:
-    if count > extent:
+def _check_count(mark: StreamMark, count: int, extent: int, devices: int = 1) -> None:
+    """Refuse more chunks than steps, where each device has its part of the chunks."""
+    if count // devices > extent:
+        each = f", {count // devices} on a device," if devices > 1 else ""
         raise errors.ChunksError(
-            f"{count} chunks were asked for where a device has {extent} steps to cut. "
-            "Ask for fewer chunks, or stream another dim.",
+            f"{count} chunks were asked for{each} where a device has {extent} steps "
+            "to cut. Ask for fewer chunks, or stream another dim.",
             [f"axis={mark.dim} at {mark.where}"],
         )
 
@@ -101,7 +103,8 @@ def _p2p(
     mesh: Mapping[str, int],
 ) -> Choice:
     """A chunk a device, or as many pieces of it as the count asks for."""
-    axes = _moving_axes(mark, graph, parts)
+    moves = _moves(graph, parts)
+    axes = _moving_axes(mark, moves)
     devices = axes_size(axes, mesh)
     count = devices if mark.chunks is None else int(mark.chunks)
     if count % devices:
@@ -110,41 +113,45 @@ def _p2p(
             f"multiple of {devices} chunks, but {count} were asked for.",
             [f"axis={mark.dim} at {mark.where}"],
         )
-    _check_count(mark, count // devices, extent)
+    _check_count(mark, count, extent, devices)
     kept = {
         number: part
         for number, part in parts.items()
-        if _rotates(graph[number], part, devices, axes)
+        if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
     reason = f"{count} chunks, {'the devices' if mark.chunks is None else 'as asked'}"
     return Choice(pipeline="p2p", chunks=count, reason=reason, parts=kept, axes=axes)
 
 
+def _moves(
+    graph: Sequence[Node], parts: Mapping[int, Part]
+) -> dict[tuple[str, ...], list[int]]:
+    """The gathers and reduce-scatters of the streamed dim's shards, by mesh axes."""
+    moves: dict[tuple[str, ...], list[int]] = {}
+    for number, part in parts.items():
+        stmt = graph[number].stmt
+        if isinstance(stmt, Communicate) and part.growth != 1:
+            shards = min(part.reads[0].groups, part.writes[0].groups)
+            if stmt.kind in ("AllGather", "ReduceScatter") and shards == 1:
+                moves.setdefault(stmt.axes, []).append(number)
+    return moves
+
+
 def _moving_axes(
-    mark: StreamMark, graph: Sequence[Node], parts: Mapping[int, Part]
+    mark: StreamMark, moves: Mapping[tuple[str, ...], Sequence[int]]
 ) -> tuple[str, ...]:
-    """The mesh axes whose gathers and reduce-scatters move the streamed dim."""
-    moving = [
-        (stmt, part)
-        for number, part in parts.items()
-        if isinstance(stmt := graph[number].stmt, Communicate) and part.growth != 1
-    ]
-    axes = {stmt.axes for stmt, _ in moving}
-    others = {stmt.kind for stmt, _ in moving} - {"AllGather", "ReduceScatter"}
-    shards = {min(part.reads[0].groups, part.writes[0].groups) for _, part in moving}
-    if not moving:
-        why = "no gather or reduce-scatter moves the dim"
-    elif others:
-        why = f"the dim takes part in {', '.join(sorted(others))}"
-    elif len(axes) > 1 or shards != {1}:
-        why = f"the dim moves along several mesh axes: {sorted(axes)}"
-    else:
-        return axes.pop()
-    raise errors.PipelineError(
-        "A p2p pipeline hands the shards of a dim from device to device along one mesh "
-        'axis. Shard the dim so, or ask for pipeline="collective".',
-        [f"axis={mark.dim} at {mark.where}: {why}"],
-    )
+    """The mesh axes along which most moves go: the loops are about those."""
+    if not moves:
+        raise errors.PipelineError(
+            "A p2p pipeline hands the shards of a dim from device to device. Shard the "
+            "dim over the axis along which it is gathered, or reduced and scattered, "
+            'or ask for pipeline="collective".',
+            [
+                f"axis={mark.dim} at {mark.where}: no gather or reduce-scatter moves "
+                "the dim"
+            ],
+        )
+    return max(moves, key=lambda axes: len(moves[axes]))
 
 
 def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> bool:
@@ -155,9 +162,7 @@ def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> boo
     would come out different on each, for they add in different orders.
     """
     stmt = node.stmt
-    if part.growth != 1:
-        return True
-    if part.groups != devices:
+    if part.growth != 1 or part.groups != devices:
         return False
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & set(axes)

@@ -102,7 +102,7 @@ def explain_program(program: Program) -> Explanation:
         )
         for stmt, worth in _communications(program.body, Fraction(1))
     )
-    loops = {id(s) for s in program.body if isinstance(s, For) and _works(s)}
+    loops = [s for s in program.body if isinstance(s, For) and _works(s)]
     streams = [remark for remark in program.remarks if remark.kind == "stream"]
     return Explanation(
         name=program.name,
@@ -115,6 +115,11 @@ def explain_program(program: Program) -> Explanation:
             if remark.kind != "stream"
         ),
     )
+
+
+def has_loops(program: Program) -> bool:
+    """Whether anything in `program` is pipelined."""
+    return any(isinstance(s, For) and _works(s) for s in program.body)
 
 
 def _communications(

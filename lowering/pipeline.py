@@ -28,16 +28,24 @@ class Pass(Protocol):
 
 
 def passes(
-    *, chunks: int | Literal["auto"], pipeline: str, streams: int
+    *,
+    chunks: int | Literal["auto"],
+    pipeline: str,
+    streams: int,
+    strict: bool = True,
 ) -> tuple[Pass, ...]:
-    """All passes, in order."""
+    """All passes, in order.
+
+    A program that is not `strict` was derived by JAX from one that was lowered before:
+    a mark of the user's that fits the one need not fit the other.
+    """
     return (
         # Layouts: what each device holds, and what must move.
         PropagateLayouts(),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(pipeline=pipeline),
-        LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams),
+        LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
         # Units, and the life of what they make.
         Segment(),
         InsertDeallocations(),

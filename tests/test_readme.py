@@ -77,7 +77,7 @@ def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
     commands = [line for line in lines if line.startswith("python3 -m venv .venv && ")]
     assert len(commands) == 2, commands
     assert commands[0].endswith(" && .venv/bin/python -m jhost demo")
-    assert commands[1].endswith(" && .venv/bin/python -m pytest -q")
+    assert commands[1].endswith(" && .venv/bin/python -m pytest -q -n auto")
     assert "grep '^python3 -m venv ' README.md" in (ROOT / ".ci" / "run").read_text()
 
 

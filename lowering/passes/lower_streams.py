@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from jhost import errors
-from jhost.lowering.choose_pipeline import Choice, choose_pipeline
+from jhost.lowering.choose_pipeline import Choice, choose_pipeline, off
 from jhost.lowering.graph import Node, merge_groups, nodes
 from jhost.lowering.ir import Compute, Program, Remark, SerialMark, StreamMark
 from jhost.lowering.stream_loops import LoopBuilder
@@ -26,7 +26,8 @@ class LowerStreams:
     """Straight-line statements with stream marks -> statements and loops.
 
     `chunks` and `pipeline` hold for marks that do not say; `streams` is the number of
-    streams that a loop's iterations take turns on.
+    streams that a loop's iterations take turns on.  What cannot be is refused, or, in
+    a program that is not `strict`, left unpipelined.
     """
 
     name: ClassVar[str] = "lower_streams"
@@ -34,6 +35,7 @@ class LowerStreams:
     chunks: int | Literal["auto"] = "auto"
     pipeline: str = "auto"
     streams: int = 4
+    strict: bool = True
 
     def apply(self, program: Program) -> Program:
         marks = [self.asked(m) for m in program.marks if isinstance(m, StreamMark)]
@@ -43,12 +45,10 @@ class LowerStreams:
             return program
         graph, mesh = nodes(program.body), dict(program.mesh.shape)
         plan = plan_streams(graph, marks, serial, mesh)
-        check_marks(program, graph, plan, marks)
+        if self.strict:
+            check_marks(program, graph, plan, marks)
         choices = {
-            stream: choose_pipeline(
-                mark, plan.extents[stream], graph, plan.parts_of(stream), mesh
-            )
-            for stream, mark in plan.marks.items()
+            stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks
         }
         builder = LoopBuilder(program, graph, choices, plan.extents, self.streams)
         groups = merge_groups(graph, builder.should_share_loop)
@@ -58,6 +58,21 @@ class LowerStreams:
             for stream, mark in plan.marks.items()
         ]
         return builder.finish(body, (*remarks, *stop_remarks(graph, plan)))
+
+    def choose(
+        self,
+        stream: str,
+        graph: Sequence[Node],
+        plan: StreamPlan,
+        mesh: Mapping[str, int],
+    ) -> Choice:
+        mark, extent = plan.marks[stream], plan.extents[stream]
+        try:
+            return choose_pipeline(mark, extent, graph, plan.parts_of(stream), mesh)
+        except (errors.PipelineError, errors.ChunksError) as refusal:
+            if self.strict:
+                raise
+            return off(str(refusal).splitlines()[0])
 
     def asked(self, mark: StreamMark) -> StreamMark:
         """`mark` with the function's own settings where it has none; None is "auto"."""

@@ -36,8 +36,8 @@ class SplitAllReduces:
     pipeline: str = "auto"
 
     def apply(self, program: Program) -> Program:
-        marks = [m for m in program.marks if isinstance(m, StreamMark)]
-        if "p2p" not in {mark.pipeline or self.pipeline for mark in marks}:
+        marks = [self.asked(m) for m in program.marks if isinstance(m, StreamMark)]
+        if "p2p" not in {mark.pipeline for mark in marks}:
             return program
         serial = [m for m in program.marks if isinstance(m, SerialMark)]
         graph, mesh = nodes(program.body), dict(program.mesh.shape)
@@ -46,12 +46,18 @@ class SplitAllReduces:
         body: list[Stmt] = []
         for number, node in enumerate(graph):
             part = plan.parts.get(number)
-            pipeline = part and (plan.marks[part.stream].pipeline or self.pipeline)
-            if part is not None and pipeline == "p2p":
+            if part is not None and plan.marks[part.stream].pipeline == "p2p":
                 body += split(node, part, mesh, names)
             else:
                 body += node.stmts
         return dataclasses.replace(program, body=tuple(body))
+
+    def asked(self, mark: StreamMark) -> StreamMark:
+        """`mark` with the function's own pipeline where it has none; None is "auto"."""
+        pipeline = self.pipeline if mark.pipeline is None else mark.pipeline
+        return dataclasses.replace(
+            mark, pipeline=None if pipeline == "auto" else pipeline
+        )
 
 
 def split(node: Node, part: Part, mesh: Mapping[str, int], names: Names) -> list[Stmt]:

@@ -87,7 +87,7 @@ WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "concatenate": lambda x: jnp.concatenate([x, x]),
     "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
 }
-"""Of an array with 4 columns: each needs its rows together, and does work on columns."""
+"""Of arrays with 4 columns: each needs all rows together, and most cut columns."""
 
 # --- What a program does ------------------------------------------------------------ #
 
