@@ -184,6 +184,9 @@ def _check_jhost_function(f: Any) -> None:
 class JitFunction(Generic[P, R]):
     """A function compiled by jhost; made by `jhost.jit`."""
 
+    __name__: str
+    __wrapped__: Callable[P, R]
+
     def __init__(self, fun: Callable[P, R], *, settings: Settings) -> None:
         if not callable(fun):
             raise errors.ArgumentError(f"jhost.jit takes a function, but got {fun!r}.")

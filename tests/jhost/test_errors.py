@@ -33,6 +33,11 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
+def options(**given: Any) -> dict[str, Any]:
+    """Some of `jhost.jit`'s arguments."""
+    return given
+
+
 # --- Shardings ------------------------------------------------------------------ #
 
 
@@ -85,7 +90,7 @@ def test_all_unknown_axes_are_named_at_once(mesh: Mesh) -> None:
 
 def test_an_axis_used_twice_is_refused(mesh: Mesh) -> None:
     for name in ("in_shardings", "out_shardings"):
-        f = jhost.jit(identity, mesh=mesh, **{name: P("tp", "tp")})
+        f = jhost.jit(identity, **options(mesh=mesh, **{name: P("tp", "tp")}))
         text = rf"{name}: P\('tp', 'tp'\) uses axis 'tp' twice"
         with pytest.raises(errors.DuplicateAxisError, match=text):
             f(X)
@@ -117,7 +122,7 @@ def test_the_same_is_refused_inside_jax_transforms(mesh: Mesh) -> None:
 @pytest.mark.parametrize("sharding", ["tp", 4, SingleDeviceSharding(jax.devices()[0])])
 def test_what_is_no_sharding_over_a_mesh_is_refused(name: str, sharding: Any) -> None:
     with pytest.raises(errors.ArgumentError, match=rf"{name}\[0\]\['w'\]: "):
-        jhost.jit(identity, **{name: ({"w": sharding},)})
+        jhost.jit(identity, **options(**{name: ({"w": sharding},)}))
 
 
 # --- Meshes and devices ----------------------------------------------------------- #
@@ -281,7 +286,8 @@ def test_wrong_shapes_and_types_are_jax_s_own_errors_and_nothing_stays(
     mesh: Mesh,
 ) -> None:
     x, y, text = X, X[:5], "text"
-    for settings in ({}, {"mesh": mesh, "in_shardings": (P("tp"), P(None, "tp"))}):
+    specs = (P("tp"), P(None, "tp"))
+    for settings in (options(), options(mesh=mesh, in_shardings=specs)):
         f = jhost.jit(lambda x, y: x @ y, **settings)
         plain = jax.jit(lambda x, y: x @ y)
         for wrong in ((x, y), (x, text), (x, X.astype(jnp.int32))):
@@ -295,15 +301,16 @@ def test_wrong_shapes_and_types_are_jax_s_own_errors_and_nothing_stays(
 
 
 def test_too_few_arguments_are_a_type_error() -> None:
+    f: Any = jhost.jit(lambda x, y: x + y)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        jhost.jit(lambda x, y: x + y)(X)
+        f(X)
 
 
 def test_the_user_s_own_errors_pass_unchanged(mesh: Mesh) -> None:
     def fails(x: jax.Array) -> jax.Array:
         raise ValueError("mine")
 
-    for settings in ({}, {"mesh": mesh, "in_shardings": P("tp")}):
+    for settings in (options(), options(mesh=mesh, in_shardings=P("tp"))):
         with pytest.raises(ValueError, match="mine"):
             jhost.jit(fails, **settings)(X)
 
@@ -315,7 +322,7 @@ def test_a_value_is_not_known_while_tracing() -> None:
 
 def test_shardings_that_are_no_prefix_are_refused(mesh: Mesh) -> None:
     for name in ("in_shardings", "out_shardings"):
-        f = jhost.jit(identity, mesh=mesh, **{name: (P(), P())})
+        f = jhost.jit(identity, **options(mesh=mesh, **{name: (P(), P())}))
         with pytest.raises(ValueError, match=r"pytree|tree prefix"):
             f(X)
 

@@ -94,7 +94,7 @@ def test_a_device_receives_what_a_ring_moves(
     make_mesh: MakeMesh, devices: int, dtype: Any, chunks: int | None
 ) -> None:
     mesh = make_mesh((devices,), ("tp",))
-    how = {"chunks": chunks} if chunks else {"pipeline": "off"}
+    how: dict[str, Any] = {"chunks": chunks} if chunks else {"pipeline": "off"}
     f = jhost.jit(block, mesh=mesh, **BLOCK_SPECS, **how)
     explanation = jhost.explain(f, *(a.astype(dtype) for a in (X, UP, DOWN)))
     rows = X.size * jnp.dtype(dtype).itemsize

@@ -28,6 +28,11 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
     return make_mesh((4,), ("tp",))
 
 
+def options(**given: Any) -> dict[str, Any]:
+    """Some of `jhost.jit`'s arguments."""
+    return given
+
+
 def block(x: jax.Array, w: jax.Array) -> jax.Array:
     """Where `SPECS` shard it: gathers rows, multiplies twice, reduce-scatters."""
     return jhost.stream((x @ w) @ w.T, axis=0, chunks=2)
@@ -119,7 +124,7 @@ def test_one_spec_is_for_all_arguments_and_one_for_all_results(mesh: Mesh) -> No
 
 
 def test_keywords_are_arguments_too(mesh: Mesh) -> None:
-    for settings in ({}, {"mesh": mesh, "out_shardings": P("tp")}):
+    for settings in (options(), options(mesh=mesh, out_shardings=P("tp"))):
         f = jhost.jit(lambda x, *, scale, shift=0.0: x * scale + shift, **settings)
         np.testing.assert_array_equal(f(X, scale=jnp.float32(2)), 2 * X)
         np.testing.assert_array_equal(f(X, shift=1.0, scale=X), X * X + 1)
@@ -160,7 +165,7 @@ def test_a_static_argument_may_be_anything_hashable() -> None:
 
 def test_what_is_donated_is_gone(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, P("tp"))
-    for donate in ({"donate_argnums": 0}, {"donate_argnames": "x"}):
+    for donate in (options(donate_argnums=0), options(donate_argnames="x")):
         f = jhost.jit(
             lambda x, y: x + y,
             mesh=mesh,
@@ -175,7 +180,7 @@ def test_what_is_donated_is_gone(mesh: Mesh) -> None:
 
 
 def test_functions_without_arguments_and_without_results(mesh: Mesh) -> None:
-    for settings in ({}, {"mesh": mesh}):
+    for settings in (options(), options(mesh=mesh)):
         np.testing.assert_array_equal(jhost.jit(lambda: X @ W, **settings)(), X @ W)
         assert jhost.jit(lambda: None, **settings)() is None
         assert jhost.jit(lambda x: {"none": ()}, **settings)(X) == {"none": ()}
@@ -230,6 +235,7 @@ def test_auto_and_explicit_meshes_in_and_out_of_set_mesh(
         called, uncommitted, outer, forward, cotangent = values()
     for result in (called, uncommitted, outer - 1, forward):
         np.testing.assert_array_equal(result, expected())
+        assert isinstance(result.sharding, NamedSharding)
         assert result.sharding.mesh.axis_types == (axis_type,)
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("tp")), 2)
     np.testing.assert_allclose(cotangent, expected(expected()), rtol=1e-6)
@@ -303,7 +309,7 @@ def test_closed_over_arrays_and_tracers_are_operands(mesh: Mesh) -> None:
 
 def test_weak_types_stay_weak(mesh: Mesh) -> None:
     half = jnp.ones(8, jnp.bfloat16)
-    for settings in ({}, {"mesh": mesh, "out_shardings": P("tp")}):
+    for settings in (options(), options(mesh=mesh, out_shardings=P("tp"))):
         f = jhost.jit(lambda x, scale=2.0: x * scale, **settings)
         assert f(half).dtype == f(half, scale=3.0).dtype == jnp.bfloat16
     weak = jhost.jit(lambda x: x + 1)(1.0)
@@ -339,9 +345,9 @@ def test_arrays_of_no_dims_and_of_no_elements(
 ) -> None:
     x = jnp.ones(shape)
     for settings in (
-        {},
-        {"mesh": mesh},
-        {"mesh": mesh, "in_shardings": P("tp") if shape else P()},
+        options(),
+        options(mesh=mesh),
+        options(mesh=mesh, in_shardings=P("tp") if shape else P()),
     ):
         result = jhost.jit(lambda x: jnp.sin(x) + x, **settings)(x)
         np.testing.assert_array_equal(result, jnp.sin(x) + x)
@@ -351,7 +357,8 @@ def test_arrays_of_no_dims_and_of_no_elements(
 
 
 def test_a_function_is_traced_once_for_each_type(mesh: Mesh) -> None:
-    for settings in ({}, {"mesh": mesh, "in_shardings": P("tp")}, {"mesh": mesh}):
+    sharded = options(mesh=mesh, in_shardings=P("tp"))
+    for settings in (options(), sharded, options(mesh=mesh)):
         shapes: list[tuple[int, ...]] = []
 
         def count(x: jax.Array, seen: list[tuple[int, ...]] = shapes) -> jax.Array:

@@ -7,7 +7,7 @@ interpreted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import chex
@@ -195,7 +195,7 @@ def gathers(f: Function, *args: Array) -> int:
 
 
 @pytest.fixture
-def block(make_mesh: MakeMesh) -> Iterator[Callable[[int], Callable[..., Array]]]:
+def block(make_mesh: MakeMesh) -> Callable[[int], Function]:
     """`block(chunks)`: `marked` over a mesh, in that many chunks."""
 
     def make(chunks: int) -> Callable[..., Array]:

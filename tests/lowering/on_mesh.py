@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import chex
 import jax
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 import jhost
 from jhost.lowering.emit import emit
@@ -26,7 +26,7 @@ def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
     return on({"tp": devices}, ins, outs, **more)
 
 
-def on(axes: dict[str, int], ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
+def on(axes: Mapping[str, int], ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
     """Settings of `jhost.jit` on a mesh of those axes."""
     return {
         "mesh": mesh_of(**axes),
@@ -94,8 +94,7 @@ def _equations(jaxpr: Jaxpr, names: tuple[str, ...]) -> Iterator[str]:
             shapes = ["x".join(map(str, atom.aval.shape)) for atom in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
             yield " ".join([eqn.primitive.name, *shapes])
         for inner in eqn.params.values():
-            if isinstance(inner, ClosedJaxpr):
-                inner = inner.jaxpr
+            inner = getattr(inner, "jaxpr", inner)  # a closed one, or one of its own
             if isinstance(inner, Jaxpr):
                 yield from _equations(inner, names)
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.errors import ChunksError, JhostError, PipelineError, VerifyError
-from jhost.lowering.index import LoopIndex, Rank, evaluate
+from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir import Communicate, Compute, Program, Select
 from tests.lowering.on_mesh import (
     calls,
@@ -73,7 +73,7 @@ def rotation(program: Program, devices: int) -> Iterator[tuple[int, int, Any, An
     assert moved is not None
     for i in range(loop.extent):
         for rank in range(devices):
-            at = {LoopIndex(loop.index): i, Rank("tp"): rank}
+            at: dict[Index, int] = {LoopIndex(loop.index): i, Rank("tp"): rank}
             yield i, rank, evaluate(chunk.start, at), evaluate(moved, at)
 
 
@@ -180,7 +180,7 @@ def test_sums_add_in_the_order_of_the_steps(
     scales = 10.0 ** random.integers(-4, 5, (devices, devices * 8, 5))
     parts = (random.standard_normal(scales.shape) * scales).astype(np.float32)
     settings = tp(devices, P("tp"), target)
-    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(parts)
+    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(jnp.asarray(parts))
     wanted = in_order_of_steps(parts, np.float32)
     np.testing.assert_array_equal(np.asarray(given), wanted)
     if devices > 2:  # of two numbers there is one sum
@@ -194,7 +194,7 @@ def test_sums_of_bfloat16_add_in_float32(devices: int, interpret: bool) -> None:
     parts = np.full((devices, devices * 2, 2), 2.0**-8, jnp.bfloat16)
     parts[0] = 1
     settings = tp(devices, P("tp"), P("tp"))
-    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(parts)
+    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(jnp.asarray(parts))
     wanted = in_order_of_steps(parts, np.float32)
     assert given.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(given), wanted)
@@ -236,7 +236,7 @@ def test_an_all_reduce_splits_in_two() -> None:
 @pytest.mark.parametrize("where", ["mark", "function"])
 def test_an_all_reduce_splits_wherever_the_pipeline_is_asked_for(where: str) -> None:
     """Though a shard has fewer rows than there are chunks in all."""
-    how = {"pipeline": "p2p"}
+    how: dict[str, Any] = {"pipeline": "p2p"}
 
     def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         x = jhost.stream(x, 0, chunks=8, **(how if where == "mark" else {}))
@@ -276,7 +276,7 @@ def test_a_float_sum_that_every_device_holds_stays_out_of_the_loop(
 def test_what_every_device_holds_is_the_same_on_every_device() -> None:
     """Replicas agree bit for bit, on numbers whose sum depends on the order."""
     random = np.random.default_rng(0)
-    x, dy = (random.standard_normal((8, n)).astype(np.float32) for n in (4, 64))
+    x, dy = (jnp.asarray(random.standard_normal((8, n)), jnp.float32) for n in (4, 64))
     result = jhost.jit(gradient, **tp(4, (P("tp"), P()), P()))(x, dy)
     first, *others = (np.asarray(shard.data) for shard in result.addressable_shards)
     for other in others:

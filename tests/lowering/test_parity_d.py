@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[[jax.Array, P], jax.Array]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layout_may_be_given_inside_the_function(way: str) -> None:
-    def f(x: jax.Array) -> jax.Array:
+    def f(x: Any) -> jax.Array:
         return WAYS[way](x * 2, P(None, "tp")) + 1
 
     settings = tp(4, P("tp"), P(None, "tp"))
@@ -231,6 +231,7 @@ def test_a_merge_of_the_sharded_dim(devices: int) -> None:
 # --- Meshes of two axes ------------------------------------------------------------- #
 
 SIZES = [(2, 2), (2, 4), (4, 2)]
+AXES: tuple[str, ...] = ("dp", "tp")
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -255,7 +256,7 @@ SIZES = [(2, 2), (2, 4), (4, 2)]
 def test_on_two_mesh_axes(
     sizes: tuple[int, int], source: P, target: P, kinds: list[str]
 ) -> None:
-    axes = dict(zip(("dp", "tp"), sizes, strict=True))
+    axes = dict(zip(AXES, sizes, strict=True))
     program = exact(same, array(8, 8), **on(axes, source, target))
     assert communications(program) == kinds
 
@@ -274,7 +275,7 @@ def test_on_two_mesh_axes(
 def test_sums_on_two_mesh_axes(
     sizes: tuple[int, int], source: P, target: P, kinds: list[str]
 ) -> None:
-    axes = dict(zip(("dp", "tp"), sizes, strict=True))
+    axes = dict(zip(AXES, sizes, strict=True))
     program = exact(total, array(8, 8, 8), **on(axes, source, target))
     assert communications(program) == kinds
 

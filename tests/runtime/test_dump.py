@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -53,11 +54,12 @@ def test_the_finished_program_is_written(
 ) -> None:
     monkeypatch.setenv("JHOST_DUMP", "host_ir")
     run()
-    (path,) = folder.iterdir()
-    assert path.name.startswith("model.")
-    assert path.name.endswith(".host_ir.txt")
-    assert path.read_text().startswith("program model\n")
-    assert "for i in range(2):" in path.read_text()
+    paths = list(folder.iterdir())
+    assert paths
+    for path in paths:
+        assert re.fullmatch(r"model\.\d+\.host_ir\.txt", path.name)
+        assert path.read_text().startswith("program model\n")
+        assert "for i in range(2):" in path.read_text()
 
 
 def test_the_program_after_every_pass_is_written_in_order(
@@ -65,7 +67,9 @@ def test_the_program_after_every_pass_is_written_in_order(
 ) -> None:
     monkeypatch.setenv("JHOST_DUMP", "passes")
     run()
-    paths = sorted(folder.iterdir())
+    # JAX 0.10 hands jhost the program once more, as another object.
+    first = min((p.name.split(".")[1] for p in folder.iterdir()), key=int)
+    paths = sorted(folder.glob(f"model.{first}.*"))
     steps = [path.stem.split(".")[-1] for path in paths]
     assert steps[0] == "00_build"
     assert any(step.endswith("_lower_streams") for step in steps)
