@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -46,8 +47,6 @@ def choose_pipeline(
         ChunksError: more chunks than steps, or a count that a p2p pipeline cannot have.
         PipelineError: a p2p pipeline where no communication moves the streamed dim.
     """
-    if mark.pipeline == "off":
-        return off("off, as asked")
     if mark.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.chunks is not None:
@@ -103,6 +102,8 @@ def _p2p(
     mesh: Mapping[str, int],
 ) -> Choice:
     """A chunk a device, or as many pieces of it as the count asks for."""
+    if math.prod(mesh.values()) == 1:
+        return off("there is one device, and nothing moves")
     moves = _moves(graph, parts)
     axes = _moving_axes(mark, moves)
     devices = axes_size(axes, mesh)

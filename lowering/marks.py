@@ -1,11 +1,31 @@
-"""What two `jhost.stream` marks ask for together."""
+"""What `jhost.stream` marks ask for, with the function's settings and together."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-from jhost.lowering.ir import StreamMark
+from jhost.lowering.ir import Program, StreamMark
+
+
+def resolved_marks(
+    program: Program, chunks: int | Literal["auto"], pipeline: str
+) -> list[StreamMark]:
+    """The stream marks of `program`, with the function's settings where they have none.
+
+    None in them is "auto".
+    """
+
+    def resolved(mark: StreamMark) -> StreamMark:
+        count = chunks if mark.chunks is None else mark.chunks
+        kind = pipeline if mark.pipeline is None else mark.pipeline
+        return dataclasses.replace(
+            mark,
+            chunks=None if count == "auto" else count,
+            pipeline=None if kind == "auto" else kind,
+        )
+
+    return [resolved(m) for m in program.marks if isinstance(m, StreamMark)]
 
 
 def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:

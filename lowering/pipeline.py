@@ -44,7 +44,7 @@ def passes(
         PropagateLayouts(),
         ConvertToCommunications(),
         # Streams: loops over chunks.
-        SplitAllReduces(pipeline=pipeline),
+        SplitAllReduces(chunks=chunks, pipeline=pipeline),
         LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
         # Units, and the life of what they make.
         Segment(),

@@ -102,7 +102,7 @@ def is_reshard(stmt: Set) -> bool:
     """Whether a `Set` stands for communication, and is no copy."""
     out, source = stmt.out, stmt.source
     spread = any(
-        dim.axes not in ((), old.axes)
+        dim.axes != old.axes[: len(dim.axes)]
         for dim, old in zip(out.dims, source.dims, strict=True)
     )
     return spread or out.partial != source.partial or out.shape != source.shape

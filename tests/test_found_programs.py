@@ -56,3 +56,19 @@ def test_a_device_s_part_of_a_chunk_leaves_its_loop(
         in_shardings=P(("a", "b")),
         out_shardings=(P(("a", "b")), P("b", None, "a")),
     )
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_a_mark_that_is_off_takes_no_other_with_it(interpret: bool) -> None:
+    """Two marks that ask for nothing contradictory were one stream, and it was off."""
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        off = jhost.stream(x + 1, axis=0, pipeline="off")
+        return off, jhost.stream(x - 1, axis=0, chunks=2)
+
+    check(function, [(8, 2)], interpret)
+    streams = jhost.explain(jhost.jit(function), jax.numpy.ones((8, 2))).streams
+    assert sorted((s.pipeline, s.chunks) for s in streams) == [
+        ("collective", 2),
+        ("off", 1),
+    ]

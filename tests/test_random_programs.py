@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies as st
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jhost
 from jhost import errors
@@ -147,7 +147,9 @@ def _along(function: Any) -> Any:
 def _slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     start = draw(st.integers(0, shape[dim] - 1))
     stop = draw(st.integers(start + 1, shape[dim]))
-    return f", {dim}, {start}:{stop}", lambda x: lax.slice_in_dim(x, start, stop, axis=dim)
+    return f", {dim}, {start}:{stop}", lambda x: lax.slice_in_dim(
+        x, start, stop, axis=dim
+    )
 
 
 def _dynamic_slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
@@ -259,7 +261,9 @@ def contraction(draw: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[str, Step
 # --- Cases -------------------------------------------------------------------- #
 
 
-def random_spec(draw: Any, shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpec:
+def random_spec(
+    draw: Any, shape: tuple[int, ...], mesh: dict[str, int]
+) -> PartitionSpec:
     """A sharding that JAX allows: each axis on a dim that it divides, or on none."""
     entries: list[list[str]] = [[] for _ in shape]
     for axis, size in mesh.items():
@@ -339,7 +343,9 @@ def check(case: Case) -> None:
         types = (AxisType.Auto,) * len(names)
         mesh = jax.make_mesh(tuple(case.mesh.values()), names, axis_types=types)
         shardings = [NamedSharding(mesh, spec) for spec in case.in_specs]
-        placed = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
+        placed = [
+            jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)
+        ]
         settings |= {
             "mesh": mesh,
             "in_shardings": case.in_specs,

@@ -16,6 +16,7 @@ from jhost import errors
 from jhost.lowering.choose_pipeline import Choice, choose_pipeline, off
 from jhost.lowering.graph import Node, merge_groups, nodes
 from jhost.lowering.ir import Compute, Program, Remark, SerialMark, StreamMark
+from jhost.lowering.marks import resolved_marks
 from jhost.lowering.stream_loops import LoopBuilder
 from jhost.lowering.stream_parts import Access, part_of
 from jhost.lowering.stream_plan import StreamPlan, plan_streams
@@ -38,10 +39,13 @@ class LowerStreams:
     strict: bool = True
 
     def apply(self, program: Program) -> Program:
-        marks = [self.asked(m) for m in program.marks if isinstance(m, StreamMark)]
+        asked = resolved_marks(program, self.chunks, self.pipeline)
+        # A mark that is off takes no other with it.
+        marks = [mark for mark in asked if mark.pipeline != "off"]
+        left_out = [mark for mark in asked if mark.pipeline == "off"]
         serial = [m for m in program.marks if isinstance(m, SerialMark)]
         program = dataclasses.replace(program, marks=())
-        if not marks:
+        if not asked:
             return program
         graph, mesh = nodes(program.body), dict(program.mesh.shape)
         plan = plan_streams(graph, marks, serial, mesh)
@@ -56,6 +60,10 @@ class LowerStreams:
         remarks = [
             stream_remark(stream, mark, plan.extents[stream], choices[stream])
             for stream, mark in plan.marks.items()
+        ]
+        remarks += [
+            stream_remark(f"s{number}", mark, 1, off("off, as asked"))
+            for number, mark in enumerate(left_out, start=len(marks))
         ]
         return builder.finish(body, (*remarks, *stop_remarks(graph, plan)))
 
@@ -73,16 +81,6 @@ class LowerStreams:
             if self.strict:
                 raise
             return off(str(refusal).splitlines()[0])
-
-    def asked(self, mark: StreamMark) -> StreamMark:
-        """`mark` with the function's own settings where it has none; None is "auto"."""
-        chunks = self.chunks if mark.chunks is None else mark.chunks
-        pipeline = self.pipeline if mark.pipeline is None else mark.pipeline
-        return dataclasses.replace(
-            mark,
-            chunks=None if chunks == "auto" else chunks,
-            pipeline=None if pipeline == "auto" else pipeline,
-        )
 
 
 # --- What was asked for ------------------------------------------------------- #
@@ -118,7 +116,7 @@ def _made_whole(
         while node is not None and not isinstance(node.stmt, Compute):
             name = node.reads[0].name
             node = makers.get(name)
-        if node is None or mark.pipeline == "off":
+        if node is None:
             continue
         position = [buffer.name for buffer in node.writes].index(name)
         access = Access(mark.dim, Fraction(1))
@@ -129,7 +127,7 @@ def _made_whole(
 
 def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
     for stream, mark in plan.marks.items():
-        asked = mark.chunks not in (None, 1) and mark.pipeline != "off"
+        asked = mark.chunks not in (None, 1)
         if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jhost.lowering.graph import Node, nodes
 from jhost.lowering.ir import (
@@ -18,9 +18,9 @@ from jhost.lowering.ir import (
     Program,
     SerialMark,
     Stmt,
-    StreamMark,
     Wait,
 )
+from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
 from jhost.lowering.rules import axes_size
 from jhost.lowering.stream_parts import Part
@@ -33,10 +33,12 @@ class SplitAllReduces:
 
     name: ClassVar[str] = "split_all_reduces"
 
+    chunks: int | Literal["auto"] = "auto"
     pipeline: str = "auto"
 
     def apply(self, program: Program) -> Program:
-        marks = [self.asked(m) for m in program.marks if isinstance(m, StreamMark)]
+        asked = resolved_marks(program, self.chunks, self.pipeline)
+        marks = [mark for mark in asked if mark.pipeline != "off"]
         if "p2p" not in {mark.pipeline for mark in marks}:
             return program
         serial = [m for m in program.marks if isinstance(m, SerialMark)]
@@ -51,13 +53,6 @@ class SplitAllReduces:
             else:
                 body += node.stmts
         return dataclasses.replace(program, body=tuple(body))
-
-    def asked(self, mark: StreamMark) -> StreamMark:
-        """`mark` with the function's own pipeline where it has none; None is "auto"."""
-        pipeline = self.pipeline if mark.pipeline is None else mark.pipeline
-        return dataclasses.replace(
-            mark, pipeline=None if pipeline == "auto" else pipeline
-        )
 
 
 def split(node: Node, part: Part, mesh: Mapping[str, int], names: Names) -> list[Stmt]:

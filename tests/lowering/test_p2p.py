@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.errors import ChunksError, JhostError, PipelineError, VerifyError
+from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir import Communicate, Compute, Program, Select
 from tests.lowering.on_mesh import (
@@ -342,7 +342,6 @@ def test_data_parallel_over_one_axis_and_p2p_over_the_other() -> None:
     assert [(s.kind, s.axes) for s in moves] == [("CollectivePermute", ("tp",))] * 2
 
 
-@pytest.mark.xfail(raises=VerifyError, reason="the own chunk's Set counts as a reshard")
 def test_rows_over_both_axes_rotate_along_the_minor_one() -> None:
     specs = (P(("dp", "tp")), P(None, "tp"), P("tp")), P(("dp", "tp"))
     axes = {"dp": 2, "tp": 2}
@@ -351,7 +350,6 @@ def test_rows_over_both_axes_rotate_along_the_minor_one() -> None:
     assert {s.axes for s in loop.body if isinstance(s, Communicate)} == {("tp",)}
 
 
-@pytest.mark.xfail(raises=VerifyError, reason="the own chunk's Set counts as a reshard")
 def test_of_moves_along_one_axis_after_another_one_is_pipelined() -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         return p2p(jhost.shard(x, P("dp")) @ w)
@@ -444,3 +442,8 @@ def test_a_rotated_result_is_whole_and_in_order() -> None:
     (place,) = [s for s in loop.body if isinstance(s, Select)]
     assert place.source.name == program.results[0].name
     assert work(program.body)[-1] == "loop(CollectivePermute, dot_general)"
+
+
+def test_on_one_device_nothing_moves() -> None:
+    program = exact(block, array(16, 8), *weights(), **on({"tp": 1}, None, P("tp")))
+    assert not loops(program)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
@@ -62,6 +63,7 @@ def test_a_function_with_options_warns_inside_an_outer_jit(
     def with_options(x: jax.Array) -> jax.Array:
         return x + 1
 
-    assert float(with_options(1.0)) == 2.0
+    one = jnp.float32(1)
+    assert float(with_options(one)) == 2.0
     with pytest.warns(UserWarning, match="with_options .* xla_cpu_enable_fast_math"):
-        assert float(jax.jit(with_options)(1.0)) == 2.0
+        assert float(jax.jit(with_options)(one)) == 2.0
