@@ -36,6 +36,7 @@ opaque(
     "call_hi_primitive_linearized",
     "composite",
     "compute_on",
+    "fused_call",
     "custom_partitioning",
     "custom_vmap_call",
     "program_order",
@@ -75,6 +76,42 @@ opaque(
     "io_callback",
     "pure_callback",
 )
+opaque(
+    "the dims of a sparse array are in its indices",
+    "bcoo_dot_general",
+    "bcoo_dot_general_sampled",
+    "bcoo_extract",
+    "bcoo_fromdense",
+    "bcoo_sort_indices",
+    "bcoo_spdot_general",
+    "bcoo_sum_duplicates",
+    "bcoo_todense",
+    "bcoo_transpose",
+    "bcsr_dot_general",
+    "bcsr_extract",
+    "bcsr_fromdense",
+    "bcsr_todense",
+    "coo_fromdense",
+    "coo_matmat",
+    "coo_matvec",
+    "coo_spmm",
+    "coo_spmv",
+    "coo_todense",
+    "csr_fromdense",
+    "csr_matmat",
+    "csr_matvec",
+    "csr_spmm",
+    "csr_spmv",
+    "csr_todense",
+    "spsolve",
+    "todense",
+)
+opaque(
+    "it moves arrays between hosts",
+    "global_array_to_host_local_array",
+    "host_local_array_to_global_array",
+)
+opaque("the kernel works on whole sequences", "rnn_bwd", "rnn_fwd")
 opaque("the check is of whole arrays", "check", "shape_assertion")
 opaque(
     "a kernel says nothing of how its operands and results are related",

@@ -25,11 +25,22 @@ _PUBLIC = (
     "jax.experimental.checkify",
     "jax.experimental.compute_on",
     "jax.experimental.custom_partitioning",
+    "jax.experimental.fused",
+    "jax.experimental.multihost_utils",
+    "jax.experimental.rnn",
+    "jax.experimental.sparse",
     "jax.experimental.xla_metadata",
     "jax.export",
 )
 # Languages for kernels: their primitives stand in a kernel's body, where no rule looks.
-_KERNEL_LANGUAGES = ("jax._src.pallas", "jax._src.thunky", "jax._src.tpu_custom_call")
+_KERNEL_LANGUAGES = (
+    "jax._src.pallas",
+    "jax._src.thunky",
+    "jax._src.tpu_custom_call",
+    "jax.experimental.mosaic",
+    "jax.experimental.pallas",
+    "jax.experimental.thunky",
+)
 
 
 @pytest.fixture(scope="session")
