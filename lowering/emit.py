@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jhost import errors
 from jhost.lowering.emit_buffers import Memory, Snapshot, View, new_view
-from jhost.lowering.emit_collectives import COMBINE, communicate, transfer
+from jhost.lowering.emit_collectives import communicate, transfer
 from jhost.lowering.emit_order import Order, moving_names
 from jhost.lowering.emit_windows import window
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
@@ -45,6 +45,7 @@ from jhost.lowering.ir import (
 from jhost.lowering.place import ChunkAt, Site, evaluate_unit
 from jhost.lowering.printer import program_text, written
 from jhost.lowering.ranks import Ranks
+from jhost.lowering.rules import COMBINE
 from jhost.lowering.transfers import match_transfers
 from jhost.lowering.verify_memory import is_reshard
 from jhost.lowering.verify_state import StreamKey

@@ -12,17 +12,9 @@ from jax import lax
 
 from jhost.lowering.ir import Communicate
 from jhost.lowering.ranks import Ranks
-from jhost.lowering.rules import Reducer
+from jhost.lowering.rules import COMBINE, Reducer
 from jhost.lowering.transfers import Transfer
 
-COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
-    "sum": lax.add,
-    "prod": lax.mul,
-    "max": lax.max,
-    "min": lax.min,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
 _REDUCE: Mapping[Reducer, Callable[..., Any]] = {
     "sum": lax.psum,
     "max": lax.pmax,

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jhost.lowering.emit_collectives import COMBINE, dim_of, reducer_of
+from jhost.lowering.emit_collectives import dim_of, reducer_of
 from jhost.lowering.ir import Communicate, Unit
 from jhost.lowering.place import ChunkAt, Site, evaluate_unit
-from jhost.lowering.rules import Reducer, axes_size
+from jhost.lowering.rules import COMBINE, Reducer, axes_size
 
 Step: TypeAlias = Callable[..., Any]
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ from jhost.lowering.ir import (
     Synchronize,
     Wait,
 )
-from jhost.lowering.rules import Reducer, axes_size
+from jhost.lowering.rules import COMBINE, Reducer, axes_size
 from jhost.lowering.stream_parts import Access
 from jhost.lowering.unit import unit_of
 
@@ -111,7 +110,8 @@ class P2PLoop(ChunkLoop):
             return self.group, ()
         if not gathers:
             return (), self.group
-        last = max(i for i, node in enumerate(self.group) if _contracts(node))
+        contractions = [i for i, node in enumerate(self.group) if _contracts(node)]
+        last = max(contractions, default=0)
         return self.group[:last], self.group[last:]
 
     def segment(
@@ -276,22 +276,12 @@ class P2PLoop(ChunkLoop):
         return self.body
 
 
-_COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
-    "sum": lax.add,
-    "prod": lax.mul,
-    "max": lax.max,
-    "min": lax.min,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
-
-
 def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     """The terms combined from the left, sums of narrow floats in float32."""
     dtype = terms[0].dtype
     if widen and reducer == "sum":
         terms = tuple(lax.convert_element_type(term, jnp.float32) for term in terms)
-    return lax.convert_element_type(functools.reduce(_COMBINE[reducer], terms), dtype)
+    return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
 
 
 def _contracts(node: Node) -> bool:

@@ -16,9 +16,20 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or"]
+
+COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+"""How each reducer combines two values; and and or are bitwise on integers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -209,8 +209,13 @@ def test_all_streams_on_whole_dims_are_named_at_once() -> None:
     assert "cumsum needs dim 1 whole" in text
 
 
-def test_a_p2p_pipeline_where_nothing_moves_is_refused() -> None:
-    f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0), pipeline="p2p")
+def test_a_p2p_pipeline_where_nothing_moves_is_refused(mesh: Mesh) -> None:
+    f = jhost.jit(
+        lambda x: jhost.stream(x * 2, axis=0),
+        mesh=mesh,
+        in_shardings=P("tp"),
+        pipeline="p2p",
+    )
     with pytest.raises(errors.PipelineError, match=r"axis=0 at test_errors\.py:"):
         f(X)
 
