@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=50,
         metavar="N",
-        help="how many programs each property test tries (default: %(default)s)",
+        help="how many random programs are tried (default: %(default)s)",
     )
     group.addoption(
         "--explore",
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "jhost",
-        max_examples=config.getoption("examples"),
+        max_examples=25,  # for rules and plans; whole programs have an option
         deadline=None,  # most of an example's time is XLA's, once per program
         # The same programs on every run, so that a failure is the change's own.
         derandomize=not config.getoption("explore"),
@@ -64,6 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("jhost")
+    hypothesis.settings.register_profile(
+        "programs", max_examples=config.getoption("examples")
+    )
 
 
 def pytest_report_header() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -360,6 +361,7 @@ def check(case: Case) -> None:
     chex.assert_trees_all_equal(interpreted, expected)
 
 
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases())
 def test_random_programs_equal_the_plain_function(case: Case) -> None:
     check(case)
