@@ -25,7 +25,7 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit import emit
-from jhost.lowering.explain import has_loops
+from jhost.lowering.explain import count_loops
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program
 from jhost.lowering.pipeline import lower_jaxpr, passes
@@ -159,7 +159,7 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
 
 def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
     """What XLA is told for `program` alone: jhost's wishes, then the user's."""
-    wishes = overlap_options(config.mesh) if has_loops(program) else {}
+    wishes = overlap_options(config.mesh) if count_loops(program) else {}
     return wishes | dict(config.compiler_options) | dump.compiler_options() or None
 
 

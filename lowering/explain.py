@@ -22,6 +22,7 @@ from jhost.lowering.ir import (
     walk,
 )
 from jhost.lowering.layout import size_in_bytes
+from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
 
 
@@ -97,16 +98,15 @@ def explain_program(program: Program) -> Explanation:
             kind=stmt.kind,
             axes=stmt.axes,
             value=stmt.source.name,
-            bytes=int(received_bytes(stmt, mesh) * worth),
+            bytes=int(_received(stmt, mesh) * worth),
             chunks=math.ceil(worth),
         )
         for stmt, worth in _communications(program.body, Fraction(1))
     )
-    loops = [s for s in program.body if isinstance(s, For) and _works(s)]
     streams = [remark for remark in program.remarks if remark.kind == "stream"]
     return Explanation(
         name=program.name,
-        loops=len(loops),
+        loops=count_loops(program),
         streams=tuple(_stream_report(remark) for remark in streams),
         communications=communications,
         notes=tuple(
@@ -117,9 +117,9 @@ def explain_program(program: Program) -> Explanation:
     )
 
 
-def has_loops(program: Program) -> bool:
-    """Whether anything in `program` is pipelined."""
-    return any(isinstance(s, For) and _works(s) for s in program.body)
+def count_loops(program: Program) -> int:
+    """The loops of `program` over chunks: none, where nothing is pipelined."""
+    return sum(isinstance(s, For) and _works(s) for s in program.body)
 
 
 def _communications(
@@ -150,23 +150,9 @@ def _chunks_worth(loop: For) -> Fraction:
     return Fraction(loop.extent)
 
 
-def received_bytes(stmt: Communicate, mesh: Mapping[str, int]) -> int:
-    """The bytes that each device receives in one communication.
-
-    A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
-    all-reduce (Thakur, Rabenseifner and Gropp, 2005).
-    """
-    devices = axes_size(stmt.axes, mesh)
-    source = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
-    match stmt.kind:
-        case "AllGather" | "Gather":
-            return source * (devices - 1)
-        case "AllReduce":
-            return 2 * source * (devices - 1) // devices
-        case "ReduceScatter" | "AllToAll" | "Scatter":
-            return source * (devices - 1) // devices
-        case "Broadcast" | "Reduce" | "CollectivePermute":
-            return source
+def _received(stmt: Communicate, mesh: Mapping[str, int]) -> int:
+    held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
+    return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
 
 
 def _stream_report(remark: Remark) -> StreamReport:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from jhost.lowering.layout import Layout, local_shape, used_axes
+from jhost.lowering.ir import CommunicationKind
+from jhost.lowering.layout import Layout, local_shape, size_in_bytes, used_axes
 from jhost.lowering.rules import Reducer, axes_size
 
 Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
@@ -66,22 +66,28 @@ def step_bytes(
     itemsize: int,
     mesh: Mapping[str, int],
 ) -> int:
-    """The bytes that each device receives in `step`, coming from layout `source`.
+    """The bytes that each device receives in `step`, coming from layout `source`."""
+    held = size_in_bytes(local_shape(shape, source, mesh), itemsize)
+    if step.kind == "Select":
+        return 0
+    return received_bytes(step.kind, held, axes_size(step.axes, mesh))
+
+
+def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
+    """The bytes that each device receives, of a value of which each holds `held` bytes.
 
     A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
     all-reduce (Thakur, Rabenseifner and Gropp, 2005).
     """
-    held = math.prod(local_shape(shape, source, mesh)) * itemsize
-    devices = axes_size(step.axes, mesh)
-    match step.kind:
-        case "Select":
-            return 0
-        case "AllGather":
+    match kind:
+        case "AllGather" | "Gather":
             return held * (devices - 1)
         case "AllReduce":
             return 2 * held * (devices - 1) // devices
-        case "ReduceScatter" | "AllToAll":
+        case "ReduceScatter" | "AllToAll" | "Scatter":
             return held * (devices - 1) // devices
+        case "Broadcast" | "Reduce" | "CollectivePermute":
+            return held
 
 
 def reshard_bytes(
