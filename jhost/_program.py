@@ -29,7 +29,9 @@ from jhost.lowering.explain import count_loops
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program
 from jhost.lowering.pipeline import lower_jaxpr, passes
+from jhost.lowering.rates import rates_of
 from jhost.runtime import dump
+from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
 from jhost.runtime.options import explained_refusals
 from jhost.runtime.overlap_options import overlap_options, warn_of_missed_options
@@ -111,6 +113,7 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
 
 @functools.lru_cache(maxsize=1024)
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
+    devices = devices_of(config.mesh)
     program = lower_jaxpr(
         call_jaxpr,
         name=config.name,
@@ -122,6 +125,8 @@ def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
             pipeline=config.pipeline,
             streams=config.streams,
             strict=strict,
+            rates=rates_of(devices.kind, devices.processes),
+            device_kind=devices.kind,
         ),
         after_pass=dump.pass_dumper(config.name),
     )

@@ -24,7 +24,8 @@ DEFAULT_CHUNKS = 4
 class Choice:
     """What a stream gets; `parts` are the nodes that work in chunks, by number.
 
-    `axes` are the mesh axes along which a p2p pipeline moves its chunks.
+    `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
+    that was asked for `by_name` stands even where nothing runs beside the transfers.
     """
 
     pipeline: Literal["off", "collective", "p2p"]
@@ -32,6 +33,7 @@ class Choice:
     reason: str
     parts: Mapping[int, Part]
     axes: tuple[str, ...] = ()
+    by_name: bool = True
 
 
 def choose_pipeline(
@@ -50,15 +52,12 @@ def choose_pipeline(
     if mark.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.chunks is not None:
-        count, reason = int(mark.chunks), f"{mark.chunks} chunks, as asked"
+        count, reason = int(mark.chunks), mark.why or f"{mark.chunks} chunks, as asked"
     elif mark.pipeline == "collective":
         count = min(DEFAULT_CHUNKS, extent)
         reason = f"{count} chunks, the default of a collective pipeline"
     else:
-        return off(
-            "auto: collectives do not hide behind matmuls that fill the device, and "
-            "chunks alone only add launches; ask with chunks= or pipeline="
-        )
+        return off(mark.why or "auto, and nothing is known of the devices")
     _check_count(mark, count, extent)
     return _collective(count, reason, extent, parts)
 
@@ -120,8 +119,16 @@ def _p2p(
         for number, part in parts.items()
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
-    reason = f"{count} chunks, {'the devices' if mark.chunks is None else 'as asked'}"
-    return Choice(pipeline="p2p", chunks=count, reason=reason, parts=kept, axes=axes)
+    source = "the devices" if mark.chunks is None else "as asked"
+    reason = mark.why or f"{count} chunks, {source}"
+    return Choice(
+        pipeline="p2p",
+        chunks=count,
+        reason=reason,
+        parts=kept,
+        axes=axes,
+        by_name=mark.by_name,
+    )
 
 
 def _moves(

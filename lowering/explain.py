@@ -31,7 +31,8 @@ class StreamReport:
     """One stream: what was asked for, what was chosen, and why.
 
     `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
-    number of steps that could be cut.
+    number of steps that could be cut.  `predicted` has the seconds that the program
+    would take with each choice that was weighed, the best first.
     """
 
     stream: str
@@ -41,6 +42,7 @@ class StreamReport:
     extent: int
     reason: str
     where: str
+    predicted: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
@@ -64,19 +66,23 @@ class CommunicationReport:
         times = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
         return (
             f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{_bytes_text(self.bytes)} a device{times}"
+            f"{bytes_text(self.bytes)} a device{times}"
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The answer of `jhost.explain`; `str` of it reads well."""
+    """The answer of `jhost.explain`; `str` of it reads well.
+
+    `schedule` is there once XLA has compiled the program: `Compiled.schedule` as text.
+    """
 
     name: str
     loops: int
     streams: tuple[StreamReport, ...]
     communications: tuple[CommunicationReport, ...]
     notes: tuple[str, ...]
+    schedule: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.loops} loop{'' if self.loops == 1 else 's'}"]
@@ -87,6 +93,7 @@ class Explanation:
         ):
             if rows:
                 lines += [f"  {title}:", *(f"    {row}" for row in rows)]
+        lines += [f"  {line}" for line in self.schedule.splitlines()]
         return "\n".join(lines)
 
 
@@ -165,7 +172,8 @@ def _works(loop: For) -> bool:
     return ordering[0] and not all(ordering)
 
 
-def _bytes_text(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A count of bytes in the unit that suits it."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -307,13 +307,21 @@ Stmt: TypeAlias = (
 
 @_node
 class StreamMark:
-    """`jhost.stream` on a buffer's dim."""
+    """`jhost.stream` on a buffer's dim.
+
+    `by_name` tells the pipeline that the user named from one that a pass chose.  `why`
+    is the reason for that choice, and `predicted` the seconds that each candidate would
+    take, the best first.
+    """
 
     buffer: str
     dim: int
     chunks: int | Literal["auto"] | None
     pipeline: str | None
     where: str
+    by_name: bool = True
+    why: str = ""
+    predicted: tuple[tuple[str, float], ...] = ()
 
 
 @_node

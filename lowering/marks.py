@@ -8,24 +8,25 @@ from typing import Any, Literal
 from jhost.lowering.ir import Program, StreamMark
 
 
+def resolved_mark(
+    mark: StreamMark, chunks: int | Literal["auto"], pipeline: str
+) -> StreamMark:
+    """`mark`, with the function's settings where it has none; None is "auto"."""
+    count = chunks if mark.chunks is None else mark.chunks
+    kind = pipeline if mark.pipeline is None else mark.pipeline
+    return dataclasses.replace(
+        mark,
+        chunks=None if count == "auto" else count,
+        pipeline=None if kind == "auto" else kind,
+    )
+
+
 def resolved_marks(
     program: Program, chunks: int | Literal["auto"], pipeline: str
 ) -> list[StreamMark]:
-    """The stream marks of `program`, with the function's settings where they have none.
-
-    None in them is "auto".
-    """
-
-    def resolved(mark: StreamMark) -> StreamMark:
-        count = chunks if mark.chunks is None else mark.chunks
-        kind = pipeline if mark.pipeline is None else mark.pipeline
-        return dataclasses.replace(
-            mark,
-            chunks=None if count == "auto" else count,
-            pipeline=None if kind == "auto" else kind,
-        )
-
-    return [resolved(m) for m in program.marks if isinstance(m, StreamMark)]
+    """The stream marks of `program`, with the function's settings."""
+    marks = [mark for mark in program.marks if isinstance(mark, StreamMark)]
+    return [resolved_mark(mark, chunks, pipeline) for mark in marks]
 
 
 def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:
@@ -37,4 +38,8 @@ def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:
             return None
         merged[field] = asked.pop() if asked else None
     where = one.where if one.where == other.where else f"{one.where}, {other.where}"
-    return dataclasses.replace(one, where=where, **merged)
+    # The reason for a choice goes with what was chosen.
+    says = next((m for m in (one, other) if m.chunks or m.pipeline), one)
+    return dataclasses.replace(
+        says, buffer=one.buffer, dim=one.dim, where=where, **merged
+    )

@@ -10,12 +10,14 @@ from jax.sharding import AbstractMesh
 from jhost.lowering.build import build
 from jhost.lowering.inline_calls import inline_calls
 from jhost.lowering.ir import Program
+from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
 from jhost.lowering.passes.split_all_reduces import SplitAllReduces
+from jhost.lowering.rates import Rates
 from jhost.lowering.verify import verify
 
 
@@ -33,21 +35,33 @@ def passes(
     pipeline: str,
     streams: int,
     strict: bool = True,
+    rates: Rates | None = None,
+    device_kind: str = "unknown",
 ) -> tuple[Pass, ...]:
-    """All passes, in order.
+    """All passes, in order; `rates` are those of the devices, if they are known.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
     """
-    return (
+    up_to_units = (
         # Layouts: what each device holds, and what must move.
         PropagateLayouts(),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),
         LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
-        # Units, and the life of what they make.
         Segment(),
+    )
+    return (
+        ChoosePipelines(
+            following=up_to_units,
+            chunks=chunks,
+            pipeline=pipeline,
+            rates=rates,
+            device_kind=device_kind,
+        ),
+        *up_to_units,
+        # The life of what the units make.
         InsertDeallocations(),
     )
 

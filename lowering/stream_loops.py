@@ -9,7 +9,7 @@ from jhost.lowering.choose_pipeline import Choice
 from jhost.lowering.chunk_loop import ChunkLoop
 from jhost.lowering.collective_loop import CollectiveLoop
 from jhost.lowering.graph import Group, Node
-from jhost.lowering.ir import Buffer, Program, Remark, Stmt
+from jhost.lowering.ir import Buffer, Compute, Program, Remark, Stmt
 from jhost.lowering.names import Names
 from jhost.lowering.p2p_loop import P2PLoop
 from jhost.lowering.rewrite import replace_buffers
@@ -82,6 +82,9 @@ class LoopBuilder:
             return CollectiveLoop(self, group, stream, extent, choice.chunks)
         if all(self.part(node).growth == 1 for node in group):
             return None  # nothing comes or goes
+        works = any(isinstance(node.stmt, Compute) for node in group)
+        if not (works or choice.by_name):
+            return None  # nothing would run beside what comes and goes
         pieces = choice.chunks // axes_size(choice.axes, self.mesh)
         return P2PLoop(self, group, stream, extent, pieces, choice.axes, self.mesh)
 

@@ -153,6 +153,7 @@ def stream_remark(stream: str, mark: StreamMark, extent: int, choice: Choice) ->
             ("chunks", choice.chunks),
             ("extent", extent),
             ("reason", choice.reason),
+            ("predicted", mark.predicted),
         ),
     )
 

@@ -1,0 +1,246 @@
+"""How long a Host IR program takes, by simulation: what `auto` decides by.
+
+The loops are unrolled and every statement takes its place on one of two queues, in the
+way XLA runs them on a GPU: computations in program order, transfers as soon as their
+operands are there, and what cannot run beside a matmul takes both queues.  The host's
+part is counted apart: a program that is one of many runs as long as the slower of its
+devices and its launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.index import Index, LoopIndex, Rank, evaluate, leaves
+from jhost.lowering.ir import (
+    Buffer,
+    Communicate,
+    Compute,
+    For,
+    If,
+    Program,
+    Recv,
+    Select,
+    Set,
+    Stmt,
+)
+from jhost.lowering.layout import size_in_bytes
+from jhost.lowering.rates import Rates
+from jhost.lowering.reshard import received_bytes
+from jhost.lowering.rules import axes_size
+from jhost.lowering.work import (
+    Kernel,
+    kernels,
+    made_by_contraction,
+    read_by_contraction,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one run of a program takes on each device, in seconds.
+
+    `total` is at least `compute` and `host`; what is over `compute` is communication
+    that nothing hides.
+    """
+
+    total: float
+    compute: float
+    communication: float
+    host: float
+
+    def __str__(self) -> str:
+        return (
+            f"{seconds_text(self.total)} (compute {seconds_text(self.compute)}, "
+            f"communication {seconds_text(self.communication)}, "
+            f"host {seconds_text(self.host)})"
+        )
+
+
+def predict(program: Program, rates: Rates) -> Prediction:
+    """How long `program` takes on devices of those rates."""
+    tasks = _Unrolled(program, rates).tasks
+    compute = [task for task in tasks if not task.transfer]
+    return Prediction(
+        total=max(_finish(tasks), sum(task.host for task in tasks)),
+        compute=sum(task.seconds for task in compute),
+        communication=sum(task.seconds for task in tasks if task.transfer),
+        host=sum(task.host for task in tasks),
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+# --- What has to run ---------------------------------------------------------- #
+
+Place: TypeAlias = tuple[object, ...]
+"""A buffer's name, then the aliases that lead to a part of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """One statement of one iteration; `after` are the tasks whose results it reads."""
+
+    seconds: float
+    host: float
+    after: frozenset[int]
+    transfer: bool = False
+    alone: bool = False
+
+
+class _Unrolled:
+    """The tasks of a program, in its order."""
+
+    def __init__(self, program: Program, rates: Rates) -> None:
+        self.rates = rates
+        self.mesh = dict(program.mesh.shape)
+        # Every device does as much as this one.
+        self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
+        self.tasks: list[_Task] = []
+        self.aliases: dict[str, tuple[Place, Select]] = {}
+        self.writers: dict[object, dict[Place, int]] = {}
+        self.run(program.body)
+
+    def run(self, body: Sequence[Stmt]) -> None:
+        for stmt in body:
+            match stmt:
+                case For(index=index, extent=extent, body=inner):
+                    for value in range(extent):
+                        self.at[LoopIndex(index)] = value
+                        self.run(inner)
+                case If(predicate=predicate, then=then, otherwise=otherwise):
+                    known = not isinstance(predicate, Buffer)
+                    holds = not known or evaluate(predicate, self.at)
+                    self.run(then if holds else otherwise)
+                case Select():
+                    key = (stmt.dim, evaluate(stmt.index, self.at))
+                    self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
+                case Set():
+                    self.hand_on(stmt)
+                case Compute():
+                    self.compute(stmt)
+                case Communicate():
+                    self.communicate(stmt)
+                case Recv():
+                    held = size_in_bytes(stmt.buffer.shape, stmt.buffer.dtype.itemsize)
+                    self.transfer(held, stmt.buffer, frozenset())
+                case _:
+                    pass
+
+    def compute(self, stmt: Compute) -> None:
+        work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
+        read = [*stmt.ins, *(stmt.outs if stmt.reducer else ())]
+        after = frozenset(t for buffer in read for t in self.makers(buffer))
+        seconds = sum(kernel.seconds(self.rates) for kernel in work)
+        task = _Task(seconds=seconds, host=self.rates.host * len(work), after=after)
+        self.add(task, stmt.outs)
+
+    def communicate(self, stmt: Communicate) -> None:
+        held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
+        received = received_bytes(stmt.kind, held, axes_size(stmt.axes, self.mesh))
+        after = self.makers(stmt.source)
+        self.transfer(received, stmt.out, after, stmt.kind == "CollectivePermute")
+
+    def transfer(
+        self, received: int, out: Buffer, after: frozenset[int], permute: bool = True
+    ) -> None:
+        link = self.rates.permute if permute else self.rates.collective
+        task = _Task(
+            seconds=link.seconds(received),
+            host=link.host,
+            after=after,
+            transfer=True,
+            alone=not link.beside_compute,
+        )
+        self.add(task, [out])
+
+    def add(self, task: _Task, outs: Sequence[Buffer]) -> None:
+        for buffer in outs:
+            root, *_ = place = self.place(buffer)
+            if len(place) == 1:
+                self.writers[root] = {}
+            self.writers.setdefault(root, {})[place] = len(self.tasks)
+        self.tasks.append(task)
+
+    def hand_on(self, stmt: Set) -> None:
+        """A copy costs nothing: values are immutable, and it is another name."""
+        makers = self.makers(stmt.source)
+        self.add(_Task(seconds=0.0, host=0.0, after=makers), [stmt.out])
+
+    # --- Which memory --------------------------------------------------------- #
+
+    def place(self, buffer: Buffer) -> Place:
+        found = self.aliases.get(buffer.name)
+        return found[0] if found else (buffer.name,)
+
+    def makers(self, buffer: Buffer) -> frozenset[int]:
+        """The tasks that wrote what `buffer` holds, or a part of it."""
+        root, *_ = place = self.place(buffer)
+        return frozenset(
+            task
+            for written, task in self.writers.get(root, {}).items()
+            if all(a == b for a, b in zip(written, place, strict=False))
+        )
+
+    def copies(self, stmt: Compute) -> Iterator[Kernel]:
+        """Contractions neither write into a part of an array nor read one in place."""
+        for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
+            alias = self.alias(buffer)
+            if heavy and alias is not None and not alias.drop:
+                yield _copy(buffer)
+        for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
+            alias = self.alias(buffer)
+            if heavy and alias is not None and _by_rank(alias):
+                yield _copy(buffer)
+
+    def alias(self, buffer: Buffer) -> Select | None:
+        found = self.aliases.get(buffer.name)
+        return found[1] if found else None
+
+
+def _by_rank(alias: Select) -> bool:
+    """Whether a device's part is known only when it runs."""
+    return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
+
+
+def _copy(buffer: Buffer) -> Kernel:
+    return Kernel(2 * size_in_bytes(buffer.shape, buffer.dtype.itemsize))
+
+
+# --- When it is done ---------------------------------------------------------- #
+
+
+def _finish(tasks: Sequence[_Task]) -> float:
+    """The end of the last task, each as soon as its queue and its operands let it."""
+    ends: dict[int, float] = {}
+    computing = moving = 0.0
+    in_order = [n for n, task in enumerate(tasks) if not task.transfer or task.alone]
+    beside = [n for n, task in enumerate(tasks) if task.transfer and not task.alone]
+
+    def start(number: int) -> float:
+        task = tasks[number]
+        free = moving if task.transfer and not task.alone else computing
+        free = max(computing, moving) if task.alone else free
+        return max([free, *(ends[before] for before in task.after)])
+
+    while in_order or beside:
+        ready = [n for n in (*in_order[:1], *beside) if tasks[n].after <= ends.keys()]
+        number = min(ready, key=lambda n: (start(n), n))
+        task, began = tasks[number], start(number)
+        ends[number] = end = began + task.seconds
+        if task.alone:
+            computing = moving = end
+        elif task.transfer:
+            moving = end
+        else:
+            computing = end
+        (beside if number in beside else in_order).remove(number)
+    return max(ends.values(), default=0.0)

@@ -1,0 +1,99 @@
+"""What devices do per second: the numbers that the cost model reckons with.
+
+One row a kind of device.  H200: measured on hosts with NVLink between all GPUs, jax
+0.11.2, one process for all of them; `docs/benchmarks.md` compares what follows from
+them with measured times.  CPU: XLA's devices on one host, on two cores; there a
+transfer is work like any other, and nothing runs beside anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way of moving bytes between devices.
+
+    `latency` and `host` (what a transfer keeps the launching thread busy) are seconds,
+    `bandwidth` is bytes received per second.  `beside_compute`: whether transfers run
+    while matmuls fill the device.
+    """
+
+    latency: float
+    bandwidth: float
+    host: float
+    beside_compute: bool
+
+    def seconds(self, received: float) -> float:
+        """How long it takes to receive that many bytes."""
+        return self.latency + received / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The rates of one kind of device.
+
+    `matmul` is FLOP/s while every multiprocessor has a tile of the largest kind;
+    `tiles` are (rows, columns, share of that rate).  `memory` is bytes per second,
+    `launch` the seconds between two kernels, `host` those to launch one.
+    """
+
+    matmul: float
+    multiprocessors: int
+    tiles: tuple[tuple[int, int, float], ...]
+    memory: float
+    launch: float
+    host: float
+    permute: Link
+    collective: Link
+
+    def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
+        """A matmul by whole waves of tiles, with the tile that suits it best."""
+        each = self.matmul / self.multiprocessors
+
+        def seconds(rows: int, columns: int, share: float) -> float:
+            tiles = batch * -(-m // rows) * -(-n // columns)
+            waves = -(-tiles // self.multiprocessors)
+            return waves * 2 * rows * columns * k / (each * share)
+
+        return min(seconds(*tile) for tile in self.tiles)
+
+
+_H200 = Rates(
+    matmul=750e12,
+    multiprocessors=132,
+    tiles=((128, 256, 1.0), (256, 128, 1.0), (128, 160, 0.96), (128, 128, 0.88)),
+    memory=4.0e12,
+    launch=3e-6,
+    host=5e-6,
+    # A copy engine's; the host thread waits for those of the other devices.
+    permute=Link(latency=10e-6, bandwidth=383e9, host=40e-6, beside_compute=True),
+    # NCCL's kernels need multiprocessors, which a matmul on Hopper does not leave.
+    collective=Link(latency=60e-6, bandwidth=450e9, host=10e-6, beside_compute=False),
+)
+
+_CPU = Rates(
+    matmul=50e9,
+    multiprocessors=1,
+    tiles=((1, 1, 1.0),),
+    memory=10e9,
+    launch=5e-6,
+    host=0.0,
+    permute=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
+    collective=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
+)
+
+_RATES: Mapping[str, Rates] = {"NVIDIA H200": _H200, "cpu": _CPU}
+
+
+def rates_of(kind: str, processes: int) -> Rates | None:
+    """The rates of devices of that kind (JAX's `device_kind`), if they are known.
+
+    Between processes there is no copy engine: a permute is a collective's kernel.
+    """
+    rates = _RATES.get(kind)
+    if rates is None or processes == 1:
+        return rates
+    return dataclasses.replace(rates, permute=rates.collective)
