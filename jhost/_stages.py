@@ -9,11 +9,13 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
+from jhost import errors
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret import Record, interpret
 from jhost.lowering.ir import Program
 from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.options import explained_refusals
+from jhost.runtime.schedule import Schedule, parse_schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,31 @@ class Compiled:
         """As `jax.stages.Compiled.cost_analysis`."""
         return self._compiled.cost_analysis()
 
+    def schedule(self) -> Schedule:
+        """What XLA's schedule makes of the communications.
+
+        Returns:
+            Each communication with its bytes, whether it is asynchronous, and the
+            kernels that XLA issues beside it; and all kernels.  Prints as a table; its
+            fields are for tools.
+
+        Raises:
+            ScheduleError: the backend does not give the text of what it compiled.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x @ x, axis=0, chunks=2))
+            >>> print(f.lower(jnp.ones((4, 4))).compile().schedule())
+            schedule: 0 communications, 2 matmuls, ...
+        """
+        return parse_schedule(self.as_text())
+
     def explain(self) -> Explanation:
-        """What was pipelined, how and why."""
-        return explain_program(self.host_ir)
+        """What was pipelined, how and why, and what XLA's schedule makes of it."""
+        try:
+            schedule = str(self.schedule())
+        except errors.ScheduleError:
+            schedule = "schedule: the backend does not give it"
+        explanation = explain_program(self.host_ir)
+        return dataclasses.replace(explanation, schedule=schedule)

@@ -79,6 +79,10 @@ class CompilerOptionError(JhostError, ValueError):
     """XLA refuses a compiler option that the user gave."""
 
 
+class ScheduleError(JhostError, ValueError):
+    """A text is not that of a module that XLA has scheduled."""
+
+
 class IndexRangeError(JhostError, IndexError):
     """An alias in a Host IR program would lie outside its source."""
 

@@ -47,6 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="have property tests try other programs on every run",
     )
     group.addoption(
+        "--require-gpu-compiler",
+        action="store_true",
+        help="fail where what compiles for GPUs is missing, instead of skipping",
+    )
+    group.addoption(
         "--update-golden",
         action="store_true",
         help="write the texts under tests/golden instead of comparing with them",

@@ -1,0 +1,83 @@
+"""Compiles patterns for H200s, and holds what XLA made of them to what is promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+
+import jhost
+
+MakeH200s = Callable[[Mapping[str, int]], Mesh]
+"""Makes a mesh of such axes, of H200s that are not there."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What is promised of the communications of one kind: so many, and all hidden.
+
+    But for those that `exposed` names, with the reason, by their number in the order of
+    their starts.  Hidden ones are asynchronous, and have a matmul beside them.
+    """
+
+    count: int
+    exposed: Mapping[int, str] = field(default_factory=dict[int, str])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a pattern is pipelined, how many matmuls that makes, and what it moves."""
+
+    how: Mapping[str, Any]
+    matmuls: int
+    moves: Mapping[str, Moves]
+
+
+def each(**cases: Case) -> pytest.MarkDecorator:
+    """For a test of a pattern, once in each of its cases."""
+    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+
+
+def check(
+    mesh: Mesh,
+    case: Case,
+    fun: Callable[..., Any],
+    shapes: Sequence[Sequence[int]],
+    ins: Any,
+    outs: Any,
+    never: str | None = None,
+) -> None:
+    """`fun` of bfloat16 arrays, compiled for `mesh`, is what is promised of it.
+
+    The chunks' matmuls are all there, none merged; so are the communications, none
+    combined, with no byte more than `explain` says; and no value has the shape `never`.
+    """
+    types = [jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16) for shape in shapes]
+    settings = {"mesh": mesh, "in_shardings": ins, "out_shardings": outs}
+    compiled = jhost.jit(fun, **settings, **case.how).lower(*types).compile()
+    schedule, explanation = compiled.schedule(), compiled.explain()
+    table = f"\n{explanation}"
+    assert len(schedule.matmuls) == case.matmuls, table
+    counts = Counter(c.kind for c in schedule.communications)
+    assert counts == {kind: moves.count for kind, moves in case.moves.items()}, table
+    assert {c.values for c in schedule.communications} == {1}, table
+    told = sum(row.bytes for row in explanation.communications)
+    assert sum(c.bytes for c in schedule.communications) == told, table
+    for kind, moves in case.moves.items():
+        found = exposed(schedule, kind)
+        more, fewer = found - set(moves.exposed), set(moves.exposed) - found
+        assert not more, f"no matmul is beside these {kind}: {sorted(more)}{table}"
+        assert not fewer, f"take these {kind} off the list: {sorted(fewer)}{table}"
+    assert never is None or never not in compiled.as_text(), table
+
+
+def exposed(schedule: jhost.Schedule, kind: str) -> set[int]:
+    """Which communications of a kind have no matmul beside them."""
+    found = [c for c in schedule.communications if c.kind == kind]
+    return {number for number, c in enumerate(found) if not c.matmuls}

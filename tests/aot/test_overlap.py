@@ -1,0 +1,299 @@
+"""What XLA schedules beside what, on four H200s, for the patterns of docs/patterns.md.
+
+Forward, at the sizes of Llama-3 8B and 70B with 8192 tokens.  A pattern's `exposed`
+transfers are those that no matmul hides: because none could, or because jhost does not
+have it so yet.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jhost
+from tests.aot.on_h200 import Case, MakeH200s, Moves, check, each
+
+TOKENS, MODEL, HIDDEN = 8192, 4096, 14336  # 8B
+WHOLE = f"bf16[{TOKENS},{MODEL}]"
+
+ROW, COLUMN = P("tp"), P(None, "tp")
+
+P2P = {"pipeline": "p2p", "chunks": 4}
+P2P_IN_PIECES = {"pipeline": "p2p", "chunks": 8}
+COLLECTIVE = {"pipeline": "collective", "chunks": 4}
+
+# Which no schedule can hide:
+FIRST = "no chunk is there before it, to be worked on meanwhile"
+LAST = "no chunk is left to be worked on after it"
+
+# Which a better program could:
+IN_CHAIN = (
+    "work on the own rows before their gather (a norm, a transposition), or on a sum "
+    "behind it (an addition), is in the chain of computations, which goes on to the "
+    "next chunk when all of this one is done"
+)
+AFTER_ALL = "what the owners added is sent when all matmuls are done"
+PIECE = "the last piece is sent when all matmuls are done"
+UNCUT = "the device's own matmul stands before the loop, in one piece"
+
+PERMUTES_3 = {"CollectivePermute": Moves(3)}
+PERMUTES_6 = {"CollectivePermute": Moves(6)}
+GATHERS = {"AllGather": Moves(4, exposed={0: FIRST})}
+SCATTERS = {"ReduceScatter": Moves(4, exposed={3: LAST})}
+
+
+@pytest.fixture
+def tp(h200s: MakeH200s) -> Mesh:
+    return h200s({"tp": 4})
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jhost.stream(x @ w, 0)
+
+
+# --- One matmul ------------------------------------------------------------------- #
+
+
+@each(
+    p2p=Case(P2P, 4, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
+    collective=Case(COLLECTIVE, 4, GATHERS),
+)
+def test_all_gather_and_matmul(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN)
+    check(tp, case, matmul, shapes, (ROW, COLUMN), COLUMN, never=WHOLE)
+
+
+@each(
+    p2p=Case(P2P, 1, {"CollectivePermute": Moves(3, dict.fromkeys(range(3), UNCUT))}),
+    collective=Case(COLLECTIVE, 4, {"AllGather": Moves(4, exposed={3: LAST})}),
+)
+def test_matmul_and_all_gather(tp: Mesh, case: Case) -> None:
+    """The result is smaller than the operand, so the result is what is gathered."""
+    shapes = (TOKENS, MODEL), (MODEL, MODEL // 4)
+    check(tp, case, matmul, shapes, (ROW, P()), P(), never=WHOLE)
+
+
+@each(
+    p2p=Case(P2P, 4, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
+    collective=Case(COLLECTIVE, 4, SCATTERS),
+)
+def test_matmul_and_reduce_scatter(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, HIDDEN), (HIDDEN, MODEL)
+    check(tp, case, matmul, shapes, (COLUMN, ROW), ROW, never=WHOLE)
+
+
+@each(
+    p2p=Case(
+        P2P, 4, {"CollectivePermute": Moves(6, dict.fromkeys(range(3, 6), AFTER_ALL))}
+    ),
+    p2p_in_pieces=Case(
+        P2P_IN_PIECES,
+        8,
+        {"CollectivePermute": Moves(12, dict.fromkeys(range(6, 12), AFTER_ALL))},
+    ),
+    collective=Case(COLLECTIVE, 4, {"AllReduce": Moves(4, exposed={3: LAST})}),
+)
+def test_matmul_and_all_reduce(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, HIDDEN), (HIDDEN, MODEL)
+    check(tp, case, matmul, shapes, (COLUMN, ROW), P())
+
+
+@each(
+    p2p=Case(P2P, 4, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
+    collective=Case(
+        COLLECTIVE,
+        4,
+        {"AllGather": Moves(4, {0: FIRST} | dict.fromkeys((1, 2, 3), IN_CHAIN))},
+    ),
+)
+def test_the_gathered_dim_is_contracted(tp: Mesh, case: Case) -> None:
+    """A weight's gradient: the chunks' products are summed."""
+
+    def f(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return jhost.stream(x, 0).T @ dy
+
+    shapes = (TOKENS, MODEL), (TOKENS, HIDDEN)
+    check(tp, case, f, shapes, (ROW, COLUMN), COLUMN, never=WHOLE)
+
+
+@each(
+    p2p=Case(P2P, 4, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
+    collective=Case(COLLECTIVE, 4, GATHERS),
+)
+def test_the_gathered_dim_is_on_the_right_operand(tp: Mesh, case: Case) -> None:
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w @ jhost.stream(x, 1)
+
+    shapes = (HIDDEN, MODEL), (MODEL, TOKENS)
+    whole = f"bf16[{MODEL},{TOKENS}]"
+    check(tp, case, f, shapes, (ROW, COLUMN), ROW, never=whole)
+
+
+@each(
+    p2p=Case(P2P, 4, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
+    collective=Case(COLLECTIVE, 4, GATHERS),
+)
+def test_bias_and_activation(tp: Mesh, case: Case) -> None:
+    def f(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        return jhost.stream(jax.nn.gelu(x @ w + b[None]), 0)
+
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (HIDDEN,)
+    check(tp, case, f, shapes, (ROW, COLUMN, ROW), COLUMN, never=WHOLE)
+
+
+# --- Blocks ----------------------------------------------------------------------- #
+
+PIECES_12 = {"CollectivePermute": Moves(12, exposed={11: PIECE})}
+
+
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jhost.stream(jax.nn.gelu(x @ up) @ down, 0)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jhost.stream((jax.nn.silu(x @ gate) * (x @ up)) @ down, 0)
+
+
+@each(
+    p2p=Case(P2P, 8, PERMUTES_6),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 16, PIECES_12),
+    collective=Case(COLLECTIVE, 8, GATHERS | SCATTERS),
+)
+def test_mlp_block(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (HIDDEN, MODEL)
+    check(tp, case, mlp, shapes, (ROW, COLUMN, ROW), ROW, never=WHOLE)
+
+
+@each(
+    p2p=Case({"pipeline": "p2p", "chunks": 2}, 4, {"CollectivePermute": Moves(2)}),
+    collective=Case(COLLECTIVE, 8, GATHERS | SCATTERS),
+)
+def test_mlp_block_beside_data_parallelism(h200s: MakeH200s, case: Case) -> None:
+    mesh, rows = h200s({"dp": 2, "tp": 2}), P(("dp", "tp"))
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (HIDDEN, MODEL)
+    whole = f"bf16[{TOKENS // 2},{MODEL}]"
+    check(mesh, case, mlp, shapes, (rows, COLUMN, ROW), rows, never=whole)
+
+
+@each(
+    p2p=Case(P2P, 12, PERMUTES_6),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 24, PIECES_12),
+    collective=Case(COLLECTIVE, 12, GATHERS | SCATTERS),
+)
+def test_swiglu_block(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (MODEL, HIDDEN), (HIDDEN, MODEL)
+    specs = ROW, COLUMN, COLUMN, ROW
+    check(tp, case, swiglu, shapes, specs, ROW, never=WHOLE)
+
+
+@each(
+    collective=Case(COLLECTIVE, 8, {"AllToAll": Moves(8, exposed={0: FIRST, 7: LAST})})
+)
+def test_all_to_all_and_experts(tp: Mesh, case: Case) -> None:
+    """Tokens go to eight experts and come back; there is no p2p pipeline of it."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        there = jhost.shard(x, P(None, "tp"))
+        h = jax.nn.silu(jnp.einsum("tek,ekf->tef", there, up))
+        return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0)
+
+    shapes = (TOKENS, 8, MODEL), (8, MODEL, HIDDEN // 4), (8, HIDDEN // 4, MODEL)
+    whole = f"bf16[{TOKENS},2,{MODEL}]"
+    check(tp, case, f, shapes, (ROW, ROW, ROW), ROW, never=whole)
+
+
+# --- Attention and a layer, of 70B ------------------------------------------------ #
+
+MODEL_70B, HIDDEN_70B, SEQUENCE = 8192, 28672, 2048
+HEADS, SHARED, HEAD = 64, 8, 128  # of queries, of keys and values, the size of one
+WHOLE_70B = f"bf16[{TOKENS},{MODEL_70B}]"
+
+QKV = (
+    (TOKENS, MODEL_70B),
+    (MODEL_70B, HEADS * HEAD),
+    (MODEL_70B, SHARED * HEAD),
+    (MODEL_70B, SHARED * HEAD),
+)
+QKV_SPECS = ROW, COLUMN, COLUMN, COLUMN
+
+
+def qkv(
+    x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, ...]:
+    # Without this the small weights are gathered, although x comes for the queries.
+    x = jhost.shard(x, P())
+    return jhost.stream(x @ q, 0), x @ k, x @ v
+
+
+def heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention of each head along its sequence, without a mask."""
+    sequences = TOKENS // SEQUENCE
+    q = q.reshape(sequences, SEQUENCE, SHARED, HEADS // SHARED, HEAD)
+    k = k.reshape(sequences, SEQUENCE, SHARED, HEAD)
+    v = v.reshape(sequences, SEQUENCE, SHARED, HEAD)
+    scores = jnp.einsum("sqhgd,skhd->shgqk", q, k).astype(jnp.float32) / HEAD**0.5
+    weights = jax.nn.softmax(scores).astype(v.dtype)
+    return jnp.einsum("shgqk,skhd->sqhgd", weights, v).reshape(TOKENS, HEADS * HEAD)
+
+
+def attention(
+    x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array
+) -> jax.Array:
+    # Streams stop where a whole sequence is needed.
+    parts = [jhost.serial(part) for part in qkv(x, q, k, v)]
+    return jhost.stream(jhost.serial(heads(*parts)) @ out, 0)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(square + 1e-5)).astype(x.dtype)
+
+
+def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    q, k, v, out, gate, up, down = weights
+    x = x + attention(norm(x), q, k, v, out)
+    return x + swiglu(norm(x), gate, up, down)
+
+
+@each(
+    p2p=Case(P2P, 12, PERMUTES_3),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 24, PERMUTES_6),
+    collective=Case(COLLECTIVE, 12, GATHERS),
+)
+def test_queries_keys_and_values(tp: Mesh, case: Case) -> None:
+    check(tp, case, qkv, QKV, QKV_SPECS, (COLUMN,) * 3, never=WHOLE_70B)
+
+
+@each(
+    p2p=Case(P2P, 18, PERMUTES_6),
+    collective=Case(COLLECTIVE, 18, GATHERS | SCATTERS),
+)
+def test_attention_block(tp: Mesh, case: Case) -> None:
+    shapes, specs = (*QKV, (HEADS * HEAD, MODEL_70B)), (*QKV_SPECS, ROW)
+    check(tp, case, attention, shapes, specs, ROW, never=WHOLE_70B)
+
+
+@each(
+    p2p=Case(P2P, 30, {"CollectivePermute": Moves(12)}),
+    collective=Case(
+        COLLECTIVE,
+        30,
+        {
+            "AllGather": Moves(8, dict.fromkeys(range(8), IN_CHAIN)),
+            "ReduceScatter": Moves(8, dict.fromkeys(range(8), IN_CHAIN)),
+        },
+    ),
+)
+def test_transformer_layer(tp: Mesh, case: Case) -> None:
+    up, down = (MODEL_70B, HIDDEN_70B), (HIDDEN_70B, MODEL_70B)
+    shapes = *QKV, (HEADS * HEAD, MODEL_70B), up, up, down
+    specs = *QKV_SPECS, ROW, COLUMN, COLUMN, ROW
+    check(tp, case, layer, shapes, specs, ROW, never=WHOLE_70B)
