@@ -15,6 +15,7 @@ from jhost.lowering.interpret import Record, interpret
 from jhost.lowering.ir import Program
 from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.options import explained_refusals
+from jhost.runtime.overlap_options import options_report
 from jhost.runtime.schedule import Schedule, parse_schedule
 
 
@@ -41,7 +42,7 @@ class Lowered:
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return explain_program(self.host_ir)
+        return _explained(self.host_ir, self._mesh)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -71,7 +72,7 @@ class Lowered:
         """Compiles the program for its devices."""
         with explained_refusals(self.host_ir.name, self._options):
             compiled = self._lowered.compile()
-        return Compiled(host_ir=self.host_ir, _compiled=compiled)
+        return Compiled(host_ir=self.host_ir, _compiled=compiled, _mesh=self._mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Compiled:
 
     host_ir: Program
     _compiled: jax.stages.Compiled
+    _mesh: AnyMesh | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable."""
@@ -123,5 +125,12 @@ class Compiled:
             schedule = str(self.schedule())
         except errors.ScheduleError:
             schedule = "schedule: the backend does not give it"
-        explanation = explain_program(self.host_ir)
+        explanation = _explained(self.host_ir, self._mesh)
         return dataclasses.replace(explanation, schedule=schedule)
+
+
+def _explained(program: Program, mesh: AnyMesh | None) -> Explanation:
+    """What the passes say of `program`, and what XLA is told for its loops."""
+    explanation = explain_program(program)
+    options = options_report(program.name, mesh) if explanation.loops else ()
+    return dataclasses.replace(explanation, options=options)

@@ -74,6 +74,7 @@ class CommunicationReport:
 class Explanation:
     """The answer of `jhost.explain`; `str` of it reads well.
 
+    `options` are those that XLA is given for the overlap, applied, refused and missed;
     `schedule` is there once XLA has compiled the program: `Compiled.schedule` as text.
     """
 
@@ -82,6 +83,7 @@ class Explanation:
     streams: tuple[StreamReport, ...]
     communications: tuple[CommunicationReport, ...]
     notes: tuple[str, ...]
+    options: tuple[str, ...] = ()
     schedule: str = ""
 
     def __str__(self) -> str:
@@ -90,6 +92,7 @@ class Explanation:
             ("streams", self.streams),
             ("communications", self.communications),
             ("notes", self.notes),
+            ("XLA options", self.options),
         ):
             if rows:
                 lines += [f"  {title}:", *(f"    {row}" for row in rows)]

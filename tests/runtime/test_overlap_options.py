@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 import jhost
 from jhost.runtime import overlap_options
+from jhost.runtime.devices import Devices
 
 
 def test_nothing_is_asked_of_a_cpu(
@@ -67,3 +69,47 @@ def test_a_function_with_options_warns_inside_an_outer_jit(
     assert float(with_options(one)) == 2.0
     with pytest.warns(UserWarning, match="with_options .* xla_cpu_enable_fast_math"):
         assert float(jax.jit(with_options)(one)) == 2.0
+
+
+GPUS = Devices(platform="gpu", kind="NVIDIA H200", count=4, processes=1)
+
+
+def test_copies_in_one_process_and_symmetric_buffers_between_several(
+    make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = make_mesh((4,), ("tp",))
+    monkeypatch.setattr(overlap_options, "devices_of", lambda mesh: GPUS)
+    alone = overlap_options.wanted_options(mesh)
+    assert alone["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
+    several = dataclasses.replace(GPUS, processes=4)
+    monkeypatch.setattr(overlap_options, "devices_of", lambda mesh: several)
+    between = overlap_options.wanted_options(mesh)
+    assert "xla_gpu_collective_permute_mode" not in between
+    assert between["xla_gpu_experimental_enable_nccl_symmetric_buffers"] is True
+
+
+def test_what_became_of_the_options_is_explained(
+    make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = make_mesh((4,), ("tp",))
+    wanted = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_there_is_no_such": 1}
+    monkeypatch.setattr(overlap_options, "wanted_options", lambda mesh: wanted)
+    monkeypatch.setattr(overlap_options, "_asked_for", False)
+    with pytest.warns(UserWarning, match="explained_options"):
+        overlap_options.warn_of_missed_options("explained_options", {"a": 1})
+    assert overlap_options.options_report("explained_options", mesh) == (
+        "applied: xla_gpu_dot_merger_threshold_mb=0",
+        "refused by this XLA: xla_gpu_there_is_no_such=1",
+        "missed inside an outer jax.jit: a=1",
+    )
+
+    @jhost.jit(mesh=mesh, in_shardings=P("tp"), chunks=2, compiler_options={})
+    def f(x: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.tanh(x), axis=0)
+
+    lowered = f.lower(jnp.zeros((8, 2)))
+    assert "XLA options:\n    applied: xla_gpu_dot_merger" in str(lowered.explain())
+    plain = jhost.jit(jnp.tanh, mesh=mesh, in_shardings=P("tp"))
+    assert not plain.lower(jnp.zeros((8, 2))).explain().options

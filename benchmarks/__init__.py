@@ -1,0 +1,1 @@
+"""The benchmarks of jhost against its peers; `python -m benchmarks` runs them."""

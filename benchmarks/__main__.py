@@ -1,0 +1,297 @@
+"""Runs the benchmarks: every case, every arm, one JSON file.
+
+    python -m benchmarks [--quick] [--cases PATTERNS] [--arms PATTERNS] [--devices LIST]
+
+`python -m benchmarks.report` makes docs/benchmarks.md from such files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from benchmarks import (
+    arms,
+    call_overhead,
+    cases,
+    checks,
+    environment,
+    figures,
+    runner,
+    timing,
+)
+from benchmarks.cases import Case
+from benchmarks.communication import AXIS
+from benchmarks.layers import MODELS
+from benchmarks.progress import Progress, progress
+from benchmarks.runner import Mode, Plan
+from benchmarks.torch_arms import TorchArms
+
+T = TypeVar("T")
+
+FORMAT = 1
+RESULTS = Path(__file__).parent / "results"
+
+PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+CALLS: Mapping[str, Sequence[Mode]] = {
+    "one": ("once",),
+    "program": ("program",),
+    "both": ("program", "once"),
+}
+
+# What `--quick` measures where nothing else is asked for: every way of communicating.
+QUICK_CASES = ("ag_qkv/8b/8192", "down_ar/8b/8192", "mlp/8b/8192")
+
+
+@dataclasses.dataclass
+class Run:
+    """The JSON file of a run: written anew after every case."""
+
+    path: Path
+    content: dict[str, Any]
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(beside, self.path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the arguments, measures, and says what came of it."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    on_gpu = jax.default_backend() == "gpu"
+    try:
+        devices = _device_counts(arguments.devices)
+        names = arms.select(arguments.arms or arms.DEFAULT)
+        chosen = {count: _cases(arguments, count, on_gpu) for count in devices}
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.list:
+        print("\n".join(case.name for case in next(iter(chosen.values()))))
+        return
+    plan = Plan(
+        arms=names,
+        modes=CALLS[arguments.calls],
+        effort=_effort(arguments.quick, on_gpu),
+        deadline=timing.Deadline(arguments.time_limit),
+        checked=not arguments.no_checks,
+    )
+    run = _new_run(arguments.json, plan, on_gpu)
+    passes = PASSES[arguments.passes]
+    bar = progress(sum(map(len, chosen.values())) * len(passes))
+    if not arguments.cases and not arguments.quick:
+        run.content["call_overhead"] = _call_overhead()
+    try:
+        for count, list_ in chosen.items():
+            _measure_on(count, list_, passes, plan, run, bar)
+    finally:
+        bar.close()
+        run.content["clocks_at_end"] = environment.clocks()
+        run.write()
+    print(_summary(run.content))
+    print(f"written: {run.path.name}")
+
+
+def _measure_on(
+    count: int,
+    chosen: Sequence[Case],
+    passes: Sequence[bool],
+    plan: Plan,
+    run: Run,
+    bar: Progress,
+) -> None:
+    """All cases on a mesh of the first `count` devices."""
+    devices = jax.devices()[:count]
+    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    names = [name for name in plan.arms if name in arms.TORCH]
+    torch = TorchArms(names, count, devices[0].platform)
+    try:
+        torch.settle()
+        run.content["environment"]["torch_processes"] = torch.versions
+        for case in chosen:
+            for backward in passes:
+                _measure_one(case, mesh, backward, plan, torch, run, bar)
+    finally:
+        torch.close()
+
+
+def _measure_one(
+    case: Case,
+    mesh: Mesh,
+    backward: bool,
+    plan: Plan,
+    torch: TorchArms,
+    run: Run,
+    bar: Progress,
+) -> None:
+    what = f"{case.name} on {case.devices}{' with gradients' if backward else ''}"
+    bar.step(what)
+    if plan.deadline.passed():
+        run.content["not_measured"].append(what)
+        return
+    try:
+        record = runner.measure(case, mesh, backward, plan)
+        entries = torch.measure(case, mesh, backward, plan.effort, plan.deadline)
+        for mode in plan.modes:
+            record["modes"][mode] |= entries
+        runner.add_figures(record)
+        run.content["measurements"].append(record)
+        bar.say(line(record))
+    except Exception as error:
+        # What fails outside of an arm: operands that do not fit, say.
+        run.content["failed"].append({what: runner.error_text(error)})
+        bar.say(f"{what}: {runner.error_text(error)}")
+    finally:
+        run.write()
+        runner.forget()
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record as lines of text, one for each way of calling."""
+    texts: list[str] = []
+    for mode, entries in record["modes"].items():
+        times = figures.minima(entries)
+        shown = " ".join(f"{arm} {time:.3f}" for arm, time in times.items())
+        own = record["figures"][mode].get("jhost", {})
+        ratios = " ".join(f"{name} {value:.2f}" for name, value in own.items())
+        texts.append(
+            f"{record['case']} x{record['devices']} {record['pass']} {mode}: {shown}"
+            f" | {ratios}"
+        )
+        texts += [
+            f"  {arm}: {entry['error']}"
+            for arm, entry in entries.items()
+            if "error" in entry
+        ]
+    texts += [
+        f"  {arm}: WRONG {found}"
+        for arm, found in record["checks"].items()
+        if not checks.passed(found)
+    ]
+    return "\n".join(texts)
+
+
+def _summary(content: dict[str, Any]) -> str:
+    lines = [f"{len(content['measurements'])} measurements"]
+    for mode in ("program", "once"):
+        speedups = [
+            record["figures"][mode]["jhost"]["speedup"]
+            for record in content["measurements"]
+            if "speedup" in record["figures"].get(mode, {}).get("jhost", {})
+        ]
+        mean = figures.geometric_mean(speedups)
+        if mean is not None:
+            lines.append(
+                f"{mode}: speedup of jhost over plain, geometric mean: {mean:.3f}"
+            )
+    if content["not_measured"]:
+        lines.append(f"no time for: {', '.join(content['not_measured'])}")
+    return "\n".join(lines)
+
+
+def _new_run(path: Path | None, plan: Plan, on_gpu: bool) -> Run:
+    now = datetime.datetime.now(datetime.UTC)
+    facts = environment.describe()
+    if path is None:
+        kind = facts["device_kind"].replace(" ", "-").lower()
+        path = RESULTS / f"{now:%Y-%m-%d-%H%M}-{kind}.json"
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "claims": on_gpu,
+        "started": now.isoformat(timespec="seconds"),
+        "environment": facts,
+        "effort": dataclasses.asdict(plan.effort),
+        "arms": list(plan.arms),
+        "clocks_at_start": environment.clocks(),
+        "call_overhead": None,
+        "measurements": [],
+        "failed": [],
+        "not_measured": [],
+    }
+    return Run(path, content)
+
+
+def _call_overhead() -> list[dict[str, Any]]:
+    return [call_overhead.measure(each, 20, 50) for each in call_overhead.cases()]
+
+
+def _effort(quick: bool, on_gpu: bool) -> timing.Effort:
+    if not quick:
+        return timing.FULL
+    return timing.QUICK if on_gpu else timing.CODE_PATH
+
+
+def _device_counts(wanted: Sequence[int] | None) -> list[int]:
+    there = jax.device_count()
+    if there < 2:
+        raise ValueError(
+            "there is one device; two are needed (JAX_NUM_CPU_DEVICES=4 makes four of "
+            "any CPU)"
+        )
+    if not wanted:
+        return [count for count in (4, 2) if count <= there]
+    wrong = [count for count in wanted if not 2 <= count <= there]
+    if wrong:
+        raise ValueError(f"--devices: {wrong[0]} of {there} devices cannot be used")
+    return list(wanted)
+
+
+def _cases(arguments: argparse.Namespace, devices: int, on_gpu: bool) -> list[Case]:
+    unknown = [name for name in arguments.models or () if name not in MODELS]
+    if unknown:
+        raise ValueError(f"no model is named {unknown[0]!r}; there are 8b, 70b")
+    patterns = arguments.cases or (QUICK_CASES if arguments.quick else ["*"])
+    listed = cases.all_cases(
+        devices,
+        small=not on_gpu,
+        models=arguments.models or tuple(MODELS),
+        tokens=arguments.tokens or cases.TOKENS,
+        peers_own=not (arguments.models or arguments.tokens),
+    )
+    return cases.select(listed, patterns)
+
+
+def _separated(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def parse(text: str) -> list[T]:
+        return [convert(part) for part in text.split(",") if part]
+
+    parse.__name__ = "list"  # what argparse calls it in its errors
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
+    )
+    names, numbers = _separated(str), _separated(int)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer calls, and a few cases by default")
+    add("--cases", type=names, help="names or starts of names, as mlp,ag_up/*/8192")
+    add("--arms", type=names, help="names with wildcards, as plain,compute,jhost*")
+    add("--devices", type=numbers, help="how many, as 4,2")
+    add("--models", type=names, help="8b, 70b")
+    add("--tokens", type=numbers, help="8192, 4096, 2048")
+    add("--passes", choices=PASSES, default="both")
+    add("--calls", choices=CALLS, default="both")
+    add("--time-limit", type=float, metavar="SECONDS", help="end in time, cleanly")
+    add("--no-checks", action="store_true", help="times only")
+    add("--json", type=Path, metavar="FILE", help="default: in benchmarks/results")
+    add("--list", action="store_true", help="print the names of the cases, and end")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The two limits: the local matmuls alone, and the communications alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from benchmarks.arms.base import Built, Function, forward_or_both, per_device
+from benchmarks.cases import COLUMNS, ROWS, WHOLE, Case, Operand
+from benchmarks.communication import AXIS, InPlace
+
+_LARGE = 1 << 31
+"""Bytes; results above it are not returned whole."""
+
+
+def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
+    """Each device's matmuls as if the rows of all had always been there.
+
+    What is whole on every device is stacked here, one copy each, so that no gradient
+    of it has to be summed.
+    """
+    gathered = [shape for kind, shape in case.moved(False) if kind == "gather"]
+    keep_rows = case.kind == "layer"
+    operands = [_own_copies(o, case.devices) for o in case.operands]
+    if gathered:
+        rows, columns = gathered[0]
+        operands.append(Operand("placed", (case.devices * rows, columns), ROWS))
+
+    def part(*operands: jax.Array) -> jax.Array:
+        placed = operands[-1] if gathered else None
+        return case.run(InPlace(placed, keep_rows), operands[: len(case.operands)])
+
+    out = COLUMNS if case.out_spec == COLUMNS else ROWS
+    function = per_device(part, mesh, [o.spec for o in operands], out)
+    instance = forward_or_both(function, backward)
+    if backward:
+        operands.append(_cotangent(function, operands, out))
+        # Without residuals x is not computed with: its gradient would be a fill.
+        instance = _without_first_gradient(instance) if _unused_x(case) else instance
+    return [Built(instance=instance, operands=tuple(operands), checked=False)]
+
+
+def _own_copies(operand: Operand, devices: int) -> Operand:
+    if operand.spec != WHOLE:
+        return operand
+    (width,) = operand.shape
+    return dataclasses.replace(operand, shape=(width * devices,), spec=P(AXIS))
+
+
+def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Operand:
+    arrays = [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in operands]
+    return Operand("cotangent", jax.eval_shape(function, *arrays).shape, out)
+
+
+def _unused_x(case: Case) -> bool:
+    return case.kind != "layer" and case.moved(False)[0][0] == "gather"
+
+
+def _without_first_gradient(both: Function) -> Function:
+    def instance(*operands: Any) -> Any:
+        result, _, *gradients = both(*operands)
+        return (result, *gradients)
+
+    return instance
+
+
+def communication(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
+    """The case's collectives one after another, with nothing between them."""
+    moved = case.moved(backward)
+    operands = tuple(
+        Operand(f"{kind}_{n}", _sent(kind, shape, case.devices), ROWS)
+        for n, (kind, shape) in enumerate(moved)
+    )
+
+    def part(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        results: list[jax.Array] = []
+        for (kind, _), x in zip(moved, operands, strict=True):
+            if results:
+                x, results[-1] = lax.optimization_barrier((x, results[-1]))
+            results.append(_collective(kind, x))
+        return tuple(_kept(result) for result in results)
+
+    outs = (ROWS,) * len(moved)
+    function = per_device(part, mesh, [o.spec for o in operands], outs, check=False)
+    return [Built(instance=function, operands=operands, checked=False)]
+
+
+def _sent(kind: str, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    """The global shape of what is sent: partial sums are whole on every device."""
+    rows, *rest = shape
+    return (rows if kind == "gather" else devices * rows, *rest)
+
+
+def _collective(kind: str, x: jax.Array) -> jax.Array:
+    if kind == "gather":
+        return lax.all_gather(x, AXIS, tiled=True)
+    if kind == "scatter":
+        return lax.psum_scatter(x, AXIS, tiled=True)
+    return lax.psum(x, AXIS)
+
+
+def _kept(result: jax.Array) -> jax.Array:
+    """The result, or the first rows of one too large to return from several calls."""
+    if 2 * math.prod(result.shape) < _LARGE:
+        return result
+    return lax.slice_in_dim(lax.optimization_barrier(result), 0, 8)

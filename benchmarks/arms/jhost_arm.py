@@ -1,0 +1,67 @@
+"""jhost, by its public names only, as a user writes it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from jax.sharding import Mesh
+
+import jhost
+from benchmarks.arms.base import (
+    Arm,
+    Built,
+    Unavailable,
+    case_operands,
+    constrained,
+    forward_or_both,
+)
+from benchmarks.cases import Case
+from benchmarks.communication import Streamed
+
+Pipeline: TypeAlias = Literal["p2p", "collective", "auto", "off"]
+
+
+def pipeline(name: Pipeline) -> Arm:
+    """The arm that asks for one pipeline, or leaves the choice to jhost."""
+
+    def arm(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
+        return [_built(case, mesh, backward, pipeline=name)]
+
+    return arm
+
+
+def nvfuser_chunks(count: int) -> Arm:
+    """A collective pipeline in that many chunks, for the sizes of nvFuser's own."""
+
+    def arm(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
+        if not case.kind.startswith("nvfuser"):
+            raise Unavailable("for nvFuser's own sizes")
+        return [_built(case, mesh, backward, pipeline="collective", chunks=count)]
+
+    return arm
+
+
+def _built(case: Case, mesh: Mesh, backward: bool, **choice: Any) -> Built:
+    def layer(*operands: Any) -> Any:
+        return case.run(Streamed(), operands)
+
+    function = jhost.jit(
+        layer,
+        mesh=mesh,
+        in_shardings=case.specs,
+        out_shardings=case.out_spec,
+        **choice,
+    )
+    if not backward:
+        return Built(
+            instance=function,
+            operands=case.operands,
+            options=jhost.compiler_options(),
+            call=function,
+            explain=lambda operands: str(jhost.explain(function, *operands)),
+        )
+    return Built(
+        instance=constrained(forward_or_both(function, True), case, mesh),
+        operands=case_operands(case, True),
+        options=jhost.compiler_options(),
+    )

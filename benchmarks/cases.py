@@ -1,0 +1,272 @@
+"""The list of cases, fixed before measuring: names, operands, layouts, work."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import layers
+from benchmarks.communication import AXIS, Communication, Recorder, Whole
+from benchmarks.layers import MODELS, Layer, Model
+
+TOKENS = (8192, 4096, 2048)
+
+ROWS, COLUMNS, WHOLE = P(AXIS, None), P(None, AXIS), P()
+
+_UNIT = 128.0
+"""Integer operands of activation functions are multiples of it: there gelu and silu
+are exact, x or 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array to make: its layout, and the scale of its random values.
+
+    Its integer values are -unit, 0 and unit, with `nonzeros` nonzeros to be expected
+    along dim 0, or all of them: few enough that every sum stays within the 256
+    integers that bfloat16 holds exactly.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: P
+    scale: float = 1.0
+    nonzeros: float | None = None
+    unit: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One function at one size, over `devices` devices.
+
+    Its name is that of the whole size, also where a CPU gets a small one.
+    """
+
+    name: str
+    model: Model
+    tokens: int
+    devices: int
+    layer: Layer
+    operands: tuple[Operand, ...]
+    out_spec: P
+    exact_integers: bool = True
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        return tuple(operand.spec for operand in self.operands)
+
+    def run(self, comm: Communication, operands: Sequence[jax.Array]) -> jax.Array:
+        return self.layer(comm, self.model, operands)
+
+    def result_shape(self) -> tuple[int, ...]:
+        return jax.eval_shape(
+            lambda *xs: self.run(Whole(), xs), *self._abstract()
+        ).shape
+
+    def cotangent(self) -> Operand:
+        """What a backward pass starts from."""
+        return Operand(
+            "cotangent", self.result_shape(), self.out_spec, nonzeros=2.0, scale=1.0
+        )
+
+    def moved(self, backward: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Each communication, by kind and whole shape, in order."""
+        recorder = Recorder()
+        jax.eval_shape(lambda *xs: self.run(recorder, xs), *self._abstract())
+        if not backward:
+            return tuple(recorder.moved)
+        back = {"gather": "scatter", "scatter": "gather"}
+        transposed = [(back[k], s) for k, s in reversed(recorder.moved) if k in back]
+        return (*recorder.moved, *transposed)
+
+    def bytes_moved(self, backward: bool) -> int:
+        """Bytes that each device has to receive."""
+        passes = {"gather": 1, "scatter": 1, "reduce": 2}
+        elements = sum(passes[k] * math.prod(s) for k, s in self.moved(backward))
+        return 2 * elements * (self.devices - 1) // self.devices
+
+    def flops(self, backward: bool) -> int:
+        """Operations of the matmuls of each device."""
+
+        def run(*operands: jax.Array) -> Any:
+            result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
+            return (result, pull(result)) if backward else result
+
+        jaxpr = jax.make_jaxpr(run)(*self._abstract())
+        return _matmul_flops(jaxpr.jaxpr) // self.devices
+
+    def _abstract(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
+
+
+def _matmul_flops(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            inner = math.prod(shape[dim] for dim in contracted)
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * inner
+        for value in eqn.params.values():
+            inside = getattr(value, "jaxpr", value)
+            total += _matmul_flops(inside) if hasattr(inside, "eqns") else 0
+    return total
+
+
+def _weight(
+    name: str, shape: tuple[int, int], spec: P, nonzeros: float = 1024.0
+) -> Operand:
+    return Operand(name, shape, spec, scale=shape[0] ** -0.5, nonzeros=nonzeros)
+
+
+def _make(name: str, model: Model, tokens: int, devices: int) -> Case:
+    """One of the Llama layers.  The nonzeros keep the variance of sums near 1000."""
+    kind = name.partition("/")[0]
+    hidden, ffn, attended = model.hidden, model.ffn, model.heads * model.head
+    x = Operand("x", (tokens, hidden), ROWS)
+    x_units = dataclasses.replace(x, unit=_UNIT)
+    few, some = 4.0, 128.0
+    gate = _weight("gate", (hidden, ffn), COLUMNS, few)
+    up = _weight("up", (hidden, ffn), COLUMNS, few)
+    down = _weight("down", (ffn, hidden), ROWS)
+    qkv = _weight("qkv", (hidden, model.qkv), COLUMNS)
+    out = _weight("out", (attended, hidden), ROWS)
+    gains = [Operand(f"{nth}_gain", (hidden,), WHOLE) for nth in ("first", "second")]
+    wide = Operand("h", (tokens, ffn), COLUMNS)
+    mixed = Operand("h", (tokens, attended), COLUMNS)
+    down_few = dataclasses.replace(down, nonzeros=some)
+    table: dict[str, tuple[Layer, tuple[Operand, ...], P]] = {
+        "ag_qkv": (layers.gathered, (x, qkv), COLUMNS),
+        "ag_up": (
+            layers.gathered,
+            (x, dataclasses.replace(up, nonzeros=1024.0)),
+            COLUMNS,
+        ),
+        "ag_gate_up": (layers.gathered_swiglu, (x_units, gate, up), COLUMNS),
+        "out_rs": (layers.scattered, (mixed, out), ROWS),
+        "down_rs": (layers.scattered, (wide, down), ROWS),
+        "down_ar": (layers.reduced, (wide, down), WHOLE),
+        "mlp": (layers.mlp, (x_units, up, down_few), ROWS),
+        "swiglu_mlp": (layers.swiglu_mlp, (x_units, gate, up, down_few), ROWS),
+        "attention": (layers.attention, (x, qkv, out), ROWS),
+        "layer": (
+            layers.layer,
+            (x, gains[0], qkv, out, gains[1], gate, up, down),
+            ROWS,
+        ),
+    }
+    function, operands, out_spec = table[kind]
+    return Case(
+        name=name,
+        model=model,
+        tokens=tokens,
+        devices=devices,
+        layer=function,
+        operands=operands,
+        out_spec=out_spec,
+        exact_integers=kind not in ("attention", "layer"),  # softmax and norms
+    )
+
+
+KINDS = (
+    "ag_qkv",
+    "ag_up",
+    "ag_gate_up",
+    "out_rs",
+    "down_rs",
+    "down_ar",
+    "mlp",
+    "swiglu_mlp",
+    "attention",
+    "layer",
+)
+
+
+def _peers_own(devices: int, shrink: int) -> Iterator[Case]:
+    """The sizes that nvFuser's and Pallas' own benchmarks publish."""
+
+    def case(name: str, layer: Layer, shapes: Sequence[tuple[int, int]]) -> Case:
+        left, right = ((m // shrink, k // shrink) for m, k in shapes)
+        gathers = layer is layers.gathered
+        _, size, _ = name.split("/")
+        return Case(
+            name=name,
+            model=Model(size, right[0], right[1], heads=0, kv_heads=0),
+            tokens=left[0],
+            devices=devices,
+            layer=layer,
+            operands=(
+                Operand("x", left, ROWS if gathers else COLUMNS),
+                _weight("w", right, COLUMNS if gathers else ROWS),
+            ),
+            out_spec=COLUMNS if gathers else WHOLE,
+        )
+
+    row_parallel = [(8192, 32768), (32768, 8192)]
+    yield case("nvfuser_ar/h8192/8192", layers.reduced, row_parallel)
+    for k in (4096, 65536):
+        # There each device multiplies by 1024 columns.
+        wide = (k, 1024 * devices)
+        yield case(f"nvfuser_ag/k{k}/65536", layers.gathered, [(65536, k), wide])
+    rows, columns = 1024 * devices, 4096 * devices
+    square = [(rows, 4096), (4096, columns)]
+    yield case(f"pallas_ag/k4096/{rows}", layers.gathered, square)
+
+
+def all_cases(
+    devices: int,
+    *,
+    small: bool,
+    models: Sequence[str] = tuple(MODELS),
+    tokens: Sequence[int] = TOKENS,
+    peers_own: bool = True,
+) -> list[Case]:
+    """The list; `small` for CPUs, where no time means anything."""
+    shrink = 64 if small else 1  # all sizes alike: ratios decide about layouts
+    cases = [
+        _make(
+            f"{kind}/{model}/{count}",
+            MODELS[model].shrunk(shrink),
+            count // shrink,
+            devices,
+        )
+        for kind in KINDS
+        for model in models
+        for count in tokens
+    ]
+    own = _peers_own(devices, shrink) if peers_own else ()
+    return [*cases, *own]
+
+
+def select(cases: Iterable[Case], patterns: Sequence[str]) -> list[Case]:
+    """The cases that a pattern names, in the order of the patterns.
+
+    A pattern is a name with wildcards, as `mlp/8b/*`, or the start of one, as `mlp`.
+
+    Raises:
+        ValueError: a pattern that names none.
+    """
+    pool, chosen = list(cases), dict[str, Case]()
+    for pattern in patterns:
+        found = [
+            case
+            for case in pool
+            if fnmatch.fnmatchcase(case.name, pattern)
+            or fnmatch.fnmatchcase(case.name, f"{pattern}/*")
+        ]
+        if not found:
+            kinds = ", ".join(dict.fromkeys(case.kind for case in pool))
+            raise ValueError(f"no case is named {pattern!r}; there are {kinds}")
+        chosen |= {case.name: case for case in found}
+    return list(chosen.values())

@@ -1,0 +1,169 @@
+"""How the cases communicate: the same layer functions, under different hands.
+
+A layer function says what it computes from gathered rows and which products are summed
+over the devices; one of these classes says how.  `Whole` sees global arrays, the others
+one device's part inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jhost
+
+AXIS = "tp"
+"""The mesh axis of every benchmark."""
+
+Rows = Callable[[jax.Array], jax.Array]
+
+
+class Communication(Protocol):
+    """What layer functions ask for."""
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        """`rows` of x with the rows of all devices; `ends`: what follows mixes rows."""
+        ...
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        """h @ w, summed over the devices, each of which keeps its rows."""
+        ...
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        """h @ w, summed over the devices, for all of them."""
+        ...
+
+
+class Whole:
+    """Global arrays: whoever partitions the program also communicates."""
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        return rows(x)
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return h @ w
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return h @ w
+
+
+class Streamed(Whole):
+    """Global arrays with jhost's marks: rows may be worked on in chunks."""
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        return jhost.stream(rows(x), axis=0) if ends else rows(x)
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return jhost.stream(h @ w, axis=0)
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return jhost.stream(h @ w, axis=0)
+
+
+class Collectives:
+    """One collective, one matmul: what everybody writes first."""
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        return rows(lax.all_gather(x, AXIS, tiled=True))
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum_scatter(h @ w, AXIS, tiled=True)
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(h @ w, AXIS)
+
+
+class Ring:
+    """Chunks handed round a ring by `ppermute` in an unrolled loop.
+
+    The idea of the collective matmuls in JAX's documentation of `shard_map`.
+    """
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        size, rank, count = lax.axis_size(AXIS), lax.axis_index(AXIS), x.shape[0]
+        result = None
+        for step in range(size):
+            part = rows(x)
+            if result is None:
+                result = jnp.zeros((size * count, *part.shape[1:]), part.dtype)
+            start = (rank + step) % size * count
+            result = lax.dynamic_update_slice_in_dim(result, part, start, 0)
+            if step < size - 1:
+                x = _rotate(x, -1)
+        assert result is not None
+        return result
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        size, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
+        count = h.shape[0] // size
+        total = None
+        for step in range(size):
+            start = (rank - 1 - step) % size * count
+            part = lax.dynamic_slice_in_dim(h, start, count, 0) @ w
+            total = part if total is None else _rotate(total, 1) + part
+        assert total is not None
+        return total
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.all_gather(self.scatter(h, w), AXIS, tiled=True)
+
+
+def _rotate(x: jax.Array, shift: int) -> jax.Array:
+    size = lax.axis_size(AXIS)
+    return lax.ppermute(
+        x, AXIS, [(device, (device + shift) % size) for device in range(size)]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlace:
+    """No communication: gathered rows are in place, sums stay partial.
+
+    `keep_rows` keeps a device's own rows of a product, for what is computed next.
+    """
+
+    placed: jax.Array | None
+    keep_rows: bool
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        assert self.placed is not None
+        # Tied to x, so that nothing below starts before x is there.
+        placed, _ = lax.optimization_barrier((self.placed, x))
+        return rows(placed)
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        product = h @ w
+        if not self.keep_rows:
+            return product
+        # Behind a barrier, so that the product is computed whole.
+        count = product.shape[0] // lax.axis_size(AXIS)
+        return lax.slice_in_dim(lax.optimization_barrier(product), 0, count)
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        return h @ w
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Global arrays; notes the whole array that each communication moves."""
+
+    moved: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+
+    def gather(self, x: jax.Array, rows: Rows, *, ends: bool = False) -> jax.Array:
+        self.moved.append(("gather", x.shape))
+        return rows(x)
+
+    def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        product = h @ w
+        self.moved.append(("scatter", product.shape))
+        return product
+
+    def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        product = h @ w
+        self.moved.append(("reduce", product.shape))
+        return product

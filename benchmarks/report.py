@@ -1,0 +1,288 @@
+"""Makes the tables and plots of docs/benchmarks.md from the JSON files of runs.
+
+    python -m benchmarks.report [FILE ...] [--no-plots]
+
+Without files: all in benchmarks/results.  Where several runs measured one case, the
+last one counts; a row's ratios are always of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checks, figures, plots, targets
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = Path(__file__).parent / "results"
+
+BEGIN, END = "<!-- begin: measured -->", "<!-- end: measured -->"
+
+MODES = {"program": "in program", "once": "one op per call"}
+PASSES = {"forward": "forward", "backward": "forward + backward"}
+
+COLUMNS = (
+    ("speedup", "speedup"),
+    ("ceiling", "ceiling"),
+    ("over_compute", "over compute"),
+    ("to_the_limit", "to the limit"),
+    ("efficiency", "efficiency"),
+    ("versus_async_tp", "vs AsyncTP"),
+    ("versus_torch", "vs torch"),
+    ("versus_xla", "vs XLA"),
+    ("versus_recipe", "vs recipe"),
+    ("versus_pallas", "vs Pallas"),
+)
+
+Record = Mapping[str, Any]
+Group = tuple[str, int, str, str]
+"""Device kind, devices, pass, mode: what one table is of."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the page and its plots."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--no-plots", action="store_true")
+    arguments = parser.parse_args(argv)
+    files = arguments.files or sorted(RESULTS.glob("*.json"))
+    runs = sorted((json.loads(f.read_text()) for f in files), key=_started)
+    pictures = {} if arguments.no_plots else _draw(runs, arguments.page.parent)
+    text = measured(runs, pictures)
+    arguments.page.write_text(_replaced(arguments.page.read_text(), text))
+    print(f"{len(runs)} runs > {arguments.page.name}")
+
+
+def _started(run: Mapping[str, Any]) -> str:
+    return run["started"]
+
+
+def _replaced(page: str, text: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}"
+
+
+def groups(runs: Iterable[Mapping[str, Any]]) -> dict[Group, dict[str, Record]]:
+    """The last record of each case, by table; runs on CPUs have a kind of their own."""
+    found: dict[Group, dict[str, Record]] = {}
+    for run in runs:
+        kind = run["environment"]["device_kind"]
+        for record in run["measurements"]:
+            for mode in record["modes"]:
+                group = (kind, record["devices"], record["pass"], mode)
+                found.setdefault(group, {})[record["case"]] = record
+    return found
+
+
+def measured(
+    runs: Sequence[Mapping[str, Any]], pictures: Mapping[Group, str] | None = None
+) -> str:
+    """All that is between the marks, as Markdown."""
+    if not runs:
+        return "No run is stored yet."
+    parts = ["## Runs", "\n".join(_run_line(run) for run in runs)]
+    if not all(run["claims"] for run in runs):
+        parts.append("What ran on CPUs shows that the code runs. It claims no time.")
+    for group, records in groups(runs).items():
+        parts += _group_parts(group, records, (pictures or {}).get(group))
+    return "\n\n".join(parts)
+
+
+def _run_line(run: Mapping[str, Any]) -> str:
+    facts = run["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items())
+    effort = run["effort"]
+    line = (
+        f"- {run['started'][:16].replace('T', ' ')} UTC, {facts['device_kind']}, "
+        f"{len(run['measurements'])} measurements of {effort['blocks']} blocks of "
+        f"{effort['calls']} calls; {versions}; {_clocks(run)}"
+    )
+    if run["not_measured"]:
+        line += f"; no time was left for {', '.join(run['not_measured'])}"
+    return line
+
+
+def _clocks(run: Mapping[str, Any]) -> str:
+    """What the GPUs' clocks were right after the cases."""
+    seen = [
+        gpu["clocks.sm"]
+        for record in run["measurements"]
+        for gpu in record.get("clocks") or ()
+    ]
+    if not seen:
+        return "no clocks"
+    clocks = sorted({int(text.split()[0]) for text in seen})
+    return f"SM clocks {clocks[0]} to {clocks[-1]} MHz"
+
+
+def _group_parts(
+    group: Group, records: Mapping[str, Record], picture: str | None
+) -> list[str]:
+    kind, devices, pass_, mode = group
+    title = f"## {devices} x {kind}, {PASSES[pass_]}, {MODES[mode]}"
+    parts = [title, _headline(records, mode)]
+    if picture is not None:
+        parts.append(f"![Speedup of each case, and its ceiling]({picture})")
+    parts += [_ratio_table(records, mode), _time_table(records, mode)]
+    if pass_ == "forward" and mode == "program" and kind != "cpu":
+        parts += _target_parts(records, devices)
+    parts += _notes(records, mode)
+    return parts
+
+
+def _own(record: Record, mode: str) -> Mapping[str, float]:
+    return record["figures"].get(mode, {}).get("jhost", {})
+
+
+def _headline(records: Mapping[str, Record], mode: str) -> str:
+    speedups = [
+        _own(record, mode)["speedup"]
+        for record in records.values()
+        if "speedup" in _own(record, mode)
+    ]
+    mean = figures.geometric_mean(speedups)
+    if mean is None:
+        return "jhost and plain were not both measured."
+    losses = sum(speedup < 1 for speedup in speedups)
+    return (
+        f"Speedup over plain, geometric mean of {len(speedups)} cases: **{mean:.3f}**; "
+        f"slower than plain: {losses}."
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _ratio_table(records: Mapping[str, Record], mode: str) -> str:
+    shown = [
+        (name, title)
+        for name, title in COLUMNS
+        if any(name in _own(record, mode) for record in records.values())
+    ]
+    rows = [
+        [
+            case,
+            *(_number(_own(record, mode).get(name)) for name, _ in shown),
+            _verdict(record),
+        ]
+        for case, record in records.items()
+    ]
+    return _table(["case", *(title for _, title in shown), "right"], rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _verdict(record: Record) -> str:
+    """Whether every arm that was checked passed; else which did not."""
+    checked = record["checks"]
+    wrong = [arm for arm, found in checked.items() if not checks.passed(found)]
+    if wrong:
+        return f"no: {', '.join(wrong)}"
+    return "yes" if checked else ""
+
+
+def _time_table(records: Mapping[str, Record], mode: str) -> str:
+    """Milliseconds of every arm: minimum / median over blocks."""
+    timed = dict.fromkeys(
+        arm
+        for record in records.values()
+        for arm, entry in record["modes"][mode].items()
+        if "min_ms" in entry
+    )
+    rows = [
+        [case, *(_times(record["modes"][mode].get(arm, {})) for arm in timed)]
+        for case, record in records.items()
+    ]
+    return "Milliseconds, minimum / median over blocks:\n\n" + _table(
+        ["case", *timed], rows
+    )
+
+
+def _times(entry: Mapping[str, Any]) -> str:
+    if "min_ms" not in entry:
+        return ""
+    return f"{entry['min_ms']:.3f} / {entry['median_ms']:.3f}"
+
+
+def _target_parts(records: Mapping[str, Record], devices: int) -> list[str]:
+    rows: list[list[str]] = []
+    for case, record in records.items():
+        wanted, own = targets.target(case, devices), _own(record, "program")
+        if wanted is not None and own:
+            missed = targets.misses(wanted, own)
+            rows.append([case, "; ".join(missed) or "met"])
+    return [f"Targets:\n\n{_table(['case', 'result'], rows)}"] if rows else []
+
+
+def _notes(records: Mapping[str, Record], mode: str) -> list[str]:
+    """Memory, compilation and host time of plain and jhost; then what failed."""
+    rows: list[list[str]] = []
+    failures: list[str] = []
+    for case, record in records.items():
+        entries = record["modes"][mode]
+        pair = [entries.get(arm, {}) for arm in ("plain", "jhost")]
+        rows.append([case, *(_pair(pair, *column) for column in _COSTS)])
+        failures += [
+            f"- {case}, {arm}: {entry['error']}"
+            for arm, entry in entries.items()
+            if "error" in entry
+        ]
+    head = ["plain / jhost", "peak memory, MB", "compilation, s", "host, us a call"]
+    parts = [_table(head, rows)]
+    if failures:
+        parts.append("Arms that failed:\n\n" + "\n".join(failures))
+    return parts
+
+
+_COSTS = (
+    (("peak_bytes",), 1e-6, 0),
+    (("compile_s", "first_call_s"), 1.0, 1),
+    (("host_us",), 1.0, 0),
+)
+
+
+def _pair(
+    entries: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    scale: float,
+    digits: int,
+) -> str:
+    found = [[entry[name] for name in names if name in entry] for entry in entries]
+    if not all(found):
+        return ""
+    values = [each[0] for each in found]
+    return " / ".join(f"{value * scale:.{digits}f}" for value in values)
+
+
+def _draw(runs: Sequence[Mapping[str, Any]], folder: Path) -> dict[Group, str]:
+    """The plots of the GPU tables, by their file names beside the page."""
+    drawn: dict[Group, str] = {}
+    for group, records in groups(run for run in runs if run["claims"]).items():
+        kind, devices, pass_, mode = group
+        slug = "".join(c if c.isalnum() else "-" for c in kind.lower())
+        name = f"benchmarks-{devices}x-{slug}-{pass_}-{mode}.svg"
+        bars = {
+            case: (own["speedup"], own.get("ceiling"))
+            for case, record in records.items()
+            if "speedup" in (own := _own(record, mode))
+        }
+        if bars:
+            plots.speedups(bars, folder / name)
+            drawn[group] = name
+    return drawn
+
+
+if __name__ == "__main__":
+    main()

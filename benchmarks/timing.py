@@ -1,0 +1,117 @@
+"""Times of several functions that take turns, block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How often everything is called."""
+
+    warmups: int = 10
+    blocks: int = 5
+    calls: int = 20
+    instances: int = 4
+    """How many instances of a case are in one program."""
+
+
+FULL = Effort()
+QUICK = Effort(warmups=3, blocks=3, calls=8)
+CODE_PATH = Effort(warmups=1, blocks=2, calls=2, instances=2)
+"""On CPUs, where times mean nothing."""
+
+
+class Deadline:
+    """When to stop measuring; None for never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds; infinite without a limit."""
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+    def passed(self) -> bool:
+        return self.left() <= 0
+
+
+@dataclasses.dataclass
+class Times:
+    """Of one function: milliseconds per instance, host microseconds per call."""
+
+    blocks_ms: list[float] = dataclasses.field(default_factory=list)
+    host_us: list[float] = dataclasses.field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "min_ms": min(self.blocks_ms),
+            "median_ms": statistics.median(self.blocks_ms),
+            "blocks_ms": self.blocks_ms,
+            "host_us": min(self.host_us),
+        }
+
+
+Call = Callable[[int], Any]
+"""Calls a function with the given set of operands, without waiting."""
+
+
+def measure(
+    calls: Mapping[str, Call],
+    effort: Effort,
+    instances: int,
+    deadline: Deadline,
+    on_error: Callable[[str, Exception], None],
+) -> dict[str, Times]:
+    """Blocks of calls in turns A B C A B C; a function that fails is left out.
+
+    Once the deadline has passed no further round begins, so every function has the
+    same number of blocks.
+    """
+    times = {name: Times() for name in calls}
+
+    def attempt(name: str, block: Callable[[], None]) -> None:
+        if name not in times:
+            return
+        try:
+            block()
+        except Exception as error:
+            del times[name]
+            on_error(name, error)
+
+    for name, call in calls.items():
+        attempt(name, lambda call=call: _warm_up(call, effort.warmups))
+    for number in range(effort.blocks):
+        if number and deadline.passed():
+            break
+        for name, call in calls.items():
+            attempt(
+                name,
+                lambda name=name, call=call: _block(
+                    call, effort.calls, instances, times[name]
+                ),
+            )
+    return times
+
+
+def _warm_up(call: Call, count: int) -> None:
+    for number in range(count):
+        jax.block_until_ready(call(number))
+
+
+def _block(call: Call, count: int, instances: int, times: Times) -> None:
+    """One block: calls that nobody waits for, then the wait for all devices."""
+    result, start = None, time.perf_counter()
+    for number in range(count):
+        result = call(number)
+    issued = time.perf_counter()
+    jax.block_until_ready(result)
+    end = time.perf_counter()
+    times.blocks_ms.append(1e3 * (end - start) / count / instances)
+    times.host_us.append(1e6 * (issued - start) / count)

@@ -1,0 +1,77 @@
+"""The arms of PyTorch, as entries beside those of the other arms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from benchmarks import torch_pool
+from benchmarks.cases import Case
+from benchmarks.timing import Deadline, Effort
+from benchmarks.torch_pool import Pool, PoolError
+
+MOST_SECONDS = 120.0
+"""For one case; also for the start of the processes."""
+
+Entry = dict[str, Any]
+
+
+class TorchArms:
+    """Starts the processes at once, so that they are up when the first case is."""
+
+    def __init__(self, names: Sequence[str], devices: int, platform: str) -> None:
+        self.names = tuple(names)
+        self._reason = torch_pool.reason_without()
+        if platform != "gpu":
+            self._reason = "needs GPUs"
+        self._pool: Pool | None = None
+        if self.names and self._reason is None:
+            self._pool = Pool(devices)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        return {} if self._pool is None else self._pool.versions
+
+    def settle(self) -> None:
+        """Waits for the processes: their start would disturb what is timed."""
+        if self._pool is None or self._reason is not None:
+            return
+        try:
+            self._pool.ready(MOST_SECONDS)
+        except PoolError as error:
+            self._reason = f"PyTorch: {error}"
+
+    def measure(
+        self, case: Case, mesh: Mesh, backward: bool, effort: Effort, deadline: Deadline
+    ) -> dict[str, Entry]:
+        """An entry for each arm: times, or why there are none."""
+        entries = {name: self._skipped(name, case, backward) for name in self.names}
+        wanted = [name for name, entry in entries.items() if not entry]
+        if not wanted:
+            return entries
+        if deadline.passed():
+            return entries | {name: {"skipped": "no time left"} for name in wanted}
+        assert self._pool is not None
+        try:
+            task = torch_pool.job(case, mesh, wanted, effort)
+            answers = self._pool.run(task, min(MOST_SECONDS, deadline.left() + 30))
+        except PoolError as error:
+            self._reason = f"PyTorch: {error}"
+            return entries | {name: {"error": self._reason} for name in wanted}
+        return entries | torch_pool.slowest(answers)
+
+    def _skipped(self, name: str, case: Case, backward: bool) -> Entry:
+        reason = self._reason
+        if reason is None and backward:
+            reason = "forward only"
+        reduces = any(kind == "reduce" for kind, _ in case.moved(False))
+        if reason is None and reduces and name == "torch_async":
+            reason = "has no matmul and all-reduce"
+        return {} if reason is None else {"skipped": reason}
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
