@@ -41,7 +41,7 @@ def passes(
     """
     return (
         # Layouts: what each device holds, and what must move.
-        PropagateLayouts(),
+        PropagateLayouts(chunks=chunks, pipeline=pipeline),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),

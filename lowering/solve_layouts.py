@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark
 from jhost.lowering.layout import Layout, divides, used_axes, whole
+from jhost.lowering.layout_costs import NOTHING, Costs, Moved
 from jhost.lowering.operations import Assignment, Operation, operation
-from jhost.lowering.reshard import Partial, reshard_bytes
+from jhost.lowering.reshard import Partial
 from jhost.lowering.rules import Dims
+from jhost.lowering.streamed_dims import StreamedDim
 
 _ROUNDS = 16
 """A wish crosses the whole program in one round; most settle in two or three."""
@@ -32,9 +34,16 @@ class Solution:
     assignments: tuple[Assignment, ...]
 
 
-def solve_layouts(program: Program, marks: Mapping[str, ShardMark]) -> Solution:
-    """The layouts that meet `marks` and move few bytes elsewhere."""
-    solver = _Solver(program, marks)
+def solve_layouts(
+    program: Program,
+    marks: Mapping[str, ShardMark],
+    streamed: Mapping[str, StreamedDim],
+) -> Solution:
+    """The layouts that meet `marks` and move few bytes elsewhere.
+
+    What the loops over `streamed` dims hide counts after all that they do not.
+    """
+    solver = _Solver(program, marks, streamed)
     for _ in range(_ROUNDS):
         before = dict(solver.layouts), dict(solver.assignments)
         solver.backward()
@@ -46,12 +55,18 @@ def solve_layouts(program: Program, marks: Mapping[str, ShardMark]) -> Solution:
 
 
 class _Solver:
-    def __init__(self, program: Program, marks: Mapping[str, ShardMark]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        marks: Mapping[str, ShardMark],
+        streamed: Mapping[str, StreamedDim],
+    ) -> None:
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
         statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
         self.operations = [operation(stmt) for stmt in statements]
         self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
+        self.costs = Costs(self.buffers, self.mesh, streamed)
         self.fixed: dict[str, Layout] = {}
         self.wishes: dict[str, Layout] = {}
         self.specs = {name: mark.spec for name, mark in marks.items()}
@@ -127,35 +142,35 @@ class _Solver:
             *self.claims(op.outs, op.results, self.goals),
         ]
         best: Assignment | None = None
-        least = (0, 0, 0)
+        least = (NOTHING, 0, 0)
         for candidate in _candidates(len(op.sizes), claims):
             if not op.fits(candidate, self.mesh):
                 continue
             cost = self.cost(op, candidate)
             if best is None or cost < least:
                 best, least = candidate, cost
-            if cost[0] == 0:
+            if cost[0] == NOTHING:
                 break  # nothing moves, and later candidates spread the work less
         assert best is not None, "the assignment to nobody always fits"
         return best
 
-    def cost(self, op: Operation, assignment: Assignment) -> tuple[int, int, int]:
+    def cost(self, op: Operation, assignment: Assignment) -> tuple[Moved, int, int]:
         """Bytes moved; then work repeated; then the largest operand that must move."""
-        total, largest = 0, 0
+        total, largest = NOTHING, 0
         for position, name in enumerate(op.ins):
             have, want = self.layouts[name], op.required(position, assignment)
             if have != want:
-                total += self.reshard_bytes(name, have, want)
+                total += self.costs.reshard(name, have, want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
         for position, name in enumerate(op.outs):
             have, partial = op.produced(position, assignment)
-            total += self.reshard_bytes(
+            total += self.costs.reshard(
                 name, have, self.rest(name, have, partial), partial
             )
             goal = self.goal(name)
             if goal is not None:
                 rest = self.rest(name, have, partial)
-                total += self.reshard_bytes(name, rest, goal)
+                total += self.costs.reshard(name, rest, goal)
         spread = sum(len(axes) for axes in assignment)
         return total, -spread, largest
 
@@ -194,13 +209,6 @@ class _Solver:
         axes = [axis for dim in layout for axis in dim]
         shape = self.buffers[name].shape
         return len(axes) == len(set(axes)) and divides(shape, layout, self.mesh)
-
-    def reshard_bytes(
-        self, name: str, have: Layout, want: Layout, partial: Partial = ()
-    ) -> int:
-        buffer = self.buffers[name]
-        itemsize = buffer.dtype.itemsize
-        return reshard_bytes(have, want, partial, buffer.shape, itemsize, self.mesh)
 
 
 def _buffers(program: Program) -> Iterator[Buffer]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark, Stmt
 from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
+from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
 from jhost.lowering.operations import Assignment, Operation
 from jhost.lowering.reshard import Partial, StepKind, plan_reshard
 from jhost.lowering.solve_layouts import Solution, solve_layouts
+from jhost.lowering.streamed_dims import streamed_dims
 
 _RESHARDED: Mapping[StepKind, str] = {
     "AllGather": "gathered",
@@ -29,17 +31,27 @@ _RESHARDED: Mapping[StepKind, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PropagateLayouts:
-    """A program with global shapes -> what one device of the mesh runs."""
+    """A program with global shapes -> what one device of the mesh runs.
+
+    `chunks` and `pipeline` hold for stream marks that do not say: what a pipeline that
+    was asked for can hide counts after what it cannot.
+    """
 
     name: ClassVar[str] = "propagate_layouts"
 
+    chunks: int | Literal["auto"] = "auto"
+    pipeline: str = "auto"
+
     def apply(self, program: Program) -> Program:
         shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
+        asked = resolved_marks(program, self.chunks, self.pipeline)
+        streamed = streamed_dims(program, asked)
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         program = dataclasses.replace(program, marks=marks)
         if not program.mesh.shape:
             return program
-        return _Rewriter(program, solve_layouts(program, shardings)).rewrite()
+        solution = solve_layouts(program, shardings, streamed)
+        return _Rewriter(program, solution).rewrite()
 
 
 class _Rewriter:
