@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jhost.lowering.ir import Buffer
 from jhost.lowering.layout import Layout
-from jhost.lowering.reshard import Partial, plan_reshard, step_bytes
+from jhost.lowering.reshard import Partial, Step, plan_reshard, step_bytes
 from jhost.lowering.streamed_dims import StreamedDim
 
 
@@ -19,6 +19,8 @@ class Moved:
     hidden: int = 0
 
     def __add__(self, other: Moved) -> Moved:
+        if not (other.exposed or other.hidden):
+            return self  # as most often
         return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
 
 
@@ -51,13 +53,31 @@ class Costs:
         return self.known[key]
 
     def count(self, name: str, have: Layout, want: Layout, partial: Partial) -> Moved:
+        steps = plan_reshard(have, want, partial)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
-        moved = NOTHING
-        for step in plan_reshard(have, want, partial):
-            size = step_bytes(
-                step, have, buffer.shape, buffer.dtype.itemsize, self.mesh
-            )
-            hidden = streamed is not None and streamed.hides(step)
-            moved += Moved(hidden=size) if hidden else Moved(exposed=size)
-            have = step.layout
-        return moved
+        return moved_by(steps, have, buffer, self.mesh, streamed)
+
+
+def moved_by(
+    steps: Iterable[Step],
+    have: Layout,
+    buffer: Buffer,
+    mesh: Mapping[str, int],
+    streamed: StreamedDim | None,
+) -> Moved:
+    """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
+    moved = NOTHING
+    for step in steps:
+        size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
+        hidden = streamed is not None and streamed.hides(step)
+        moved += Moved(hidden=size) if hidden else Moved(exposed=size)
+        have = step.layout
+    return moved
+
+
+def bytes_text(count: int) -> str:
+    """`count` bytes as one would say it."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
