@@ -337,11 +337,15 @@ for _entry in os.scandir(os.path.dirname(__file__)):
             source_info_util.register_exclusion(_path + _end)
 
 
+NO_LINE = "an unknown line"
+"""What `source_line` says of an equation that comes from no line of the user's."""
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, as `model.py:12 (mlp)`."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
-        return "an unknown line"
+        return NO_LINE
     file = os.path.basename(frame.file_name)
     return f"{file}:{frame.start_line} ({frame.function_name})"
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
 from jhost.lowering.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir import (
@@ -22,6 +22,7 @@ from jhost.lowering.ir import (
     walk,
 )
 from jhost.lowering.layout import size_in_bytes
+from jhost.lowering.layout_costs import bytes_text
 from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
 
@@ -47,6 +48,25 @@ class StreamReport:
     def __str__(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
         return f"{self.stream} on axis {self.axis}: {how}: {self.reason} [{self.where}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutReport:
+    """A value that changes its layout, and why it had to or was chosen to.
+
+    `bytes` is what each device receives; a later pass may find a cheaper way.
+    """
+
+    value: str
+    before: str
+    after: str
+    bytes: int
+    reason: str
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +101,7 @@ class Explanation:
     name: str
     loops: int
     streams: tuple[StreamReport, ...]
+    layouts: tuple[LayoutReport, ...]
     communications: tuple[CommunicationReport, ...]
     notes: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -90,6 +111,7 @@ class Explanation:
         lines = [f"{self.name}: {self.loops} loop{'' if self.loops == 1 else 's'}"]
         for title, rows in (
             ("streams", self.streams),
+            ("layouts", self.layouts),
             ("communications", self.communications),
             ("notes", self.notes),
             ("XLA options", self.options),
@@ -113,16 +135,24 @@ def explain_program(program: Program) -> Explanation:
         )
         for stmt, worth in _communications(program.body, Fraction(1))
     )
-    streams = [remark for remark in program.remarks if remark.kind == "stream"]
     return Explanation(
         name=program.name,
         loops=count_loops(program),
-        streams=tuple(_stream_report(remark) for remark in streams),
+        streams=tuple(
+            StreamReport(where=remark.where, **_facts(remark))
+            for remark in program.remarks
+            if remark.kind == "stream"
+        ),
+        layouts=tuple(
+            LayoutReport(text=remark.text, where=remark.where, **_facts(remark))
+            for remark in program.remarks
+            if remark.kind == "layout"
+        ),
         communications=communications,
         notes=tuple(
             remark.text + (f" [{remark.where}]" if remark.where else "")
             for remark in program.remarks
-            if remark.kind != "stream"
+            if remark.kind not in ("stream", "layout")
         ),
     )
 
@@ -165,19 +195,11 @@ def _received(stmt: Communicate, mesh: Mapping[str, int]) -> int:
     return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
 
 
-def _stream_report(remark: Remark) -> StreamReport:
-    return StreamReport(where=remark.where, **cast(Any, dict(remark.facts)))
+def _facts(remark: Remark) -> dict[str, Any]:
+    return dict(remark.facts)
 
 
 def _works(loop: For) -> bool:
     """Whether the iterations of a loop take turns on streams, and do work there."""
     ordering = [isinstance(s, SetCurrentStream | Synchronize) for s in loop.body]
     return ordering[0] and not all(ordering)
-
-
-def bytes_text(count: int) -> str:
-    """A count of bytes in the unit that suits it."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

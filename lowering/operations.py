@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import Compute, Set
@@ -75,3 +76,53 @@ def operation(stmt: Compute | Set) -> Operation:
         sizes=rule.sizes,
         reducers=rule.reducers,
     )
+
+
+# --- Assignments -------------------------------------------------------------- #
+
+Claim: TypeAlias = tuple[str, int]
+"""A mesh axis, and a factor that some value's layout puts it on."""
+
+
+def claims_of(
+    op: Operation, ins: Mapping[str, Layout], outs: Mapping[str, Layout]
+) -> list[Claim]:
+    """Which mesh axis is on which factor, by the layouts of operands and results."""
+    return [
+        (axis, dim.factor)
+        for names, maps, layouts in (
+            (op.ins, op.operands, ins),
+            (op.outs, op.results, outs),
+        )
+        for name, dims in zip(names, maps, strict=True)
+        if name in layouts
+        for dim, axes in zip(dims, layouts[name], strict=True)
+        if dim is not None
+        for axis in axes
+    ]
+
+
+def nowhere(op: Operation) -> Assignment:
+    """Every device does all of the work."""
+    return ((),) * len(op.sizes)
+
+
+def assignments_by(factors: int, claims: Sequence[Claim]) -> Iterator[Assignment]:
+    """Every way to give each claimed axis to one of its claimants, or to nobody."""
+    claimants: dict[str, list[int | None]] = {}
+    for axis, factor in claims:
+        if factor not in claimants.setdefault(axis, []):
+            claimants[axis].append(factor)
+    for choice in itertools.product(*([*c, None] for c in claimants.values())):
+        yield assignment_of(factors, claims, dict(zip(claimants, choice, strict=True)))
+
+
+def assignment_of(
+    factors: int, claims: Sequence[Claim], chosen: Mapping[str, int | None]
+) -> Assignment:
+    """Axes by factor, in the order in which the claims name them."""
+    spread: list[list[str]] = [[] for _ in range(factors)]
+    for axis, factor in claims:
+        if chosen[axis] == factor and axis not in spread[factor]:
+            spread[factor].append(axis)
+    return tuple(tuple(axes) for axes in spread)

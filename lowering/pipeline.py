@@ -45,7 +45,7 @@ def passes(
     """
     up_to_units = (
         # Layouts: what each device holds, and what must move.
-        PropagateLayouts(),
+        PropagateLayouts(chunks=chunks, pipeline=pipeline),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),

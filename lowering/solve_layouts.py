@@ -1,206 +1,314 @@
 """Decide the layout of every value and the assignment of every operation.
 
-User constraints are fixed.  Wishes flow backward from them through the factors of the
-operations, decisions flow forward, and both are repeated until nothing changes.  Where
-two operands claim one mesh axis for different factors, the assignment that moves the
-fewest bytes wins; on a tie, the one that leaves the larger operand where it is.
+Wishes flow backward (`layout_wishes.py`), decisions flow forward, and both are repeated
+until nothing changes.  Where two operands claim one mesh axis for different factors,
+the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
+larger operand where it is.  Then single decisions are tried otherwise, with the bytes
+of the whole program in view.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark
-from jhost.lowering.layout import Layout, divides, used_axes, whole
-from jhost.lowering.operations import Assignment, Operation, operation
-from jhost.lowering.reshard import Partial, reshard_bytes
-from jhost.lowering.rules import Dims
+from jhost.lowering.layout import Layout, whole
+from jhost.lowering.layout_costs import NOTHING, Costs, Moved
+from jhost.lowering.layout_wishes import Wishes
+from jhost.lowering.operations import (
+    Assignment,
+    Claim,
+    Operation,
+    assignments_by,
+    claims_of,
+    operation,
+)
+from jhost.lowering.streamed_dims import StreamedDim
 
 _ROUNDS = 16
 """A wish crosses the whole program in one round; most settle in two or three."""
 
+_TRIALS = 256
+"""How many decisions are tried otherwise, at most: each costs a walk of the program."""
+
+Rank: TypeAlias = tuple[Moved, int, int]
+"""Bytes moved; then work repeated; then the largest operand that must move."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contest:
+    """What an operation's assignment takes, and what its rivals would have taken.
+
+    A rival puts an axis on a factor that claimed it in vain; None does not divide.
+    """
+
+    rank: Rank
+    rivals: Mapping[Claim, Rank | None]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """Layouts by buffer name, and an assignment for each operation of the body."""
+    """Layouts by buffer name; an assignment and a contest for each operation."""
 
     operations: tuple[Operation, ...]
     layouts: Mapping[str, Layout]
     assignments: tuple[Assignment, ...]
+    contests: tuple[Contest, ...]
+    costs: Costs
 
 
-def solve_layouts(program: Program, marks: Mapping[str, ShardMark]) -> Solution:
-    """The layouts that meet `marks` and move few bytes elsewhere."""
-    solver = _Solver(program, marks)
-    for _ in range(_ROUNDS):
-        before = dict(solver.layouts), dict(solver.assignments)
-        solver.backward()
-        solver.forward()
-        if before == (solver.layouts, solver.assignments):
-            break
-    assignments = tuple(solver.assignments[i] for i in range(len(solver.operations)))
-    return Solution(tuple(solver.operations), solver.layouts, assignments)
+def solve_layouts(
+    program: Program,
+    marks: Mapping[str, ShardMark],
+    streamed: Mapping[str, StreamedDim],
+) -> Solution:
+    """The layouts that meet `marks` and move few bytes elsewhere.
+
+    What the loops over `streamed` dims hide counts after all that they do not.
+    """
+    solver = _Solver(program, marks, streamed)
+    best = solver.improved(solver.settled())
+    contests = [
+        solver.contest(op, assignment, best.layouts)
+        for op, assignment in zip(solver.operations, best.assignments, strict=True)
+    ]
+    return Solution(
+        operations=tuple(solver.operations),
+        layouts=best.layouts,
+        assignments=tuple(best.assignments),
+        contests=tuple(contests),
+        costs=solver.costs,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Decisions:
+    """Layouts and assignments, and the bytes that they move in all.
+
+    A value is brought to another layout once, however many operations read it there.
+    """
+
+    layouts: dict[str, Layout]
+    assignments: list[Assignment] = dataclasses.field(default_factory=list)
+    moves: set[tuple[str, Layout]] = dataclasses.field(default_factory=set)
+    total: Moved = NOTHING
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Effect:
+    """What an assignment asks of the operands, and makes of the results.
+
+    `cost` is of bringing the results to where they rest, `more` of the way from there
+    to what their consumers wish for.
+    """
+
+    wants: tuple[tuple[str, Layout], ...]
+    rests: tuple[tuple[str, Layout], ...]
+    cost: Moved
+    more: Moved
+    settled: bool
 
 
 class _Solver:
-    def __init__(self, program: Program, marks: Mapping[str, ShardMark]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        marks: Mapping[str, ShardMark],
+        streamed: Mapping[str, StreamedDim],
+    ) -> None:
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
         statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
         self.operations = [operation(stmt) for stmt in statements]
         self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
-        self.fixed: dict[str, Layout] = {}
-        self.wishes: dict[str, Layout] = {}
-        self.specs = {name: mark.spec for name, mark in marks.items()}
-        for name, spec in self.specs.items():
-            into = self.wishes if None in spec else self.fixed
-            into[name] = tuple(axes or () for axes in spec)
-        self.layouts: dict[str, Layout] = {}
-        self.assignments: dict[int, Assignment] = {}
+        self.costs = Costs(self.buffers, self.mesh, streamed)
+        self.wishes = Wishes(self.buffers, marks, self.mesh)
+        self.effects: dict[tuple[int, Assignment], _Effect] = {}
 
-    # --- Wishes --------------------------------------------------------------- #
-
-    def backward(self) -> None:
-        """Carry wishes from the consumers of values to their producers."""
-        for number in reversed(range(len(self.operations))):
-            op = self.operations[number]
-            assignment = self.assignments.get(number) or self.wished_assignment(op)
-            for position, name in enumerate(op.ins):
-                wish = op.required(position, assignment)
-                if name not in self.fixed and self.is_legal(name, wish):
-                    # A factor on no axis wishes for nothing, a whole dim does.
-                    needed = not any(op.operands[position]) and name not in self.wishes
-                    if used_axes(wish) or needed:
-                        self.wishes[name] = self.constrained(name, wish)
-
-    def wished_assignment(self, op: Operation) -> Assignment:
-        """What the constraints around `op` suggest: its operands' first."""
-        claims = [
-            *self.claims(op.ins, op.operands, self.fixed),
-            *self.claims(op.outs, op.results, self.goals),
-        ]
-        taken: dict[str, int] = {}
-        for axis, factor in claims:
-            taken.setdefault(axis, factor)
-        assignment = _assignment(len(op.sizes), claims, taken)
-        return assignment if op.fits(assignment, self.mesh) else _nowhere(op)
-
-    @property
-    def goals(self) -> Mapping[str, Layout]:
-        return {**self.wishes, **self.fixed}
-
-    def claims(
-        self, names: Sequence[str], maps: Sequence[Dims], layouts: Mapping[str, Layout]
-    ) -> list[tuple[str, int]]:
-        """Which mesh axis is on which factor, by the layouts of these values."""
-        return [
-            (axis, dim.factor)
-            for name, dims in zip(names, maps, strict=True)
-            if name in layouts
-            for dim, axes in zip(dims, layouts[name], strict=True)
-            if dim is not None
-            for axis in axes
-        ]
+    def settled(self) -> _Decisions:
+        """Wishes and decisions at a fixed point."""
+        self.wishes.backward(self.operations, None)
+        made = self.forward()
+        for _ in range(_ROUNDS):
+            before = made
+            self.wishes.backward(self.operations, made.assignments)
+            self.effects.clear()
+            made = self.forward()
+            if made == before:
+                break
+        return made
 
     # --- Decisions ------------------------------------------------------------ #
 
-    def forward(self) -> None:
+    def start(self) -> _Decisions:
+        layouts = {
+            param.name: self.wishes.goals.get(param.name) or whole(len(param.shape))
+            for param in self.params
+        }
+        return _Decisions(layouts)
+
+    def forward(self) -> _Decisions:
         """Decide in program order, from what is decided already."""
-        for param in self.params:
-            self.layouts[param.name] = self.goal(param.name) or whole(len(param.shape))
-        for number, op in enumerate(self.operations):
-            assignment = self.cheapest(op)
-            self.assignments[number] = assignment
-            for position, name in enumerate(op.outs):
-                self.layouts[name] = self.rest(name, *op.produced(position, assignment))
+        made = self.start()
+        for op in self.operations:
+            self.decide(op, self.cheapest(op, made), made)
+        return made
 
-    def goal(self, name: str) -> Layout | None:
-        return self.fixed.get(name) or self.wishes.get(name)
+    def decide(self, op: Operation, assignment: Assignment, made: _Decisions) -> None:
+        """Add `op`, so assigned, to what is `made`."""
+        effect = self.effect(op, assignment)
+        made.assignments.append(assignment)
+        for move in effect.wants:
+            if move not in made.moves:
+                made.moves.add(move)
+                made.total += self.costs.reshard(
+                    move[0], made.layouts[move[0]], move[1]
+                )
+        made.total += effect.cost
+        made.layouts.update(effect.rests)
 
-    def cheapest(self, op: Operation) -> Assignment:
+    def effect(self, op: Operation, assignment: Assignment) -> _Effect:
+        key = id(op), assignment
+        if key not in self.effects:
+            self.effects[key] = self.effect_of(op, assignment)
+        return self.effects[key]
+
+    def effect_of(self, op: Operation, assignment: Assignment) -> _Effect:
+        rests: list[tuple[str, Layout]] = []
+        cost, more, settled = NOTHING, NOTHING, True
+        for position, name in enumerate(op.outs):
+            have, partial = op.produced(position, assignment)
+            rest = self.wishes.rest(name, have, partial)
+            goal = self.wishes.goals.get(name, rest)
+            cost += self.costs.reshard(name, have, rest, partial)
+            more += self.costs.reshard(name, rest, goal)
+            settled = settled and have == rest and not partial
+            rests.append((name, rest))
+        wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+        return _Effect(tuple(wants), tuple(rests), cost, more, settled)
+
+    def cheapest(self, op: Operation, made: _Decisions) -> Assignment:
         """The assignment that moves the fewest bytes."""
-        claims = [
-            *self.claims(op.ins, op.operands, self.layouts),
-            *self.claims(op.outs, op.results, self.goals),
-        ]
         best: Assignment | None = None
-        least = (0, 0, 0)
-        for candidate in _candidates(len(op.sizes), claims):
-            if not op.fits(candidate, self.mesh):
-                continue
-            cost = self.cost(op, candidate)
-            if best is None or cost < least:
-                best, least = candidate, cost
-            if cost[0] == 0:
+        least: Rank = (NOTHING, 0, 0)
+        for candidate in self.candidates(op, made.layouts):
+            rank = self.rank(op, candidate, made.layouts, made.moves)
+            if best is None or rank < least:
+                best, least = candidate, rank
+            if rank[0] == NOTHING:
                 break  # nothing moves, and later candidates spread the work less
         assert best is not None, "the assignment to nobody always fits"
         return best
 
-    def cost(self, op: Operation, assignment: Assignment) -> tuple[int, int, int]:
-        """Bytes moved; then work repeated; then the largest operand that must move."""
-        total, largest = 0, 0
-        for position, name in enumerate(op.ins):
-            have, want = self.layouts[name], op.required(position, assignment)
-            if have != want:
-                total += self.reshard_bytes(name, have, want)
+    def candidates(
+        self, op: Operation, layouts: Mapping[str, Layout]
+    ) -> Iterator[Assignment]:
+        claims = claims_of(op, layouts, self.wishes.goals)
+        for candidate in assignments_by(len(op.sizes), claims):
+            if op.fits(candidate, self.mesh):
+                yield candidate
+
+    def rank(
+        self,
+        op: Operation,
+        assignment: Assignment,
+        layouts: Mapping[str, Layout],
+        moves: set[tuple[str, Layout]],
+    ) -> Rank:
+        """How good an assignment is, with the way to what the consumers wish for."""
+        effect = self.effect(op, assignment)
+        total, largest = effect.cost + effect.more, 0
+        for name, want in effect.wants:
+            if layouts[name] != want and (name, want) not in moves:
+                total += self.costs.reshard(name, layouts[name], want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
-        for position, name in enumerate(op.outs):
-            have, partial = op.produced(position, assignment)
-            total += self.reshard_bytes(
-                name, have, self.rest(name, have, partial), partial
-            )
-            goal = self.goal(name)
-            if goal is not None:
-                rest = self.rest(name, have, partial)
-                total += self.reshard_bytes(name, rest, goal)
         spread = sum(len(axes) for axes in assignment)
         return total, -spread, largest
 
-    def rest(self, name: str, produced: Layout, partial: Partial) -> Layout:
-        """Where a value stays: its constraint, or what it is produced as, reduced.
+    # --- With the whole program in view --------------------------------------- #
 
-        A partial axis is scattered onto the dim that wishes for it, else reduced
-        everywhere.
+    def improved(self, made: _Decisions) -> _Decisions:
+        """`made`, with single decisions changed as long as that moves fewer bytes."""
+        trials, number = _TRIALS, 0
+        numbers = self.paying(made)
+        while number < len(numbers) and trials > 0:
+            better = None
+            for candidate in self.others(numbers[number], made):
+                trials -= 1
+                trial = self.tried(numbers[number], candidate, made)
+                if trial.total < made.total:
+                    better = made = trial
+            if better is None:
+                number += 1
+            else:
+                numbers, number = self.paying(made), 0
+        return made
+
+    def paying(self, made: _Decisions) -> list[int]:
+        """The operations that move something, or whose results are moved."""
+        moved = {name for name, want in made.moves if want != made.layouts[name]}
+        return [
+            number
+            for number, op in enumerate(self.operations)
+            if not moved.isdisjoint((*op.ins, *op.outs))
+            or not self.effect(op, made.assignments[number]).settled
+        ]
+
+    def others(self, number: int, made: _Decisions) -> list[Assignment]:
+        """What the operation could be assigned to instead.
+
+        No contraction is repeated on more devices for fewer bytes.
         """
-        if name in self.fixed:
-            return self.fixed[name]
-        wish = self.wishes.get(name, produced)
-        axes = {axis for axis, _ in partial}
-        rest = tuple(
-            want
-            if want[: len(have)] == have and axes.issuperset(want[len(have) :])
-            else have
-            for have, want in zip(produced, wish, strict=True)
-        )
-        return self.constrained(name, rest if self.is_legal(name, rest) else produced)
+        op, current = self.operations[number], made.assignments[number]
+        least = sum(map(len, current)) if any(op.reducers) else 0
+        return [
+            candidate
+            for candidate in self.candidates(op, made.layouts)
+            if candidate != current and sum(map(len, candidate)) >= least
+        ]
 
-    def constrained(self, name: str, layout: Layout) -> Layout:
-        """`layout` in the dims that the user left free, elsewhere what was given."""
-        spec = self.specs.get(name, (None,) * len(layout))
-        given = {axis for axes in spec for axis in axes or ()}
-        return tuple(
-            tuple(itertools.takewhile(lambda axis: axis not in given, have))
-            if axes is None
-            else axes
-            for have, axes in zip(layout, spec, strict=True)
-        )
+    def tried(self, number: int, candidate: Assignment, base: _Decisions) -> _Decisions:
+        """`base` with one decision changed, and those after that it bears on."""
+        made = self.start()
+        changed: set[str] = set()
+        for other, op in enumerate(self.operations):
+            assignment = base.assignments[other]
+            if other == number:
+                assignment = candidate
+            elif not changed.isdisjoint(op.ins):
+                assignment = self.cheapest(op, made)
+            self.decide(op, assignment, made)
+            if assignment != base.assignments[other]:
+                # Those that read the same values may now share what is moved.
+                changed.update(op.ins)
+            changed.update(n for n in op.outs if made.layouts[n] != base.layouts[n])
+            if made.total >= base.total:
+                break  # it only grows
+        return made
 
-    # --- Help ----------------------------------------------------------------- #
+    # --- What there was to choose from ---------------------------------------- #
 
-    def is_legal(self, name: str, layout: Layout) -> bool:
-        axes = [axis for dim in layout for axis in dim]
-        shape = self.buffers[name].shape
-        return len(axes) == len(set(axes)) and divides(shape, layout, self.mesh)
-
-    def reshard_bytes(
-        self, name: str, have: Layout, want: Layout, partial: Partial = ()
-    ) -> int:
-        buffer = self.buffers[name]
-        itemsize = buffer.dtype.itemsize
-        return reshard_bytes(have, want, partial, buffer.shape, itemsize, self.mesh)
+    def contest(
+        self, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
+    ) -> Contest:
+        """Which claims `assignment` leaves aside, and what following them takes."""
+        claims = dict.fromkeys(claims_of(op, layouts, self.wishes.goals))
+        lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
+        ranked = [
+            (candidate, self.rank(op, candidate, layouts, set()))
+            for candidate in (self.candidates(op, layouts) if lost else ())
+        ]
+        rivals = {
+            (axis, factor): min(
+                (rank for candidate, rank in ranked if axis in candidate[factor]),
+                default=None,
+            )
+            for axis, factor in lost
+        }
+        return Contest(self.rank(op, assignment, layouts, set()), rivals)
 
 
 def _buffers(program: Program) -> Iterator[Buffer]:
@@ -210,30 +318,3 @@ def _buffers(program: Program) -> Iterator[Buffer]:
             yield from stmt.outs
         elif isinstance(stmt, Set):
             yield stmt.out
-
-
-def _nowhere(op: Operation) -> Assignment:
-    return ((),) * len(op.sizes)
-
-
-def _candidates(
-    factors: int, claims: Sequence[tuple[str, int]]
-) -> Iterator[Assignment]:
-    """Every way to give each claimed axis to one of its claimants, or to nobody."""
-    claimants: dict[str, list[int | None]] = {}
-    for axis, factor in claims:
-        if factor not in claimants.setdefault(axis, []):
-            claimants[axis].append(factor)
-    for choice in itertools.product(*([*c, None] for c in claimants.values())):
-        yield _assignment(factors, claims, dict(zip(claimants, choice, strict=True)))
-
-
-def _assignment(
-    factors: int, claims: Iterable[tuple[str, int]], chosen: Mapping[str, int | None]
-) -> Assignment:
-    """Axes by factor, in the order in which the claims name them."""
-    spread: list[list[str]] = [[] for _ in range(factors)]
-    for axis, factor in claims:
-        if chosen[axis] == factor and axis not in spread[factor]:
-            spread[factor].append(axis)
-    return tuple(tuple(axes) for axes in spread)

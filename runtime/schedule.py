@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost import errors
-from jhost.lowering.explain import bytes_text
 from jhost.lowering.ir import CommunicationKind
+from jhost.lowering.layout_costs import bytes_text
 from jhost.lowering.reshard import received_bytes
 from jhost.runtime.hlo_text import Instruction, Module, group_size, parse_module
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark, Stmt
+from jhost.lowering.ir import Buffer, Compute, Program, Remark, Set, ShardMark, Stmt
 from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
+from jhost.lowering.layout_remarks import LayoutRemarks
+from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
-from jhost.lowering.operations import Assignment, Operation
+from jhost.lowering.operations import Operation
 from jhost.lowering.reshard import Partial, StepKind, plan_reshard
 from jhost.lowering.solve_layouts import Solution, solve_layouts
+from jhost.lowering.streamed_dims import streamed_dims
 
 _RESHARDED: Mapping[StepKind, str] = {
     "AllGather": "gathered",
@@ -29,23 +32,38 @@ _RESHARDED: Mapping[StepKind, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PropagateLayouts:
-    """A program with global shapes -> what one device of the mesh runs."""
+    """A program with global shapes -> what one device of the mesh runs.
+
+    `chunks` and `pipeline` hold for stream marks that do not say: what a pipeline that
+    was asked for can hide counts after what it cannot.
+    """
 
     name: ClassVar[str] = "propagate_layouts"
 
+    chunks: int | Literal["auto"] = "auto"
+    pipeline: str = "auto"
+
     def apply(self, program: Program) -> Program:
         shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
+        asked = resolved_marks(program, self.chunks, self.pipeline)
+        streamed = streamed_dims(program, asked)
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         program = dataclasses.replace(program, marks=marks)
         if not program.mesh.shape:
             return program
-        return _Rewriter(program, solve_layouts(program, shardings)).rewrite()
+        solution = solve_layouts(program, shardings, streamed)
+        remarks = LayoutRemarks(solution, shardings, dict(program.mesh.shape))
+        return _Rewriter(program, solution, remarks).rewrite()
 
 
 class _Rewriter:
-    def __init__(self, program: Program, solution: Solution) -> None:
+    def __init__(
+        self, program: Program, solution: Solution, explain: LayoutRemarks
+    ) -> None:
         self.program = program
         self.solution = solution
+        self.explain = explain
+        self.remarks: list[Remark | None] = []
         self.mesh = dict(program.mesh.shape)
         self.names = Names.of(program)
         self.body: list[Stmt] = []
@@ -55,16 +73,18 @@ class _Rewriter:
     def rewrite(self) -> Program:
         """The program with local shapes and with `Set`s where layouts change."""
         params = tuple(self.at_rest(param) for param in self.program.params)
-        pairs = zip(self.solution.operations, self.solution.assignments, strict=True)
-        for op, assignment in pairs:
+        for number, op in enumerate(self.solution.operations):
             if isinstance(op.stmt, Set):
                 self.copy(op.stmt)
             else:
-                self.compute(op, op.stmt, assignment)
+                self.compute(number, op, op.stmt)
         results = tuple(self.buffers[result.name] for result in self.program.results)
-        body = tuple(self.body)
         return dataclasses.replace(
-            self.program, params=params, results=results, body=body
+            self.program,
+            params=params,
+            results=results,
+            body=tuple(self.body),
+            remarks=(*self.program.remarks, *filter(None, self.remarks)),
         )
 
     def at_rest(self, buffer: Buffer) -> Buffer:
@@ -86,12 +106,15 @@ class _Rewriter:
 
     def copy(self, stmt: Set) -> None:
         source = self.buffers[stmt.source.name]
+        self.remarks.append(self.explain.copy(stmt, layout_of(source)))
         self.body.append(Set(out=self.at_rest(stmt.out), source=source))
 
-    def compute(self, op: Operation, stmt: Compute, assignment: Assignment) -> None:
+    def compute(self, number: int, op: Operation, stmt: Compute) -> None:
+        assignment = self.solution.assignments[number]
+        said = len(self.remarks)
         ins = tuple(
-            self.operand(buffer, op.required(position, assignment))
-            for position, buffer in enumerate(stmt.ins)
+            self.operand(number, position, op.required(position, assignment))
+            for position in range(len(stmt.ins))
         )
         outs: list[Buffer] = []
         copies: list[Set] = []
@@ -103,7 +126,10 @@ class _Rewriter:
                 name = self.names.fresh(f"{buffer.name}_{suffix}")
                 produced = dataclasses.replace(produced, name=name)
                 copies.append(Set(out=rest, source=produced))
+                self.remarks.append(self.explain.result(number, position, produced))
             outs.append(produced)
+        if not any(self.remarks[said:]):
+            self.remarks.append(self.explain.left_whole(number))
         (unit_eqn,) = stmt.unit.eqns
         unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
@@ -112,16 +138,19 @@ class _Rewriter:
         )
         self.body.extend(copies)
 
-    def operand(self, buffer: Buffer, layout: Layout) -> Buffer:
-        """`buffer` in `layout`, copied into it once however many read it so."""
-        source = self.buffers[buffer.name]
-        target = self.place(buffer, layout)
-        if source == target:
+    def operand(self, number: int, position: int, layout: Layout) -> Buffer:
+        """An operand in `layout`, copied into it once however many read it so."""
+        value = self.solution.operations[number].ins[position]
+        source = self.buffers[value]
+        have = layout_of(source)
+        if have == layout:
             return source
-        if (buffer.name, layout) not in self.resharded:
-            (*_, last) = plan_reshard(layout_of(source), layout, source.partial)
-            name = self.names.fresh(f"{buffer.name}_{_RESHARDED[last.kind]}")
-            target = dataclasses.replace(target, name=name)
-            self.resharded[buffer.name, layout] = target
+        if (value, layout) not in self.resharded:
+            (*_, last) = plan_reshard(have, layout, source.partial)
+            name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
+            whole = self.solution.costs.buffers[value]
+            target = self.place(whole, layout, name=name)
+            self.resharded[value, layout] = target
             self.body.append(Set(out=target, source=source))
-        return self.resharded[buffer.name, layout]
+            self.remarks.append(self.explain.operand(number, position, have))
+        return self.resharded[value, layout]

@@ -70,6 +70,11 @@ def test_the_fields_are_for_tools(mesh: Mesh) -> None:
         ("ReduceScatter", ("tp",), 2),
     ]
     assert explanation.notes == ()
+    gathered, scattered = explanation.layouts
+    assert (gathered.value, gathered.before) == ("x", "P('tp', None)")
+    assert gathered.bytes == explanation.communications[0].bytes
+    assert (scattered.after, scattered.reason) == ("P('tp', None)", "as constrained")
+    assert gathered.where.startswith("test_explain.py:")
     with pytest.raises(dataclasses.FrozenInstanceError):
         explanation.loops = 2  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -320,6 +320,50 @@ def test_an_operand_gathered_for_two_readers_is_gathered_once() -> None:
     assert moved(program) == ["AllGather x tp"]
 
 
+# --- The whole program in view ------------------------------------------------------ #
+
+
+def test_an_input_of_several_weights_is_gathered_once_instead_of_each() -> None:
+    """One weight alone would be cheaper to gather than the input, three are not."""
+
+    def f(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        x = shard(x, P("tp", None))
+        return [x @ shard(w, P(None, "tp")) for w in weights]
+
+    assert moved(solved(f, (16, 8), (8, 8), tp=4)) == ["AllGather w tp"]
+    program = solved(f, (16, 8), (8, 8), (8, 8), (8, 8), tp=4)
+    assert moved(program) == ["AllGather x tp"]
+
+
+@pytest.mark.parametrize("spec", [P("tp", None), P(None, "tp")])
+def test_a_weight_and_its_transpose_are_gathered_once(spec: P) -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = shard(w, spec)
+        return (shard(x, P("tp", None)) @ w) @ w.T
+
+    assert moved(solved(f, (64, 16), (16, 8), tp=4)) == ["AllGather w tp"]
+
+
+def test_a_wide_weight_stays_where_it_is() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = shard(w, P(None, "tp"))
+        return shard((shard(x, P("tp", None)) @ w) @ w.T, P("tp", None))
+
+    program = solved(f, (8, 8), (8, 64), tp=4)
+    assert moved(program) == ["AllGather x tp", "ReduceScatter y_partial tp"]
+
+
+def test_no_contraction_is_repeated_for_fewer_bytes_later() -> None:
+    """Of whole operands each device would make all of the product."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.tanh(shard(x, P("tp", None)) @ w)
+        return jnp.sort(y, axis=0)
+
+    program = solved(f, (8, 4), (4, 64), tp=4)
+    assert moved(program) == ["AllGather v_1 tp"]
+
+
 def test_a_program_without_a_mesh_is_left_alone() -> None:
     program = built(lambda x: jnp.tanh(x), (8, 8))
     assert PropagateLayouts().apply(program) == program

@@ -1,0 +1,204 @@
+"""Why values change their layout, in the user's words: a remark for each that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jhost._jax import NO_LINE, source_line
+from jhost.lowering.ir import Buffer, Compute, Remark, Set, ShardMark
+from jhost.lowering.layout import Layout, layout_of
+from jhost.lowering.layout_costs import NOTHING, Moved, bytes_text
+from jhost.lowering.operations import Claim, Operation
+from jhost.lowering.rules import axes_size
+from jhost.lowering.solve_layouts import Contest, Solution
+from jhost.lowering.specs import spec_text
+from jhost.lowering.stream_parts import whole_reason
+
+
+class LayoutRemarks:
+    """Remarks on the `Set`s of one solution, each for one value."""
+
+    def __init__(
+        self,
+        solution: Solution,
+        marks: Mapping[str, ShardMark],
+        mesh: Mapping[str, int],
+    ) -> None:
+        self.solution = solution
+        self.marks = marks
+        self.mesh = mesh
+
+    # --- The three places where layouts change -------------------------------- #
+
+    def operand(self, number: int, position: int, have: Layout) -> Remark | None:
+        """An operand that an operation needs in another layout than it rests in."""
+        op, contest = self.solution.operations[number], self.solution.contests[number]
+        name = op.ins[position]
+        want = op.required(position, self.solution.assignments[number])
+        moved = self.solution.costs.reshard(name, have, want)
+        reasons = [*self.losses(op, position, contest, have, want)]
+        # Every device may have its part already.
+        if moved == NOTHING and not any("divide" in reason for reason in reasons):
+            return None
+        before, after = spec_text(have), f"{spec_text(want)} for {_title(op)}"
+        return layout_remark(name, before, after, moved, reasons, line_of(op))
+
+    def result(self, number: int, position: int, made: Buffer) -> Remark | None:
+        """A result that does not rest as it is made."""
+        op, contest = self.solution.operations[number], self.solution.contests[number]
+        name = op.outs[position]
+        have, rest = layout_of(made), self.solution.layouts[name]
+        moved = self.solution.costs.reshard(name, have, rest, made.partial)
+        reasons = [*self.given(name), *self.undivided(op, contest)]
+        if moved == NOTHING and not any("divide" in reason for reason in reasons):
+            return None
+        if made.partial and not reasons:
+            reasons = ["reduced once for all its readers"]
+        before = made_text(made, op)
+        where = self.given_at(name) or line_of(op)
+        return layout_remark(name, before, spec_text(rest), moved, reasons, where)
+
+    def copy(self, stmt: Set, have: Layout) -> Remark | None:
+        """A copy of a value in another layout, which is what the user asked for."""
+        name = stmt.out.name
+        rest = self.solution.layouts[name]
+        moved = self.solution.costs.reshard(name, have, rest)
+        if moved == NOTHING:
+            return None
+        where = self.given_at(name)
+        before, after = spec_text(have), spec_text(rest)
+        value, reasons = stmt.source.name, [*self.given(name)]
+        return layout_remark(value, before, after, moved, reasons, where)
+
+    def left_whole(self, number: int) -> Remark | None:
+        """That a dim is whole because its axes do not divide it, and nothing moves."""
+        op = self.solution.operations[number]
+        reasons = [*self.undivided(op, self.solution.contests[number])]
+        if not reasons or not op.outs:
+            return None
+        layout = spec_text(self.solution.layouts[op.outs[0]])
+        made = f"{layout} by {_title(op)}"
+        return layout_remark(op.outs[0], made, layout, NOTHING, reasons, line_of(op))
+
+    # --- Reasons -------------------------------------------------------------- #
+
+    def losses(
+        self, op: Operation, position: int, contest: Contest, have: Layout, want: Layout
+    ) -> Iterator[str]:
+        """Why the operand's dims lose the axes that they are over."""
+        for dim, axes in enumerate(have):
+            lost = [axis for axis in axes if axis not in want[dim]]
+            mapped = op.operands[position][dim]
+            if lost and mapped is None:
+                yield _whole_reason(op, dim)
+            elif mapped is not None:
+                for axis in lost:
+                    yield self.rival(op, contest, (axis, mapped.factor), dim)
+
+    def rival(self, op: Operation, contest: Contest, claim: Claim, dim: int) -> str:
+        """What it would take to leave a dim over the axis that it is over."""
+        rank, (axis, factor) = contest.rivals.get(claim), claim
+        if rank is None:
+            return self.undivisible(op.sizes[factor], axis)
+        mine, instead = contest.rank, f"with dim {dim} over {axis}"
+        if rank[0] > mine[0]:
+            return f"{instead}, {_rival_text(rank[0], mine[0])}"
+        if rank[0] < mine[0]:
+            return f"{instead}, more would move in the program"
+        if rank[1] > mine[1]:
+            return f"{instead}, as much would move and more work be repeated"
+        larger = ", of a larger operand" if rank[2] > mine[2] else ""
+        return f"{instead}, as much would move{larger}"
+
+    def undivided(self, op: Operation, contest: Contest) -> Iterator[str]:
+        for (axis, factor), rank in contest.rivals.items():
+            if rank is None:
+                yield self.undivisible(op.sizes[factor], axis)
+
+    def undivisible(self, size: int, axis: str) -> str:
+        return f"{size} does not divide over {axis} ({axes_size((axis,), self.mesh)})"
+
+    def given(self, name: str) -> Iterator[str]:
+        if name in self.marks:
+            yield "as constrained"
+
+    def given_at(self, name: str) -> str:
+        """The user's line, which the shardings of arguments and results do not have."""
+        where = self.marks[name].where if name in self.marks else NO_LINE
+        return "" if where == NO_LINE else where
+
+
+def layout_remark(
+    name: str,
+    before: str,
+    after: str,
+    moved: Moved,
+    reasons: list[str],
+    where: str,
+) -> Remark:
+    """The remark on one value; `reasons` are said one after the other."""
+    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+    text = f"{name}: {before} -> {after}: {_moved_text(moved)}"
+    return Remark(
+        kind="layout",
+        text=f"{text}; {reason}" if reason else text,
+        where=where,
+        facts=(
+            ("value", name),
+            ("before", before),
+            ("after", after),
+            ("bytes", moved.exposed + moved.hidden),
+            ("reason", reason),
+        ),
+    )
+
+
+def _moved_text(moved: Moved) -> str:
+    """Bytes a device, and whether a pipeline hides them."""
+    if not moved.hidden:
+        return f"{bytes_text(moved.exposed)} a device"
+    if not moved.exposed:
+        return f"{bytes_text(moved.hidden)} a device in a pipeline"
+    hidden = _moved_text(Moved(hidden=moved.hidden))
+    return f"{hidden} and {bytes_text(moved.exposed)} outside it"
+
+
+def _rival_text(rival: Moved, chosen: Moved) -> str:
+    late = ", hidden by no pipeline" if chosen.hidden and not rival.hidden else ""
+    return f"in all {_moved_text(rival)}{late}"
+
+
+def made_text(made: Buffer, op: Operation) -> str:
+    """A result as `op` makes it: `partial sum over tp by dot_general`."""
+    layout = layout_of(made)
+    if not made.partial:
+        return f"{spec_text(layout)} by {_title(op)}"
+    reducers = {reducer for _, reducer in made.partial}
+    axes = ", ".join(axis for axis, _ in made.partial)
+    text = f"partial {' and '.join(sorted(reducers))} over {axes}"
+    text = f"{text} of {spec_text(layout)}" if any(layout) else text
+    return f"{text} by {_title(op)}"
+
+
+def _title(op: Operation) -> str:
+    if isinstance(op.stmt, Set):
+        return "copy"
+    (unit_eqn,) = op.stmt.unit.eqns
+    return unit_eqn.eqn.primitive.name
+
+
+def line_of(op: Operation) -> str:
+    """The user's line of `op`, or nothing."""
+    if isinstance(op.stmt, Set):
+        return ""
+    (unit_eqn,) = op.stmt.unit.eqns
+    line = source_line(unit_eqn.eqn)
+    return "" if line == NO_LINE else line
+
+
+def _whole_reason(op: Operation, dim: int) -> str:
+    assert isinstance(op.stmt, Compute), "a copy needs no dim whole"
+    (unit_eqn,) = op.stmt.unit.eqns
+    if unit_eqn.rule.opaque:  # a remark of its own has the reason
+        return f"{unit_eqn.eqn.primitive.name} works on whole arrays"
+    return whole_reason(op.stmt, dim)
