@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.index import Index, evaluate
-from jhost.lowering.ir import Chunk, Compute, UnitEqn
+from jhost.lowering.ir import Compute, UnitEqn
+from jhost.lowering.place import ChunkAt, Site, UnitPlace
 from jhost.lowering.rates import Rates
-from jhost.lowering.rules import Dims, axes_size, shape_of
+from jhost.lowering.rules import Dims, local_shape, shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +53,7 @@ class _Unit:
     ) -> None:
         self.compute = compute
         self.eqns = compute.unit.eqns
-        self.mesh = mesh
-        self.steps = _steps(compute.chunk, at)
+        self.site = Site(mesh=mesh, rank=at.__getitem__, chunk=_chunk_at(compute, at))
         self.heavy = {id(e.eqn) for e in self.eqns if contracts(e)}
         self.maker = {id(v): e.eqn for e in self.eqns for v in e.eqn.outvars}
 
@@ -91,11 +91,8 @@ class _Unit:
 
     # --- Sizes on this device ------------------------------------------------- #
 
-    def size(self, unit_eqn: UnitEqn, factor: int) -> int:
-        if factor == unit_eqn.stream and self.steps is not None:
-            return self.steps
-        axes = unit_eqn.axes[factor]
-        return unit_eqn.rule.sizes[factor] // axes_size(axes, self.mesh)
+    def place(self, unit_eqn: UnitEqn) -> UnitPlace:
+        return UnitPlace(unit_eqn, self.site)
 
     def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
         """Batch, m, n and k of a contraction."""
@@ -103,8 +100,10 @@ class _Unit:
         left, right = _factors(rule.operands[0]), _factors(rule.operands[1])
         out = _factors(rule.results[0])
 
+        place = self.place(unit_eqn)
+
         def product(factors: set[int]) -> int:
-            return math.prod(self.size(unit_eqn, factor) for factor in factors)
+            return math.prod(place.size(factor) for factor in factors)
 
         both = left & right
         return (
@@ -127,11 +126,8 @@ class _Unit:
         return [(var, self.bytes(unit_eqn, var, dims)) for var, dims in pairs]
 
     def bytes(self, unit_eqn: UnitEqn, var: Var, dims: Dims) -> int:
-        sizes = [
-            size if dim is None else self.size(unit_eqn, dim.factor) * dim.scale
-            for size, dim in zip(shape_of(var), dims, strict=True)
-        ]
-        return math.prod(sizes) * itemsize(var)
+        shape = local_shape(dims, shape_of(var), self.place(unit_eqn))
+        return math.prod(shape) * itemsize(var)
 
 
 def itemsize(var: Var) -> int:
@@ -139,13 +135,18 @@ def itemsize(var: Var) -> int:
     return getattr(getattr(var.aval, "dtype", None), "itemsize", 1)
 
 
+def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
+    chunk = compute.chunk
+    return chunk and ChunkAt(
+        start=evaluate(chunk.start, at),
+        size=evaluate(chunk.size, at),
+        extent=chunk.extent,
+        groups=chunk.groups,
+    )
+
+
 def _factors(dims: Dims) -> set[int]:
     return {dim.factor for dim in dims if dim is not None}
-
-
-def _steps(chunk: Chunk | None, at: Mapping[Index, int]) -> int | None:
-    """How many steps of the streamed factor an iteration works on."""
-    return None if chunk is None else evaluate(chunk.size, at) * chunk.groups
 
 
 def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
