@@ -13,6 +13,7 @@ from jhost.lowering.ir import Program
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.lower_streams import LowerStreams
+from jhost.lowering.passes.pad_uneven import PadUneven
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
 from jhost.lowering.passes.split_all_reduces import SplitAllReduces
@@ -41,6 +42,7 @@ def passes(
     """
     return (
         # Layouts: what each device holds, and what must move.
+        PadUneven(),
         PropagateLayouts(),
         ConvertToCommunications(),
         # Streams: loops over chunks.

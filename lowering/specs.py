@@ -27,9 +27,12 @@ _HELP: Mapping[type[errors.JhostError], str] = {
 
 
 def check_spec(
-    spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]
+    spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], uneven: bool = False
 ) -> Iterator[Problem]:
-    """What is wrong with `spec` for a value of `shape`, in words."""
+    """What is wrong with `spec` for a value of `shape`, in words.
+
+    Of an `uneven` one, which is padded, the axes need not divide the dims.
+    """
     if len(spec) > len(shape):
         yield (
             errors.SpecRankError,
@@ -38,7 +41,7 @@ def check_spec(
         return
     problems = list(check_axes(spec, mesh))
     yield from problems
-    if not problems:
+    if not problems and not uneven:
         yield from _check_sizes(spec, shape, mesh)
 
 
