@@ -44,8 +44,8 @@ class Ask:
 class Operands:
     """A statement's values and the factors that tie their dims, in steps on a device.
 
-    `positional` are the factors of which no operand has a dim, although the devices
-    hold different parts of it: what stands where depends on the size (`iota`).
+    `counted` are the factors of which a device has to know which part it holds: there
+    the positions in the whole depend on its size.
     """
 
     reads: tuple[Buffer, ...]
@@ -54,7 +54,7 @@ class Operands:
     results: tuple[Dims, ...]
     steps: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
-    positional: frozenset[int]
+    counted: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
         results=(dims,),
         steps=tuple(factors.sizes),
         reducers=(None,) * count,
-        positional=frozenset(),
+        counted=frozenset(),
     )
 
 
@@ -113,7 +113,7 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
     op = operation(stmt)
     (unit_eqn,) = stmt.unit.eqns
     devices = [axes_size(axes, mesh) for axes in unit_eqn.axes]
-    read = {dim.factor for dims in op.operands for dim in dims if dim is not None}
+    spread = frozenset(f for f, d in enumerate(devices) if d > 1)
     return Operands(
         reads=stmt.ins,
         writes=stmt.outs,
@@ -121,7 +121,7 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         results=op.results,
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,
-        positional=frozenset(f for f, d in enumerate(devices) if d > 1) - read,
+        counted=unit_eqn.rule.counted & spread,
     )
 
 
@@ -213,7 +213,7 @@ class _Growth:
             lacking |= all(dim is None or dim.factor != factor for dim in dims)
         if lacking and op.reducers[factor] is None:
             return False  # a result that depends on all of it
-        if factor in op.positional:
+        if factor in op.counted:
             return False
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:
             return False  # padding so few steps would more than double the values

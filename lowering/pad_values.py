@@ -14,13 +14,15 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
+from jhost._jax import resized_var
 from jhost.lowering.ir import Buffer, Compute, Program, Remark, Stmt
 from jhost.lowering.names import Names
 from jhost.lowering.pad_marks import move_marks
 from jhost.lowering.pad_region import Ask, Operands, Region, plan_region
 from jhost.lowering.rewrite import replace_buffers
-from jhost.lowering.rules import Reducer, identity
+from jhost.lowering.rules import Dims, Reducer, identity, shape_of
 from jhost.lowering.unit import computes_of
 
 PADDING = "padding"
@@ -91,16 +93,44 @@ class _Padder:
                 self.cut(self.kept[buffer.name], buffer.shape, buffer)
 
     def resized(self, number: int, stmt: Compute) -> Compute:
-        """`stmt` with as many steps in its rule as it has in the region."""
+        """`stmt` with as many steps in its rule as it has in the region.
+
+        Its equation keeps the parameters: `rebind` goes by the rule.
+        """
         (unit_eqn,) = stmt.unit.eqns
+        eqn, rule = unit_eqn.eqn, unit_eqn.rule
         sizes = tuple(
             int(size * self.region.ratio(number, factor))
-            for factor, size in enumerate(unit_eqn.rule.sizes)
+            for factor, size in enumerate(rule.sizes)
         )
-        rule = dataclasses.replace(unit_eqn.rule, sizes=sizes)
-        unit_eqn = dataclasses.replace(unit_eqn, rule=rule)
-        unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
+        if sizes == rule.sizes:
+            return stmt
+        invars = self.variables(number, eqn.invars, rule.operands)
+        outvars = self.variables(number, eqn.outvars, rule.results)
+        renamed = dict(zip(map(id, eqn.invars), invars, strict=True))
+        unit_eqn = dataclasses.replace(
+            unit_eqn,
+            eqn=eqn.replace(invars=invars, outvars=outvars),
+            rule=dataclasses.replace(rule, sizes=sizes),
+        )
+        unit = dataclasses.replace(
+            stmt.unit,
+            eqns=(unit_eqn,),
+            invars=tuple(renamed[id(var)] for var in stmt.unit.invars),
+            outvars=tuple(outvars),
+        )
         return dataclasses.replace(stmt, unit=unit)
+
+    def variables(
+        self, number: int, atoms: Sequence[Any], maps: Sequence[Dims]
+    ) -> list[Any]:
+        """Variables of the types that values have in the region."""
+        return [
+            atom
+            if isinstance(atom, Literal)
+            else resized_var(atom, self.region.shape(number, dims, shape_of(atom)))
+            for atom, dims in zip(atoms, maps, strict=True)
+        ]
 
     # --- Values ------------------------------------------------------------------- #
 

@@ -128,7 +128,8 @@ class DimRule:
 
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
     `operands` and `results` have one map a value.  `rebind` runs the equation on the
-    parts that a `Place` names.  `opaque` marks the rule of a primitive that has none.
+    parts that a `Place` names.  `counted` are the factors whose positions in the whole
+    it asks for.  `opaque` marks the rule of a primitive that has none.
     """
 
     sizes: tuple[int, ...]
@@ -136,6 +137,7 @@ class DimRule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     rebind: Rebind = bind_same
+    counted: frozenset[int] = frozenset()
     opaque: bool = False
 
 
