@@ -22,7 +22,8 @@ _HELP: Mapping[type[errors.JhostError], str] = {
     errors.SpecRankError: "Give at most one entry per dim.",
     errors.UnknownAxisError: "Use the mesh's own axis names.",
     errors.DuplicateAxisError: "Shard one dim by an axis, or use another axis.",
-    errors.DivisibilityError: "Pad the dim, or leave it unsharded (None).",
+    errors.DivisibilityError: "Leave the dim unsharded (None), or pad it; jhost.shard "
+    "inside the function pads by itself.",
 }
 
 
