@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from jhost.lowering.graph import touched
 from jhost.lowering.ir import Buffer, Communicate, Compute, Program, Select, Set, Stmt
@@ -272,4 +273,4 @@ class _Growth:
 
 def can_be_padded(buffer: Buffer) -> bool:
     """Whether there are elements to pad with: there is no random key to spare."""
-    return not jax.dtypes.issubdtype(buffer.dtype, jax.dtypes.extended)
+    return not jnp.issubdtype(buffer.dtype, jax.dtypes.extended)

@@ -149,7 +149,7 @@ class _Padder:
         """A value in the sizes that a statement wants; reduced dims end neutrally."""
         buffer, dims = op.reads[position], op.operands[position]
         shape = self.region.shape(number, dims, buffer.shape)
-        reduced = {
+        reduced: dict[int, Reducer] = {
             dim: reducer
             for dim, mapped in enumerate(dims)
             if mapped is not None and shape[dim] > buffer.shape[dim]

@@ -98,7 +98,9 @@ def rows_inside(x: jax.Array, w: jax.Array, pipeline: str = "off") -> jax.Array:
 @pytest.mark.parametrize("rows", [10, 3, 2, 1, 0])
 @pytest.mark.parametrize("pipeline", ["p2p", "collective"])
 def test_rows_sharded_inside_and_gathered(rows: int, pipeline: str) -> None:
-    settings = tp(4, (P(), P(None, "tp")), P(None, "tp"))
+    # JAX 0.10 cannot fetch an empty array that is sharded.
+    outs = P(None, "tp") if rows else P()
+    settings = tp(4, (P(), P(None, "tp")), outs)
     program = exact(
         lambda x, w: rows_inside(x, w, pipeline),
         array(rows, 6),
