@@ -296,6 +296,13 @@ def fresh_var(aval: AbstractValue) -> Var:
     return Var(aval)
 
 
+def resized_var(var: Var, shape: Sequence[int]) -> Var:
+    """A variable of the type of another, but for the shape; the same for its own."""
+    if not isinstance(var.aval, ShapedArray) or var.aval.shape == tuple(shape):
+        return var
+    return Var(var.aval.update(shape=tuple(shape)))
+
+
 def new_eqn(
     primitive: Primitive,
     invars: Sequence[Atom],

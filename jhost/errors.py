@@ -40,7 +40,7 @@ class DuplicateAxisError(JhostError, ValueError):
 
 
 class DivisibilityError(JhostError, ValueError):
-    """A mesh axis does not divide the dim that it should shard."""
+    """A mesh axis does not divide the dim of a parameter or result to shard."""
 
 
 class StreamConflictError(JhostError, ValueError):

@@ -51,8 +51,8 @@ def build(
     """The straight-line program of `flat`, with its marks.
 
     Raises:
-        SpecRankError, UnknownAxisError, DuplicateAxisError, DivisibilityError: a
-            `jhost.shard` that does not fit its value or the mesh.
+        SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
+            not fit its value or the mesh.
         NoMeshError: a `jhost.shard` where there is no mesh.
         StreamConflictError: two streams on different dims of one value.
     """
@@ -257,7 +257,7 @@ class _Builder:
                 [f"shape {buffer.shape} at {where}"],
             )
         name = f"value of shape {buffer.shape} at {where}"
-        problems = check_spec(spec, buffer.shape, dict(self.mesh.shape))
+        problems = check_spec(spec, buffer.shape, dict(self.mesh.shape), uneven=True)
         self.problems += [(name, problem) for problem in problems]
         # An axis of one device shards nothing.
         spec = tuple(

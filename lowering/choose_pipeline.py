@@ -49,6 +49,8 @@ def choose_pipeline(
         ChunksError: more chunks than steps, or a count that a p2p pipeline cannot have.
         PipelineError: a p2p pipeline where no communication moves the streamed dim.
     """
+    if extent == 0:
+        return off("the dim has size 0, and nothing is there to cut")
     if mark.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.chunks is not None:

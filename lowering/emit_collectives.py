@@ -40,6 +40,8 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) 
     Reduce and Gather leave zeros on the devices that are not the root.
     """
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
+    if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
+        return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
     match stmt.kind:
         case "AllGather":
             return lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
@@ -63,6 +65,20 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) 
         case "CollectivePermute":
             pairs = [(r, (r + shift) % devices) for r in range(devices)]
             return _permute(x, axes, ranks, pairs)
+
+
+def _shape_after(
+    stmt: Communicate, shape: tuple[int, ...], devices: int
+) -> tuple[int, ...]:
+    """The shape of what a communication makes of a value of `shape`."""
+    sizes = list(shape)
+    if stmt.kind in ("AllGather", "Gather"):
+        sizes[dim_of(stmt)] *= devices
+    elif stmt.dim is not None:
+        sizes[stmt.dim] //= devices
+    if stmt.source_dim is not None:
+        sizes[stmt.source_dim] *= devices
+    return tuple(sizes)
 
 
 def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:

@@ -14,6 +14,7 @@ from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.lower_streams import LowerStreams
+from jhost.lowering.passes.pad_uneven import PadUneven
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
 from jhost.lowering.passes.split_all_reduces import SplitAllReduces
@@ -53,6 +54,8 @@ def passes(
         Segment(),
     )
     return (
+        # What the devices must divide, and what is left open.
+        PadUneven(),
         ChoosePipelines(
             following=up_to_units,
             chunks=chunks,

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -30,6 +31,43 @@ COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
     "or": lax.bitwise_or,
 }
 """How each reducer combines two values; and and or are bitwise on integers."""
+
+
+def identity(reducer: Reducer, dtype: np.dtype) -> Any:
+    """The scalar that changes nothing where it is combined with another."""
+    match reducer:
+        case "sum" | "or":
+            value: Any = 0
+        case "prod":
+            value = 1
+        case "and":
+            value = -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _most(dtype)
+        case "max":
+            value = _least(dtype)
+        case "min":
+            value = _most(dtype)
+    return np.asarray(value).astype(dtype)[()]
+
+
+def _least(dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min
+    # Some narrow floats have no infinity.
+    return -np.inf if _has_infinity(dtype) else jnp.finfo(dtype).min
+
+
+def _most(dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max
+    return np.inf if _has_infinity(dtype) else jnp.finfo(dtype).max
+
+
+def _has_infinity(dtype: np.dtype) -> bool:
+    return bool(np.isinf(np.asarray(np.inf).astype(dtype)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +128,8 @@ class DimRule:
 
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
     `operands` and `results` have one map a value.  `rebind` runs the equation on the
-    parts that a `Place` names.  `opaque` marks the rule of a primitive that has none.
+    parts that a `Place` names.  `counted` are the factors whose positions in the whole
+    it asks for.  `opaque` marks the rule of a primitive that has none.
     """
 
     sizes: tuple[int, ...]
@@ -98,6 +137,7 @@ class DimRule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     rebind: Rebind = bind_same
+    counted: frozenset[int] = frozenset()
     opaque: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -171,7 +172,8 @@ def iota(eqn: JaxprEqn) -> DimRule:
         count = lax.broadcast_in_dim(count, local, (counted,))
         return [lax.convert_element_type(count, eqn.params["dtype"])]
 
-    return factors.rule([], [dims], rebind)
+    made = factors.rule([], [dims], rebind)
+    return dataclasses.replace(made, counted=frozenset({dims[counted].factor}))
 
 
 @rule("empty")

@@ -22,14 +22,18 @@ _HELP: Mapping[type[errors.JhostError], str] = {
     errors.SpecRankError: "Give at most one entry per dim.",
     errors.UnknownAxisError: "Use the mesh's own axis names.",
     errors.DuplicateAxisError: "Shard one dim by an axis, or use another axis.",
-    errors.DivisibilityError: "Pad the dim, or leave it unsharded (None).",
+    errors.DivisibilityError: "Leave the dim unsharded (None), or pad it; jhost.shard "
+    "inside the function pads by itself.",
 }
 
 
 def check_spec(
-    spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]
+    spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], uneven: bool = False
 ) -> Iterator[Problem]:
-    """What is wrong with `spec` for a value of `shape`, in words."""
+    """What is wrong with `spec` for a value of `shape`, in words.
+
+    Of an `uneven` one, which is padded, the axes need not divide the dims.
+    """
     if len(spec) > len(shape):
         yield (
             errors.SpecRankError,
@@ -38,7 +42,7 @@ def check_spec(
         return
     problems = list(check_axes(spec, mesh))
     yield from problems
-    if not problems:
+    if not problems and not uneven:
         yield from _check_sizes(spec, shape, mesh)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
-from jhost.lowering.ir import Unit, UnitEqn
+from jhost._jax import aval_of
+from jhost.lowering.ir import Buffer, Compute, Unit, UnitEqn
+from jhost.lowering.names import Names
 from jhost.lowering.table import rule_of
 
 
@@ -28,3 +31,32 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
     return Unit(
         name=name, eqns=tuple(eqns), invars=tuple(jaxpr.invars), outvars=outvars
     )
+
+
+def computes_of(
+    name: str, fun: Callable[..., Any], source: Buffer, out: Buffer, names: Names
+) -> list[Compute]:
+    """Statements of an equation each that compute `fun` of `source` into `out`.
+
+    Between them stand values laid out as `out` is; `name` begins the units' names.
+    """
+    unit = unit_of(name, fun, jax.ShapeDtypeStruct(source.shape, source.dtype))
+    (result,) = unit.outvars
+    buffers = {unit.invars[0]: source, result: out}
+    computes: list[Compute] = []
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
+        (var,) = eqn.outvars
+        if var not in buffers:
+            between = dataclasses.replace(
+                out,
+                name=names.fresh(f"{out.name}_{eqn.primitive.name}"),
+                dtype=aval_of(var).dtype,
+                partial=(),
+            )
+            buffers[var] = between
+        one = Unit(name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,))
+        ins = tuple(buffers[v] for v in invars)
+        computes.append(Compute(unit=one, ins=ins, outs=(buffers[var],)))
+    return computes

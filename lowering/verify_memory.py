@@ -75,7 +75,7 @@ def _check_select_dim(state: State, stmt: Select, source: Known, size: int) -> N
 def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
     index = np.asarray(state.value(stmt.index))
     outside = (index < 0) | (index + size > extent)
-    if size < 1 or outside.any():
+    if size < min(extent, 1) or outside.any():
         first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
         raise errors.IndexRangeError(
             f"{state.place()}expected a part of [0 : {extent}] of {stmt.source.name}, "

@@ -263,15 +263,18 @@ def contraction(draw: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[str, Step
 
 
 def random_spec(
-    draw: Any, shape: tuple[int, ...], mesh: dict[str, int]
+    draw: Any, shape: tuple[int, ...], mesh: dict[str, int], uneven: bool = False
 ) -> PartitionSpec:
-    """A sharding that JAX allows: each axis on a dim that it divides, or on none."""
+    """A sharding that JAX allows: each axis on a dim that it divides, or on none.
+
+    Inside a function it need not divide the dim: `uneven`.
+    """
     entries: list[list[str]] = [[] for _ in shape]
     for axis, size in mesh.items():
         fitting = [
             dim
             for dim, n in enumerate(shape)
-            if n % (math.prod(mesh[a] for a in entries[dim]) * size) == 0
+            if uneven or n % (math.prod(mesh[a] for a in entries[dim]) * size) == 0
         ]
         dim = draw(st.sampled_from([*fitting, None]))
         if dim is not None:
@@ -286,7 +289,7 @@ def mark(
     ranked = [i for i, shape in enumerate(shapes) if shape]
     i = draw(st.sampled_from(ranked))
     if mesh and draw(st.integers(0, 3)) == 0:
-        spec = random_spec(draw, shapes[i], mesh)
+        spec = random_spec(draw, shapes[i], mesh, uneven=True)
         return f"shard({i}, {spec})", lambda values: jhost.shard(values[i], spec)
     dim = draw(st.integers(0, len(shapes[i]) - 1))
     settings: dict[str, Any] = {"pipeline": "p2p"}
@@ -302,7 +305,7 @@ def mark(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
-    sizes = st.sampled_from([4, 8, 2, 6, 16, 12, 3, 5, 1])
+    sizes = st.sampled_from([4, 8, 2, 6, 16, 12, 3, 5, 1, 10, 7])
     shape = st.lists(sizes, min_size=1, max_size=3).map(tuple)
     shapes = draw(st.lists(shape, min_size=1, max_size=3))
     inputs = tuple(shapes)

@@ -15,8 +15,16 @@ from typing import ClassVar, Literal
 from jhost import errors
 from jhost.lowering.choose_pipeline import Choice, choose_pipeline, off
 from jhost.lowering.graph import Node, merge_groups, nodes
-from jhost.lowering.ir import Compute, Program, Remark, SerialMark, StreamMark
+from jhost.lowering.ir import (
+    Compute,
+    Program,
+    Remark,
+    SerialMark,
+    Stmt,
+    StreamMark,
+)
 from jhost.lowering.marks import resolved_marks
+from jhost.lowering.pad_values import is_padding
 from jhost.lowering.stream_loops import LoopBuilder
 from jhost.lowering.stream_parts import Access, part_of
 from jhost.lowering.stream_plan import StreamPlan, plan_streams
@@ -113,7 +121,7 @@ def _made_whole(
     makers = {buffer.name: node for node in graph for buffer in node.writes}
     for mark in marks:
         name, node = mark.buffer, makers.get(mark.buffer)
-        while node is not None and not isinstance(node.stmt, Compute):
+        while node is not None and not _is_own(node.stmt):
             name = node.reads[0].name
             node = makers.get(name)
         if node is None:
@@ -123,6 +131,11 @@ def _made_whole(
         part = part_of(node, "", True, position, access, mesh)
         if isinstance(part, str):
             yield f"axis={mark.dim} at {mark.where}: {part}"
+
+
+def _is_own(stmt: Stmt) -> bool:
+    """Whether a value's own computation is this one: copies and padding hand it on."""
+    return isinstance(stmt, Compute) and not is_padding(stmt)
 
 
 def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:

@@ -1,16 +1,17 @@
 """Turn all-reduces that a p2p pipeline meets into a reduce-scatter and an all-gather.
 
 An all-reduce would mix the chunks that the devices work on at one step.  Its two halves
-move chunks to their owners and back, and the same bytes in all.
+move chunks to their owners and back, and the same bytes in all.  Where the devices do
+not divide the streamed dim, it is padded first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from jhost.lowering.graph import Node, nodes
+from jhost.lowering.graph import nodes
 from jhost.lowering.ir import (
     Buffer,
     Communicate,
@@ -18,12 +19,14 @@ from jhost.lowering.ir import (
     Program,
     SerialMark,
     Stmt,
+    StreamMark,
     Wait,
 )
 from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
+from jhost.lowering.pad_region import Ask
+from jhost.lowering.pad_values import pad_program
 from jhost.lowering.rules import axes_size
-from jhost.lowering.stream_parts import Part
 from jhost.lowering.stream_plan import plan_streams
 
 
@@ -38,31 +41,56 @@ class SplitAllReduces:
 
     def apply(self, program: Program) -> Program:
         asked = resolved_marks(program, self.chunks, self.pipeline)
-        marks = [mark for mark in asked if mark.pipeline != "off"]
-        if "p2p" not in {mark.pipeline for mark in marks}:
+        if "p2p" not in {mark.pipeline for mark in asked}:
             return program
-        serial = [m for m in program.marks if isinstance(m, SerialMark)]
-        graph, mesh = nodes(program.body), dict(program.mesh.shape)
-        plan = plan_streams(graph, marks, serial, mesh)
+        mesh = dict(program.mesh.shape)
+        uneven = [
+            Ask(
+                buffer=stmt.out.name,
+                dim=dim,
+                axes=stmt.axes,
+                devices=axes_size(stmt.axes, mesh),
+                where=mark.where,
+            )
+            for stmt, dim, mark in self.all_reduces(program)
+        ]
+        # Padded at the end of what a device has, whatever shards the dim already.
+        program = pad_program(program, uneven)
+        dims = {stmt.out.name: dim for stmt, dim, _ in self.all_reduces(program)}
         names = Names.of(program)
         body: list[Stmt] = []
-        for number, node in enumerate(graph):
-            part = plan.parts.get(number)
-            if part is not None and plan.marks[part.stream].pipeline == "p2p":
-                body += split(node, part, mesh, names)
+        for node in nodes(program.body):
+            stmt = node.stmt
+            if isinstance(stmt, Communicate) and stmt.out.name in dims:
+                body += split(stmt, dims[stmt.out.name], mesh, names)
             else:
                 body += node.stmts
         return dataclasses.replace(program, body=tuple(body))
 
+    def all_reduces(
+        self, program: Program
+    ) -> Iterator[tuple[Communicate, int, StreamMark]]:
+        """Those that p2p streams meet, with the streamed dim and what asked for it."""
+        asked = resolved_marks(program, self.chunks, self.pipeline)
+        marks = [mark for mark in asked if mark.pipeline != "off"]
+        serial = [m for m in program.marks if isinstance(m, SerialMark)]
+        graph = nodes(program.body)
+        plan = plan_streams(graph, marks, serial, dict(program.mesh.shape))
+        for number, part in plan.parts.items():
+            stmt, mark = graph[number].stmt, plan.marks[part.stream]
+            if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
+                continue
+            if mark.pipeline == "p2p":
+                yield stmt, part.writes[0].dim, mark
 
-def split(node: Node, part: Part, mesh: Mapping[str, int], names: Names) -> list[Stmt]:
-    """The two halves of an all-reduce along its stream; any other node as it is."""
-    stmt = node.stmt
-    if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
-        return list(node.stmts)
-    dim, devices = part.writes[0].dim, axes_size(stmt.axes, mesh)
+
+def split(
+    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: Names
+) -> list[Stmt]:
+    """The two halves of an all-reduce, unless its dim could not be padded."""
+    devices = axes_size(stmt.axes, mesh)
     if stmt.out.shape[dim] % devices:
-        return list(node.stmts)
+        return [stmt, Wait(communication=stmt.name)]
     shard = sharded(stmt.out, dim, stmt.axes, devices, names)
     scatter = dataclasses.replace(stmt, kind="ReduceScatter", out=shard, dim=dim)
     gather = dataclasses.replace(

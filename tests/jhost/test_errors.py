@@ -99,15 +99,21 @@ def test_an_axis_used_twice_is_refused(mesh: Mesh) -> None:
 def test_shards_inside_the_function_are_refused_by_their_lines(mesh: Mesh) -> None:
     @jhost.jit(mesh=mesh)
     def model(x: jax.Array) -> jax.Array:
-        y = jhost.shard(x[:7] * 2, P("tp"))
+        y = jhost.shard(x * 2, P("pp"))
         return jhost.shard(y + 1, P(None, "dp"))
 
-    with pytest.raises(errors.DivisibilityError) as raised:
+    with pytest.raises(errors.UnknownAxisError) as raised:
         model(X)
     text = str(raised.value)
     assert text.count("at test_errors.py:") == text.count("model)") == 2
-    assert "4 does not divide 7" in text
+    assert "names axis 'pp'" in text
     assert "names axis 'dp'" in text
+
+
+def test_shards_inside_the_function_need_not_divide(mesh: Mesh) -> None:
+    """Unlike those of parameters and results, as in JAX: they are padded."""
+    f = jhost.jit(lambda x: jhost.shard(x[:7] * 2, P("tp")) + 1, mesh=mesh)
+    np.testing.assert_array_equal(f(X), X[:7] * 2 + 1)
 
 
 def test_the_same_is_refused_inside_jax_transforms(mesh: Mesh) -> None:

@@ -196,18 +196,19 @@ def test_every_pass_is_dumped_in_order(
     paths = dumped(tmp_path)
     assert [re.sub(r"\.\d+\.", ".", path.name, count=1) for path in paths] == [
         "f.00_build.txt",
-        "f.01_choose_pipelines.txt",
-        "f.02_propagate_layouts.txt",
-        "f.03_convert_to_communications.txt",
-        "f.04_split_all_reduces.txt",
-        "f.05_lower_streams.txt",
-        "f.06_segment.txt",
-        "f.07_insert_deallocations.txt",
+        "f.01_pad_uneven.txt",
+        "f.02_choose_pipelines.txt",
+        "f.03_propagate_layouts.txt",
+        "f.04_convert_to_communications.txt",
+        "f.05_split_all_reduces.txt",
+        "f.06_lower_streams.txt",
+        "f.07_segment.txt",
+        "f.08_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
-    assert "Set(" in texts[2]
-    assert "AllGather(" not in texts[2]
-    assert "AllGather(" in texts[3]
+    assert "Set(" in texts[3]
+    assert "AllGather(" not in texts[3]
+    assert "AllGather(" in texts[4]
     assert all(text.startswith("program f") for text in texts)
 
 

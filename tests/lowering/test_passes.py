@@ -70,6 +70,7 @@ def mlp_before(name: str) -> Program:
 
 def test_the_passes_stand_in_order() -> None:
     assert [step.name for step in SEQUENCE] == [
+        "pad_uneven",
         "choose_pipelines",
         "propagate_layouts",
         "convert_to_communications",
