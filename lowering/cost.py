@@ -92,6 +92,7 @@ class _Task:
     seconds: float
     host: float
     after: frozenset[int]
+    delay: float = 0.0
     transfer: bool = False
     alone: bool = False
 
@@ -157,6 +158,7 @@ class _Unrolled:
             seconds=link.seconds(received),
             host=link.host,
             after=after,
+            delay=link.delay,
             transfer=True,
             alone=not link.beside_compute,
         )
@@ -229,7 +231,8 @@ def _finish(tasks: Sequence[_Task]) -> float:
         task = tasks[number]
         free = moving if task.transfer and not task.alone else computing
         free = max(computing, moving) if task.alone else free
-        return max([free, *(ends[before] for before in task.after)])
+        ready = max((ends[before] for before in task.after), default=0.0)
+        return max(free, ready + task.delay)
 
     while in_order or beside:
         ready = [n for n in (*in_order[:1], *beside) if tasks[n].after <= ends.keys()]

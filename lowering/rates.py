@@ -16,11 +16,12 @@ from collections.abc import Mapping
 class Link:
     """A way of moving bytes between devices.
 
-    `latency` and `host` (what a transfer keeps the launching thread busy) are seconds,
-    `bandwidth` is bytes received per second.  `beside_compute`: whether transfers run
-    while matmuls fill the device.
+    A transfer starts `delay` seconds after its operand is there, takes `latency` beside
+    what `bandwidth` (bytes received per second) makes, and keeps the launching thread
+    busy for `host`.  `beside_compute`: whether it runs while matmuls fill the device.
     """
 
+    delay: float = 0.0
     latency: float
     bandwidth: float
     host: float
@@ -69,9 +70,15 @@ _H200 = Rates(
     launch=3e-6,
     host=5e-6,
     # A copy engine's; the host thread waits for those of the other devices.
-    permute=Link(latency=10e-6, bandwidth=383e9, host=40e-6, beside_compute=True),
+    permute=Link(
+        delay=20e-6,
+        latency=14e-6,
+        bandwidth=383e9,
+        host=60e-6,
+        beside_compute=True,
+    ),
     # NCCL's kernels need multiprocessors, which a matmul on Hopper does not leave.
-    collective=Link(latency=60e-6, bandwidth=450e9, host=10e-6, beside_compute=False),
+    collective=Link(latency=22e-6, bandwidth=290e9, host=10e-6, beside_compute=False),
 )
 
 _CPU = Rates(

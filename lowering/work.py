@@ -1,18 +1,18 @@
 """How much a computation has to do: the kernels that XLA will make of it, about.
 
-A contraction is a kernel of its own.  Everything else fuses with its neighbours: what
-counts is the memory that they read from and write to what is not among them.
+A contraction is a kernel of its own.  Everything else fuses with its neighbours, as far
+as the next reduction, and what counts is the memory that a fusion reads and writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost.lowering.index import Index, evaluate
+from jhost.lowering.index import Index, Rank, evaluate
 from jhost.lowering.ir import Compute, UnitEqn
 from jhost.lowering.place import ChunkAt, Site, UnitPlace
 from jhost.lowering.rates import Rates
@@ -51,43 +51,60 @@ class _Unit:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
-        self.compute = compute
         self.eqns = compute.unit.eqns
-        self.site = Site(mesh=mesh, rank=at.__getitem__, chunk=_chunk_at(compute, at))
+        self.site = Site(
+            mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
+        )
         self.heavy = {id(e.eqn) for e in self.eqns if contracts(e)}
-        self.maker = {id(v): e.eqn for e in self.eqns for v in e.eqn.outvars}
+        self.bytes = self.sizes()
+        users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
+        outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
+        self.wanted = set(map(id, outside))
+        self.sources = self.origins()
 
     def kernels(self) -> Iterator[Kernel]:
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
-                traffic = sum(
-                    n for _, n in (*self.reads(unit_eqn), *self.writes(unit_eqn))
-                )
-                yield Kernel(traffic, self.matmul(unit_eqn))
-        writes = [
-            n for e in self.light() for var, n in self.writes(e) if self.kept(var)
-        ]
-        reads = {
-            id(v): n for e in self.light() for v, n in self.reads(e) if self.far(v)
-        }
-        if writes:
-            yield from (Kernel(n) for n in writes[1:])
-            yield Kernel(writes[0] + sum(reads.values()))
+                eqn = unit_eqn.eqn
+                values = {id(var) for var in (*eqn.invars, *eqn.outvars)}
+                yield Kernel(self.traffic(values), self.matmul(unit_eqn))
+        for fusion in self.fusions():
+            read = {source for var in fusion for source in self.sources[var]}
+            yield Kernel(self.traffic(read) + self.traffic(fusion))
 
-    def light(self) -> Iterator[UnitEqn]:
-        return (e for e in self.eqns if id(e.eqn) not in self.heavy)
+    def fusions(self) -> list[list[int]]:
+        """The values that fusions write, by what must be complete before them.
 
-    def kept(self, var: Var) -> bool:
-        """Whether a value of a fusion leaves it."""
-        if any(var is out for out in self.compute.unit.outvars):
-            return True
-        users = [e.eqn for e in self.eqns if any(var is v for v in e.eqn.invars)]
-        return any(id(eqn) in self.heavy for eqn in users)
+        A reduction or a contraction ends a fusion.  What is cheap to make is made again
+        where it is read, and only what they want or the unit returns is written.
+        """
+        level: dict[int, int] = {}
+        fusions: dict[int, list[int]] = {}
+        for unit_eqn in self.eqns:
+            eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
+            own = max((level.get(id(var), 0) for var in eqn.invars), default=0)
+            level |= dict.fromkeys(outs, own + any(unit_eqn.rule.reducers))
+            if id(eqn) not in self.heavy:
+                reduces = any(unit_eqn.rule.reducers)
+                written = [var for var in outs if reduces or var in self.wanted]
+                fusions.setdefault(own, []).extend(written)
+        return [fusion for fusion in fusions.values() if fusion]
 
-    def far(self, var: Var) -> bool:
-        """Whether a value that a fusion reads comes from outside of it."""
-        maker = self.maker.get(id(var))
-        return maker is None or id(maker) in self.heavy
+    def origins(self) -> dict[int, set[int]]:
+        """The values in memory that each value is made from."""
+        found: dict[int, set[int]] = {}
+        in_memory: dict[int, set[int]] = {}
+        for unit_eqn in self.eqns:
+            eqn = unit_eqn.eqn
+            read = [in_memory.get(id(var), {id(var)}) for var in eqn.invars]
+            for out in map(id, eqn.outvars):
+                found[out] = set().union(*read)
+                ends = any(unit_eqn.rule.reducers)
+                in_memory[out] = {out} if ends else found[out]
+        return found
+
+    def traffic(self, values: Iterable[int]) -> int:
+        return sum(self.bytes.get(value, 0) for value in values)
 
     # --- Sizes on this device ------------------------------------------------- #
 
@@ -113,21 +130,17 @@ class _Unit:
             product(both - out),
         )
 
-    def reads(self, unit_eqn: UnitEqn) -> list[tuple[Var, int]]:
-        pairs = zip(unit_eqn.eqn.invars, unit_eqn.rule.operands, strict=True)
-        return [
-            (var, self.bytes(unit_eqn, var, dims))
-            for var, dims in pairs
-            if not isinstance(var, Literal)
-        ]
-
-    def writes(self, unit_eqn: UnitEqn) -> list[tuple[Var, int]]:
-        pairs = zip(unit_eqn.eqn.outvars, unit_eqn.rule.results, strict=True)
-        return [(var, self.bytes(unit_eqn, var, dims)) for var, dims in pairs]
-
-    def bytes(self, unit_eqn: UnitEqn, var: Var, dims: Dims) -> int:
-        shape = local_shape(dims, shape_of(var), self.place(unit_eqn))
-        return math.prod(shape) * itemsize(var)
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each value here."""
+        found: dict[int, int] = {}
+        for unit_eqn in self.eqns:
+            eqn, rule, place = unit_eqn.eqn, unit_eqn.rule, self.place(unit_eqn)
+            maps = (*rule.operands, *rule.results)
+            for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
+                if not isinstance(var, Literal):
+                    shape = local_shape(dims, shape_of(var), place)
+                    found[id(var)] = math.prod(shape) * itemsize(var)
+        return found
 
 
 def itemsize(var: Var) -> int:
