@@ -17,6 +17,7 @@ from jhost.lowering.emit_buffers import Memory, Snapshot, View, new_view
 from jhost.lowering.emit_collectives import communicate, transfer
 from jhost.lowering.emit_order import Order, moving_names
 from jhost.lowering.emit_windows import window
+from jhost.lowering.graph import touched
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir import (
     Allocate,
@@ -97,6 +98,7 @@ class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = Ranks(program.mesh.shape)
+        self.read_whole = _read_whole(program)
         self.views: dict[str, View] = {}
         self.loops: dict[str, int] = {}
         self.moving: frozenset[str] = frozenset()
@@ -152,7 +154,8 @@ class _Emitter:
     def new(
         self, buffer: Buffer, shape: tuple[int, ...], zero_init: bool = False
     ) -> View:
-        return new_view(buffer, shape, len(self.ranks.sizes), zero_init)
+        whole = buffer.name in self.read_whole
+        return new_view(buffer, shape, len(self.ranks.sizes), zero_init, whole)
 
     def read(self, buffer: Buffer) -> Any:
         return self.views[buffer.name].read()
@@ -191,14 +194,31 @@ class _Emitter:
     def compute(self, stmt: Compute) -> None:
         ins = [self.read(buffer) for buffer in stmt.ins]
         moving = [buffer.name in self.moving for buffer in stmt.ins]
-        ins = self.order.before_compute(ins, moving)
+        placed = self.placed_at_once(stmt.outs)
+        ins, bases = self.order.before_compute(ins, moving, [m.base for m in placed])
+        for memory, base in zip(placed, bases, strict=True):
+            memory.base = base
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk))
         if stmt.reducer is not None:
             pairs = zip(stmt.outs, outs, strict=True)
             outs = [self.combined(stmt, *pair) for pair in pairs]
         for buffer, value in zip(stmt.outs, outs, strict=True):
             self.write(buffer, value)
+        for memory in placed:
+            memory.assemble()
         self.order.after_compute(outs)
+
+    def placed_at_once(self, outs: Sequence[Buffer]) -> list[Memory]:
+        """The memories of which a device's rank says which part `outs` are.
+
+        Their parts go in by copies, and each copy had better come before the next step,
+        which may have to wait for a transfer, than after the last one.
+        """
+        if not self.order.active:
+            return []
+        views = [self.views[b.name] for b in outs if b.name in self.views]
+        wanted = [v for v in views if v.memory.read_whole and not v.is_static()]
+        return list({id(view.memory): view.memory for view in wanted}.values())
 
     def combined(self, stmt: Compute, buffer: Buffer, value: Any) -> Any:
         """`value` combined into what `buffer` holds; a fresh one holds nothing."""
@@ -320,3 +340,12 @@ class _Emitter:
                     memory = self.views[name].memory
                     memories[id(memory)] = memory
         return list(memories.values())
+
+
+def _read_whole(program: Program) -> frozenset[str]:
+    """The buffers that something reads by their own names, not by an alias."""
+    names = {buffer.name for buffer in program.results}
+    for stmt in walk(program.body):
+        if not isinstance(stmt, Select | For | If):
+            names |= {buffer.name for buffer in touched(stmt)[0]}
+    return frozenset(names)

@@ -33,14 +33,18 @@ class Piece:
 
 
 class Memory:
-    """The contents of one buffer with memory of its own."""
+    """The contents of one buffer with memory of its own.
+
+    `read_whole`: whether something will read it other than in parts.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, zero_init: bool
+        self, shape: tuple[int, ...], dtype: np.dtype, zero_init: bool, read_whole: bool
     ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.zero_init = zero_init
+        self.read_whole = read_whole
         self.base: Any = None
         self.pieces: list[Piece] = []
 
@@ -139,6 +143,11 @@ class View:
         """Change the elements of the memory that this view covers."""
         self.memory.write(self.region, self.windows(), value)
 
+    def is_static(self) -> bool:
+        """Whether every device knows beforehand which part this is."""
+        starts = (start for w in self.windows() for start in w.starts)
+        return all(isinstance(start, int) for start in starts)
+
     def windows(self) -> tuple[Window, ...]:
         """The steps from the memory to this view."""
         if self.source is None or self.window is None:
@@ -147,10 +156,14 @@ class View:
 
 
 def new_view(
-    buffer: Buffer, shape: tuple[int, ...], mesh_dims: int, zero_init: bool = False
+    buffer: Buffer,
+    shape: tuple[int, ...],
+    mesh_dims: int,
+    zero_init: bool = False,
+    read_whole: bool = True,
 ) -> View:
     """A buffer with memory of its own, which a ragged last chunk makes smaller."""
-    memory = Memory(shape, buffer.dtype, zero_init)
+    memory = Memory(shape, buffer.dtype, zero_init, read_whole)
     return View(memory, whole(shape, mesh_dims), shape)
 
 

@@ -45,19 +45,23 @@ class Order:
         """The tokens of the current stream."""
         return self.chains.get(self.current, ())
 
-    def before_compute(self, ins: Sequence[Any], moving: Sequence[bool]) -> list[Any]:
+    def before_compute(
+        self, ins: Sequence[Any], moving: Sequence[bool], beside: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """`ins`, available once the stream and the compute queue get there.
 
         Operands that are the same in each iteration are left alone where others move.
+        What stands `beside` them has to be complete by then as well.
         """
         # XLA:GPU has one compute queue: steps on other streams come in turn as well.
         deps = _distinct((*self.chain(), *self.last_compute))
         chosen = [k for k, moves in enumerate(moving) if moves] or range(len(ins))
-        tied = self._tie([ins[k] for k in chosen], deps)
+        tied = self._tie([*(ins[k] for k in chosen), *beside], deps)
+        tied, beside = tied[: len(chosen)], tied[len(chosen) :]
         result = list(ins)
         for k, value in zip(chosen, tied, strict=True):
             result[k] = value
-        return result
+        return result, beside
 
     def after_compute(self, outs: Sequence[Any]) -> None:
         """The step's results stand for it."""

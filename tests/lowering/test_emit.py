@@ -132,6 +132,16 @@ def test_pieces_at_a_rank_go_into_an_array_that_is_not_filled() -> None:
     assert not found["broadcast_in_dim"]
 
 
+def test_parts_at_a_rank_are_placed_before_the_next_step() -> None:
+    """That may have to wait for a transfer, and the copy has the time."""
+    eqns = equations(rows(index=(TP + I) % 4 * 2), mesh_of(tp=4), X, W)
+    work = ("dot_general", "dynamic_update_slice")
+    names = [eqn.primitive.name for eqn in eqns]
+    assert [name for name in names if name in work] == [*work] * 4
+    # The step's rows and the array so far, before the products that stand for steps.
+    assert [shapes[:2] for shapes in barriers(eqns)] == [[(2, 4), (8, 3)]] * 3
+
+
 def test_an_index_in_which_the_rank_cancels_is_static() -> None:
     found = counts(rows(index=(TP + I * 2 - TP)), mesh_of(tp=4), X, W)
     assert found["concatenate"] == 1
