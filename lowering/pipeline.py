@@ -12,6 +12,7 @@ from jhost.lowering.inline_calls import inline_calls
 from jhost.lowering.ir import Program
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
+from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
@@ -42,6 +43,7 @@ def passes(
     return (
         # Layouts: what each device holds, and what must move.
         PropagateLayouts(chunks=chunks, pipeline=pipeline),
+        DelayReductions(chunks=chunks, pipeline=pipeline),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),

@@ -47,8 +47,6 @@ class PropagateLayouts:
         shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
         asked = resolved_marks(program, self.chunks, self.pipeline)
         streamed = streamed_dims(program, asked)
-        marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
-        program = dataclasses.replace(program, marks=marks)
         if not program.mesh.shape:
             return program
         solution = solve_layouts(program, shardings, streamed)
