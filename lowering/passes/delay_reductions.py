@@ -128,7 +128,7 @@ class _Delayer:
             return _Cost(NOTHING, 0)
         streamed = self.streamed.get(stmt.out.name)
         streamed = streamed or self.streamed.get(stmt.source.name)
-        steps = plan_reshard(have, want, partial)
+        steps = plan_reshard(have, want, partial, self.mesh)
         moved = moved_by(steps, have, self.whole(stmt.source), self.mesh, streamed)
         return _Cost(moved, sum(step.kind != "Select" for step in steps))
 

@@ -27,6 +27,7 @@ _RESHARDED: Mapping[StepKind, str] = {
     "ReduceScatter": "scattered",
     "AllToAll": "exchanged",
     "Select": "part",
+    "SwapAxes": "swapped",
 }
 
 
@@ -144,7 +145,7 @@ class _Rewriter:
         if have == layout:
             return source
         if (value, layout) not in self.resharded:
-            (*_, last) = plan_reshard(have, layout, source.partial)
+            (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
             target = self.place(whole, layout, name=name)
