@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,6 +66,14 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) 
         case "CollectivePermute":
             pairs = [(r, (r + shift) % devices) for r in range(devices)]
             return _permute(x, axes, ranks, pairs)
+        case "SwapAxes":
+            return _permute(x, axes, ranks, list(enumerate(swapped_ranks(devices))))
+
+
+def swapped_ranks(devices: int) -> list[int]:
+    """For each device along two axes of one size, the one at the mirrored place."""
+    size = math.isqrt(devices)
+    return [r % size * size + r // size for r in range(devices)]
 
 
 def _shape_after(

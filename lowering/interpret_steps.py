@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jhost.lowering.emit_collectives import dim_of, reducer_of
+from jhost.lowering.emit_collectives import dim_of, reducer_of, swapped_ranks
 from jhost.lowering.ir import Communicate, Unit
 from jhost.lowering.place import ChunkAt, Site, evaluate_unit
 from jhost.lowering.rules import COMBINE, Reducer, axes_size
@@ -134,6 +134,8 @@ def _result(
             return _part(every[root], dim_of(stmt), me, len(every))
         case "CollectivePermute":
             return jnp.stack(every)[source]
+        case "SwapAxes":
+            return jnp.stack(every)[jnp.asarray(swapped_ranks(len(every)))[me]]
 
 
 def _total(stmt: Communicate, every: list[Any]) -> Any:

@@ -30,6 +30,7 @@ CommunicationKind: TypeAlias = Literal[
     "Gather",
     "Scatter",
     "CollectivePermute",
+    "SwapAxes",
 ]
 
 _T = TypeVar("_T")
@@ -177,6 +178,7 @@ class Communicate:
     """A collective over `axes`; `dim` is the one gathered, scattered or split.
 
     `source_dim` is AllToAll's other dim: the one whose shards come together.
+    In SwapAxes, over two axes of one size, device (i, j) sends all to device (j, i).
     `root` and `shift` belong to the rooted kinds and to CollectivePermute (device r
     sends to r + shift).
     """

@@ -53,7 +53,7 @@ class Costs:
         return self.known[key]
 
     def count(self, name: str, have: Layout, want: Layout, partial: Partial) -> Moved:
-        steps = plan_reshard(have, want, partial)
+        steps = plan_reshard(have, want, partial, self.mesh)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
         return moved_by(steps, have, buffer, self.mesh, streamed)
 

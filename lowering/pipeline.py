@@ -13,6 +13,7 @@ from jhost.lowering.ir import Program
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
+from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.pad_uneven import PadUneven
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
@@ -47,6 +48,7 @@ def passes(
     up_to_units = (
         # Layouts: what each device holds, and what must move.
         PropagateLayouts(chunks=chunks, pipeline=pipeline),
+        DelayReductions(chunks=chunks, pipeline=pipeline),
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),

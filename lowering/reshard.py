@@ -1,7 +1,8 @@
-"""How to get from one layout to another: a list of communications, cheapest first.
+"""How to get from one layout to another: the communications that move the fewest bytes.
 
 The table is section 6 of `docs/design.md`.  Each mesh axis is handled on its own, so
-any number of axes works.  Propagation asks what a reshard costs, and
+any number of axes works, and of the ways that there are the cheapest is searched for.
+Propagation asks what a reshard costs, and
 `convert_to_communications` what it consists of; both use `plan_reshard`.
 """
 
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from jhost.lowering.ir import CommunicationKind
@@ -18,7 +22,7 @@ from jhost.lowering.rules import Reducer, axes_size
 
 Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
 StepKind: TypeAlias = Literal[
-    "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather"
+    "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather", "SwapAxes"
 ]
 
 
@@ -39,24 +43,46 @@ class Step:
     reducer: Reducer | None = None
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_reshard(source: Layout, target: Layout, partial: Partial) -> tuple[Step, ...]:
+def plan_reshard(
+    source: Layout, target: Layout, partial: Partial, mesh: Mapping[str, int]
+) -> tuple[Step, ...]:
     """The steps that turn a value from `source` into `target`, reducing `partial`.
 
-    What makes the value smaller comes first, so that later steps move less.
+    Of all ways the one with the fewest bytes received, then the fewest communications.
     """
-    steps: list[Step] = []
-    while source != target or partial:
-        step = (
-            _select(source, target, partial)
-            or _reduce_scatter(source, target, partial)
-            or _all_reduce(source, partial)
-            or _all_to_all(source, target)
-            or _all_gather(source, target)
-        )
-        steps.append(step)
-        source, partial = step.layout, step.partial
-    return tuple(steps)
+    return _cheapest(source, target, partial, tuple(mesh.items()))
+
+
+_Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[Step, ...]]
+"""Bytes, communications, the order of arrival; where that leads, and by what steps."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    source: Layout,
+    target: Layout,
+    partial: Partial,
+    sizes: tuple[tuple[str, int], ...],
+) -> tuple[Step, ...]:
+    """Dijkstra's search; dims only pass through what divides them at either end."""
+    mesh, ticket = dict(sizes), itertools.count()
+    # So many elements that every layout has a whole number of them on each device.
+    shape = (math.prod(mesh.values()) ** 2,)
+    queue: list[_Entry] = [(0, 0, next(ticket), source, partial, ())]
+    seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
+    while queue:
+        cost, count, _, here, left, steps = heapq.heappop(queue)
+        if here == target and not left:
+            return steps
+        if (here, frozenset(left)) in seen:
+            continue
+        seen.add((here, frozenset(left)))
+        for step in _steps(here, target, left, mesh):
+            more = step_bytes(step, (tuple(itertools.chain(*here)),), shape, 1, mesh)
+            rank = cost + more, count + (step.kind != "Select"), next(ticket)
+            entry = (*rank, step.layout, step.partial, (*steps, step))
+            heapq.heappush(queue, entry)
+    raise AssertionError(f"no steps lead from {source} to {target}")
 
 
 def step_bytes(
@@ -86,7 +112,7 @@ def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
             return 2 * held * (devices - 1) // devices
         case "ReduceScatter" | "AllToAll" | "Scatter":
             return held * (devices - 1) // devices
-        case "Broadcast" | "Reduce" | "CollectivePermute":
+        case "Broadcast" | "Reduce" | "CollectivePermute" | "SwapAxes":
             return held
 
 
@@ -100,7 +126,7 @@ def reshard_bytes(
 ) -> int:
     """The bytes that each device receives on the way from `source` to `target`."""
     total = 0
-    for step in plan_reshard(source, target, partial):
+    for step in plan_reshard(source, target, partial, mesh):
         total += step_bytes(step, source, shape, itemsize, mesh)
         source = step.layout
     return total
@@ -109,96 +135,121 @@ def reshard_bytes(
 # --- One step each ------------------------------------------------------------ #
 
 
-def _next_axis(source: Layout, target: Layout, dim: int) -> str | None:
-    """The axis that `dim` lacks next, if it has only axes that it shall keep."""
+def _steps(
+    here: Layout, target: Layout, left: Partial, mesh: Mapping[str, int]
+) -> Iterator[Step]:
+    """What may come next; what makes the value smaller first."""
+    yield from _selects(here, target, left)
+    yield from _reduce_scatters(here, target, left)
+    yield from _all_reduces(here, left)
+    yield from _all_to_alls(here, target, left)
+    yield from _all_gathers(here, target, left)
+    yield from _swaps(here, left, mesh)
+
+
+def _lacking(source: Layout, target: Layout, dim: int) -> tuple[str, ...]:
+    """The axes that `dim` lacks, if it has only axes that it shall keep."""
     have, want = source[dim], target[dim]
-    if len(have) < len(want) and want[: len(have)] == have:
-        return want[len(have)]
-    return None
+    return want[len(have) :] if want[: len(have)] == have else ()
 
 
-def _append(layout: Layout, dim: int, axis: str) -> Layout:
-    return (*layout[:dim], (*layout[dim], axis), *layout[dim + 1 :])
+def _append(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
+    return (*layout[:dim], (*layout[dim], *axes), *layout[dim + 1 :])
 
 
 def _truncate(layout: Layout, dim: int, length: int) -> Layout:
     return (*layout[:dim], layout[dim][:length], *layout[dim + 1 :])
 
 
-def _select(source: Layout, target: Layout, partial: Partial) -> Step | None:
+def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
     busy = used_axes(source) | {axis for axis, _ in partial}
     for dim in range(len(source)):
-        axis = _next_axis(source, target, dim)
-        if axis is not None and axis not in busy:
-            return Step(
-                kind="Select",
-                axes=(axis,),
-                dim=dim,
-                layout=_append(source, dim, axis),
-                partial=partial,
+        axes = _lacking(source, target, dim)[:1]
+        if axes and axes[0] not in busy:
+            layout = _append(source, dim, axes)
+            yield Step(
+                kind="Select", axes=axes, dim=dim, layout=layout, partial=partial
             )
-    return None
 
 
-def _reduce_scatter(source: Layout, target: Layout, partial: Partial) -> Step | None:
-    reducers = dict(partial)
+def _reduce_scatters(
+    source: Layout, target: Layout, partial: Partial
+) -> Iterator[Step]:
+    """Onto one axis, or onto several at once that have one reducer."""
+    reducers: dict[str, Reducer] = dict(partial)
     for dim in range(len(source)):
-        axis = _next_axis(source, target, dim)
-        if axis is not None and axis in reducers:
-            return Step(
+        lacking = _lacking(source, target, dim)
+        for count in range(1, len(lacking) + 1):
+            axes = lacking[:count]
+            reducer = reducers.get(axes[0])
+            if reducer is None or reducers.get(axes[-1]) != reducer:
+                break
+            yield Step(
                 kind="ReduceScatter",
-                axes=(axis,),
+                axes=axes,
                 dim=dim,
-                reducer=reducers[axis],
-                layout=_append(source, dim, axis),
-                partial=tuple(entry for entry in partial if entry[0] != axis),
+                reducer=reducer,
+                layout=_append(source, dim, axes),
+                partial=tuple(entry for entry in partial if entry[0] not in axes),
             )
-    return None
 
 
-def _all_reduce(source: Layout, partial: Partial) -> Step | None:
-    if not partial:
-        return None
-    reducer = partial[0][1]
-    axes = tuple(axis for axis, other in partial if other == reducer)
-    return Step(
-        kind="AllReduce",
-        axes=axes,
-        reducer=reducer,
-        layout=source,
-        partial=tuple(entry for entry in partial if entry[0] not in axes),
-    )
+def _all_reduces(source: Layout, partial: Partial) -> Iterator[Step]:
+    reducers: list[Reducer] = [reducer for _, reducer in partial]
+    for reducer in dict.fromkeys(reducers):
+        axes = tuple(axis for axis, other in partial if other == reducer)
+        yield Step(
+            kind="AllReduce",
+            axes=axes,
+            reducer=reducer,
+            layout=source,
+            partial=tuple(entry for entry in partial if entry[0] not in axes),
+        )
 
 
-def _all_to_all(source: Layout, target: Layout) -> Step | None:
+def _all_to_alls(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
     for dim in range(len(source)):
-        axis = _next_axis(source, target, dim)
+        axes = _lacking(source, target, dim)[:1]
         for other, have in enumerate(source):
             # Only the minor-most axis of a dim can leave it without a reordering.
-            if axis is not None and have[-1:] == (axis,) and other != dim:
-                moved = _append(_truncate(source, other, len(have) - 1), dim, axis)
-                return Step(
+            if axes and have[-1:] == axes and other != dim:
+                moved = _append(_truncate(source, other, len(have) - 1), dim, axes)
+                yield Step(
                     kind="AllToAll",
-                    axes=(axis,),
+                    axes=axes,
                     dim=dim,
                     source_dim=other,
                     layout=moved,
-                    partial=(),
+                    partial=partial,
                 )
-    return None
 
 
-def _all_gather(source: Layout, target: Layout) -> Step:
+def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
     for dim, (have, want) in enumerate(zip(source, target, strict=True)):
-        kept = 0
-        while kept < min(len(have), len(want)) and have[kept] == want[kept]:
-            kept += 1
-        if kept < len(have):
-            return Step(
+        common = 0
+        while common < min(len(have), len(want)) and have[common] == want[common]:
+            common += 1
+        for kept in range(common, len(have)):
+            yield Step(
                 kind="AllGather",
                 axes=have[kept:],
                 dim=dim,
                 layout=_truncate(source, dim, kept),
-                partial=(),
+                partial=partial,
             )
-    raise AssertionError(f"no step leads from {source} to {target}")
+
+
+def _swaps(source: Layout, partial: Partial, mesh: Mapping[str, int]) -> Iterator[Step]:
+    """Two axes of one size trade places, in one permutation of the shards."""
+    used = used_axes(source)
+    free = [axis for axis in mesh if axis not in dict(partial)]
+    for axes in itertools.combinations(free, 2):
+        if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
+            layout = swapped(source, axes)
+            yield Step(kind="SwapAxes", axes=axes, layout=layout, partial=partial)
+
+
+def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """`layout` with two mesh axes in each other's place."""
+    other = {axes[0]: axes[1], axes[1]: axes[0]}
+    return tuple(tuple(other.get(axis, axis) for axis in dim) for dim in layout)

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark
 from jhost.lowering.layout import Layout, whole
 from jhost.lowering.layout_costs import NOTHING, Costs, Moved
+from jhost.lowering.layout_effects import Effects
 from jhost.lowering.layout_wishes import Wishes
 from jhost.lowering.operations import (
     Assignment,
@@ -97,21 +98,6 @@ class _Decisions:
     total: Moved = NOTHING
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Effect:
-    """What an assignment asks of the operands, and makes of the results.
-
-    `cost` is of bringing the results to where they rest, `more` of the way from there
-    to what their consumers wish for.
-    """
-
-    wants: tuple[tuple[str, Layout], ...]
-    rests: tuple[tuple[str, Layout], ...]
-    cost: Moved
-    more: Moved
-    settled: bool
-
-
 class _Solver:
     def __init__(
         self,
@@ -126,7 +112,7 @@ class _Solver:
         self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
         self.costs = Costs(self.buffers, self.mesh, streamed)
         self.wishes = Wishes(self.buffers, marks, self.mesh)
-        self.effects: dict[tuple[int, Assignment], _Effect] = {}
+        self.effects = Effects(self.wishes, self.costs)
 
     def settled(self) -> _Decisions:
         """Wishes and decisions at a fixed point."""
@@ -135,7 +121,7 @@ class _Solver:
         for _ in range(_ROUNDS):
             before = made
             self.wishes.backward(self.operations, made.assignments)
-            self.effects.clear()
+            self.effects.known.clear()
             made = self.forward()
             if made == before:
                 break
@@ -159,7 +145,7 @@ class _Solver:
 
     def decide(self, op: Operation, assignment: Assignment, made: _Decisions) -> None:
         """Add `op`, so assigned, to what is `made`."""
-        effect = self.effect(op, assignment)
+        effect = self.effects.of(op, assignment)
         made.assignments.append(assignment)
         for move in effect.wants:
             if move not in made.moves:
@@ -169,26 +155,6 @@ class _Solver:
                 )
         made.total += effect.cost
         made.layouts.update(effect.rests)
-
-    def effect(self, op: Operation, assignment: Assignment) -> _Effect:
-        key = id(op), assignment
-        if key not in self.effects:
-            self.effects[key] = self.effect_of(op, assignment)
-        return self.effects[key]
-
-    def effect_of(self, op: Operation, assignment: Assignment) -> _Effect:
-        rests: list[tuple[str, Layout]] = []
-        cost, more, settled = NOTHING, NOTHING, True
-        for position, name in enumerate(op.outs):
-            have, partial = op.produced(position, assignment)
-            rest = self.wishes.rest(name, have, partial)
-            goal = self.wishes.goals.get(name, rest)
-            cost += self.costs.reshard(name, have, rest, partial)
-            more += self.costs.reshard(name, rest, goal)
-            settled = settled and have == rest and not partial
-            rests.append((name, rest))
-        wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
-        return _Effect(tuple(wants), tuple(rests), cost, more, settled)
 
     def cheapest(self, op: Operation, made: _Decisions) -> Assignment:
         """The assignment that moves the fewest bytes."""
@@ -219,7 +185,7 @@ class _Solver:
         moves: set[tuple[str, Layout]],
     ) -> Rank:
         """How good an assignment is, with the way to what the consumers wish for."""
-        effect = self.effect(op, assignment)
+        effect = self.effects.of(op, assignment)
         total, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
             if layouts[name] != want and (name, want) not in moves:
@@ -254,7 +220,7 @@ class _Solver:
             number
             for number, op in enumerate(self.operations)
             if not moved.isdisjoint((*op.ins, *op.outs))
-            or not self.effect(op, made.assignments[number]).settled
+            or not self.effects.of(op, made.assignments[number]).settled
         ]
 
     def others(self, number: int, made: _Decisions) -> list[Assignment]:

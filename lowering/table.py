@@ -16,11 +16,13 @@ from jhost.lowering.rules import (
     rule_of,
     ruled_primitives,
 )
+from jhost.lowering.rules_linear import distributes
 from jhost.lowering.rules_opaque import INLINED
 
 # Importing a module of rules registers them.
 __all__ = [
     "INLINED",
+    "distributes",
     "known_primitives",
     "opaque_reason",
     "rule_of",

@@ -14,6 +14,7 @@ from jhost.lowering.ir import (
     Wait,
 )
 from jhost.lowering.printer import type_text
+from jhost.lowering.reshard import swapped
 from jhost.lowering.transfers import match_transfers
 from jhost.lowering.verify_state import InFlight, Known, State
 
@@ -37,6 +38,7 @@ _KINDS: Mapping[CommunicationKind, _Fields] = {
     "Gather": _Fields(("dim", "root"), grows="dim"),
     "Scatter": _Fields(("dim", "root"), shrinks="dim"),
     "CollectivePermute": _Fields(("shift",)),
+    "SwapAxes": _Fields(()),
 }
 
 
@@ -67,6 +69,8 @@ def _check_fields(state: State, stmt: Communicate) -> None:
                 f"{stmt.kind} has these fields and no other",
             )
     _check_axes(state, stmt.axes)
+    if stmt.kind == "SwapAxes":
+        _check_swap(state, stmt.axes)
     devices = state.ranks.extent(stmt.axes)
     if stmt.root is not None:
         root = state.same_everywhere(stmt.root, "root")
@@ -86,6 +90,16 @@ def _check_axes(state: State, axes: Sequence[str]) -> None:
             f"some of the mesh axes {list(state.ranks.sizes)}",
             f"{list(axes)}",
             "a communication is over distinct axes of the mesh",
+        )
+
+
+def _check_swap(state: State, axes: Sequence[str]) -> None:
+    sizes = [state.ranks.sizes[axis] for axis in axes]
+    if len(sizes) != 2 or sizes[0] != sizes[1]:
+        state.fail(
+            "two mesh axes of one size",
+            ", ".join(f"{a} ({n})" for a, n in zip(axes, sizes, strict=True)),
+            "axes that trade places have as many devices",
         )
 
 
@@ -130,6 +144,8 @@ def _check_spread(state: State, stmt: Communicate) -> None:
     """The dims gathered lose the axes at their end, those scattered gain them."""
     fields = _KINDS[stmt.kind]
     expected = [dim.axes for dim in stmt.source.dims]
+    if stmt.kind == "SwapAxes":
+        expected = list(swapped(tuple(expected), stmt.axes))
     if fields.grows:
         dim = getattr(stmt, fields.grows)
         kept = len(expected[dim]) - len(stmt.axes)

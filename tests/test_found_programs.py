@@ -54,7 +54,7 @@ def test_a_device_s_part_of_a_chunk_leaves_its_loop(
         interpret,
         mesh=mesh,
         in_shardings=P(("a", "b")),
-        out_shardings=(P(("a", "b")), P("b", None, "a")),
+        out_shardings=(P(("a", "b")), P("b")),
     )
 
 

@@ -47,7 +47,8 @@ class _Converter:
         if not isinstance(stmt, Set):
             return [stmt]
         source, out = stmt.source, stmt.out
-        plan = plan_reshard(layout_of(source), layout_of(out), source.partial)
+        have, want = layout_of(source), layout_of(out)
+        plan = plan_reshard(have, want, source.partial, self.mesh)
         statements: list[Stmt] = [] if plan else [stmt]
         for number, step in enumerate(plan):
             target = out if number == len(plan) - 1 else self.after(step, source, out)

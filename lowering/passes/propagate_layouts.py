@@ -27,6 +27,7 @@ _RESHARDED: Mapping[StepKind, str] = {
     "ReduceScatter": "scattered",
     "AllToAll": "exchanged",
     "Select": "part",
+    "SwapAxes": "swapped",
 }
 
 
@@ -47,8 +48,6 @@ class PropagateLayouts:
         shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
         asked = resolved_marks(program, self.chunks, self.pipeline)
         streamed = streamed_dims(program, asked)
-        marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
-        program = dataclasses.replace(program, marks=marks)
         if not program.mesh.shape:
             return program
         solution = solve_layouts(program, shardings, streamed)
@@ -146,7 +145,7 @@ class _Rewriter:
         if have == layout:
             return source
         if (value, layout) not in self.resharded:
-            (*_, last) = plan_reshard(have, layout, source.partial)
+            (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
             target = self.place(whole, layout, name=name)

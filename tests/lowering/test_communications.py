@@ -322,6 +322,23 @@ def test_mesh_2d_permute_and_broadcast(axes: tuple[str, ...], kind: Any) -> None
     check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), wanted)
 
 
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_two_axes_trade_places(axes: tuple[str, ...]) -> None:
+    """The whole stays what it is; other devices hold its parts."""
+    mesh, x = mesh_of(dp=2, tp=2), integers(2, 2, 3)
+    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@tp, 1@dp, 3]")
+    move = communicate("SwapAxes", out, source, axes)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_two_axes_trade_places_beside_a_third(axes: tuple[str, ...]) -> None:
+    mesh, x = mesh_of(dp=2, ep=2, tp=2), integers(4, 3)
+    source, out = buffer("x: f32[1@(ep, dp), 3]"), buffer("y: f32[1@(ep, tp), 3]")
+    move = communicate("SwapAxes", out, source, axes)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
 def test_mesh_2d_send_recv_along_one_axis() -> None:
     mesh, x = mesh_of(dp=2, tp=4), integers(2, 4, 3)
     source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@dp, 1@tp, 3]")

@@ -22,6 +22,7 @@ from jhost.lowering.emit import emit
 from jhost.lowering.graph import Group, ShouldMerge
 from jhost.lowering.ir import Communicate, Compute, Program, Set
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
+from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
 from jhost.lowering.pipeline import run_passes
@@ -36,7 +37,8 @@ def segmented(
 ) -> Program:
     """`fun` on two devices, its communications explicit, in units."""
     segment = Segment() if should_merge is None else Segment(should_merge=should_merge)
-    sequence = (PropagateLayouts(), ConvertToCommunications(), segment)
+    layouts = PropagateLayouts(), DelayReductions()
+    sequence = (*layouts, ConvertToCommunications(), segment)
     return run_passes(built(fun, *args, tp=2), sequence)
 
 
@@ -199,16 +201,17 @@ def test_every_pass_is_dumped_in_order(
         "f.01_pad_uneven.txt",
         "f.02_choose_pipelines.txt",
         "f.03_propagate_layouts.txt",
-        "f.04_convert_to_communications.txt",
-        "f.05_split_all_reduces.txt",
-        "f.06_lower_streams.txt",
-        "f.07_segment.txt",
-        "f.08_insert_deallocations.txt",
+        "f.04_delay_reductions.txt",
+        "f.05_convert_to_communications.txt",
+        "f.06_split_all_reduces.txt",
+        "f.07_lower_streams.txt",
+        "f.08_segment.txt",
+        "f.09_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Set(" in texts[3]
     assert "AllGather(" not in texts[3]
-    assert "AllGather(" in texts[4]
+    assert "AllGather(" in texts[5]
     assert all(text.startswith("program f") for text in texts)
 
 

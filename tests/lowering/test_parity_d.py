@@ -81,12 +81,38 @@ def test_a_whole_value_is_sharded_without_communication(devices: int) -> None:
     assert communications(program) == []
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
 def test_from_one_mesh_axis_to_another(sizes: tuple[int, int]) -> None:
     """Sharded over s, wanted over t: gathered, and each keeps its part."""
     axes = dict(zip("st", sizes, strict=True))
     program = exact(same, array(8, 3), **on(axes, P("s"), P("t")))
     assert communications(program) == ["AllGather s 0"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (P("s"), P("t")),
+        (P("s", "t"), P("t", "s")),
+        (P(("s", "t")), P(("t", "s"))),
+        (P(None, "t"), P(None, "s")),
+    ],
+)
+def test_from_one_mesh_axis_to_another_of_its_size(source: P, target: P) -> None:
+    """One permutation, where gathers would bring in what is not needed."""
+    program = exact(same, array(8, 8), **on({"s": 2, "t": 2}, source, target))
+    assert communications(program) == ["SwapAxes s,t"]
+
+
+@each_size
+def test_a_sum_over_two_axes_is_scattered_at_once(devices: int) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=0)
+
+    specs = P(("s", "t")), P(("s", "t"))
+    program = exact(f, array(16, 16), **on({"s": 2, "t": devices // 2}, *specs))
+    axes = "s,t" if devices > 2 else "s"
+    assert communications(program) == [f"ReduceScatter {axes} 0 sum"]
 
 
 # --- Layouts given inside ----------------------------------------------------------- #

@@ -35,6 +35,7 @@ from jhost.lowering.passes.convert_to_communications import (
     linear_rank,
 )
 from jhost.lowering.passes.deallocate import InsertDeallocations
+from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.passes.segment import Segment
@@ -73,6 +74,7 @@ def test_the_passes_stand_in_order() -> None:
         "pad_uneven",
         "choose_pipelines",
         "propagate_layouts",
+        "delay_reductions",
         "convert_to_communications",
         "split_all_reduces",
         "lower_streams",
@@ -85,8 +87,9 @@ def test_the_program_as_it_is_built(golden: Golden) -> None:
     golden(str(built(mlp, (4, 6), (6, 12), (12, 6), tp=2)))
 
 
-# The one pass that leaves `mlp` alone has a program of its own below.
-STEPS = [step for step in SEQUENCE if step.name != "split_all_reduces"]
+# The passes that leave `mlp` alone have programs of their own.
+LEAVING = ("delay_reductions", "split_all_reduces")
+STEPS = [step for step in SEQUENCE if step.name not in LEAVING]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
@@ -111,7 +114,7 @@ def summed(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_an_all_reduce_is_split_for_a_p2p_pipeline(golden: Golden) -> None:
-    sequence = (PropagateLayouts(), ConvertToCommunications())
+    sequence = (PropagateLayouts(), DelayReductions(), ConvertToCommunications())
     program = run_passes(built(summed, (4, 6), (6, 2), tp=2), sequence)
     golden(str(program), "before")
     program = SplitAllReduces().apply(program)
@@ -127,10 +130,11 @@ def test_an_all_reduce_stays_whole_for_any_other_pipeline() -> None:
 # --- Options and borders of each pass ----------------------------------------------- #
 
 
-def test_propagation_takes_the_shardings_and_leaves_the_streams() -> None:
+def test_the_shardings_are_taken_when_reductions_have_been_delayed() -> None:
     before = mlp_before("propagate_layouts")
-    after = PropagateLayouts().apply(before)
-    assert len(before.marks) == 5
+    between = PropagateLayouts().apply(before)
+    assert len(before.marks) == len(between.marks) == 5
+    after = DelayReductions().apply(between)
     assert [type(mark) for mark in after.marks] == [StreamMark]
 
 

@@ -26,10 +26,13 @@ def layout(*dims: str) -> Layout:
     return tuple(tuple(dim.split()) for dim in dims)
 
 
+SIZES = {"dp": 2, "tp": 4, "s": 3, "t": 3}
+
+
 def plan(source: Layout, target: Layout, partial: Partial = ()) -> list[str]:
     """The steps in short: kind, axes, dim split or gathered, dim it comes from."""
     steps: list[str] = []
-    for step in plan_reshard(source, target, partial):
+    for step in plan_reshard(source, target, partial, SIZES):
         text = f"{step.kind} {','.join(step.axes)}"
         text += "" if step.source_dim is None else f" {step.source_dim} to"
         text += "" if step.dim is None else f" {step.dim}"
@@ -66,8 +69,23 @@ def test_a_whole_dim_wanted_sharded_is_selected_by_rank() -> None:
     assert plan(layout("", ""), layout("", "tp")) == ["Select tp 1"]
 
 
-def test_another_axis_is_selected_after_the_first_is_gathered() -> None:
-    assert plan(layout("s"), layout("t")) == ["AllGather s 0", "Select t 0"]
+def test_another_axis_of_the_size_takes_the_place_of_the_first() -> None:
+    assert plan(layout("s"), layout("t")) == ["SwapAxes s,t"]
+    assert plan(layout("s", "t"), layout("t", "s")) == ["SwapAxes s,t"]
+    assert plan(layout("s t"), layout("t s")) == ["SwapAxes s,t"]
+
+
+def test_another_axis_of_another_size_is_selected_after_a_gather() -> None:
+    assert plan(layout("dp"), layout("tp")) == ["AllGather dp 0", "Select tp 0"]
+
+
+def test_partial_sums_are_scattered_over_two_axes_at_once() -> None:
+    partial: Partial = (("dp", "sum"), ("tp", "sum"))
+    steps = plan(layout("", ""), layout("dp tp", ""), partial)
+    assert steps == ["ReduceScatter dp,tp 0 sum"]
+    partial = (("dp", "max"), ("tp", "sum"))
+    steps = plan(layout("", ""), layout("dp tp", ""), partial)
+    assert steps == ["ReduceScatter dp 0 max", "ReduceScatter tp 0 sum"]
 
 
 # --- Several axes ------------------------------------------------------------------- #
@@ -195,6 +213,11 @@ def result(mesh: Mesh, step: Step, parts: Parts, device: Device) -> np.ndarray:
         case Step(kind="AllToAll", dim=int(dim), source_dim=int(source_dim)):
             received = [cut(mesh, part, dim, step.axes, device) for part in members]
             return np.concatenate(received, source_dim)
+        case Step(kind="SwapAxes", axes=(one, other)):
+            mirrored = list(device)
+            first, second = list(mesh).index(one), list(mesh).index(other)
+            mirrored[first], mirrored[second] = mirrored[second], mirrored[first]
+            return parts[tuple(mirrored)]
         case _:
             pytest.fail(f"{step} lacks a dim")
 
@@ -207,7 +230,7 @@ def assert_leads_there(
     value = np.arange(size ** len(source)).reshape((size,) * len(source))
     parts = distribute(mesh, value, source, partial)
     here, left = source, dict(partial)
-    for step in plan_reshard(source, target, partial):
+    for step in plan_reshard(source, target, partial, mesh):
         check_step(step, here, left)
         parts = {device: result(mesh, step, parts, device) for device in parts}
         here, left = step.layout, dict(step.partial)
@@ -271,9 +294,9 @@ def test_every_plan_leads_from_source_to_target(
 
 
 def steps_along(
-    source: Layout, target: Layout, partial: Partial
+    source: Layout, target: Layout, partial: Partial, mesh: Mesh
 ) -> Iterator[tuple[Step, Layout]]:
-    for step in plan_reshard(source, target, partial):
+    for step in plan_reshard(source, target, partial, mesh):
         yield step, source
         source = step.layout
 
@@ -285,7 +308,7 @@ def test_what_a_plan_costs_is_the_sum_of_its_steps(
 ) -> None:
     source, target, partial, mesh = case
     shape = (axes_size(list(mesh), mesh),) * len(source)
-    steps = steps_along(source, target, partial)
+    steps = steps_along(source, target, partial, mesh)
     wanted = sum(step_bytes(step, here, shape, 4, mesh) for step, here in steps)
     assert reshard_bytes(source, target, partial, shape, 4, mesh) == wanted
 

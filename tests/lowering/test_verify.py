@@ -424,6 +424,11 @@ def test_a_kind_has_its_fields() -> None:
     communicates("got reducer = sum", both)
 
 
+def test_axes_that_trade_places_are_two_of_one_size() -> None:
+    wrong = communicate("SwapAxes", Y, PART, ("tp",))
+    communicates("axes that trade places have as many devices", wrong)
+
+
 def test_axes_are_distinct_axes_of_the_mesh() -> None:
     for axes in ((), ("pp",), ("tp", "tp")):
         wrong = communicate("AllGather", Y, PART, axes, dim=0)

@@ -1,0 +1,54 @@
+"""What it means for operands and results that an operation is assigned so or so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jhost.lowering.layout import Layout
+from jhost.lowering.layout_costs import NOTHING, Costs, Moved
+from jhost.lowering.layout_wishes import Wishes
+from jhost.lowering.operations import Assignment, Operation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """What an assignment asks of the operands, and makes of the results.
+
+    `cost` is of bringing the results to where they rest, `more` of the way from there
+    to what their consumers wish for.
+    """
+
+    wants: tuple[tuple[str, Layout], ...]
+    rests: tuple[tuple[str, Layout], ...]
+    cost: Moved
+    more: Moved
+    settled: bool
+
+
+class Effects:
+    """The effects of assignments under the present wishes, each found out once."""
+
+    def __init__(self, wishes: Wishes, costs: Costs) -> None:
+        self.wishes = wishes
+        self.costs = costs
+        self.known: dict[tuple[int, Assignment], Effect] = {}
+
+    def of(self, op: Operation, assignment: Assignment) -> Effect:
+        key = id(op), assignment
+        if key not in self.known:
+            self.known[key] = self.found(op, assignment)
+        return self.known[key]
+
+    def found(self, op: Operation, assignment: Assignment) -> Effect:
+        rests: list[tuple[str, Layout]] = []
+        cost, more, settled = NOTHING, NOTHING, True
+        for position, name in enumerate(op.outs):
+            have, partial = op.produced(position, assignment)
+            rest = self.wishes.rest(name, have, partial)
+            goal = self.wishes.goals.get(name, rest)
+            cost += self.costs.reshard(name, have, rest, partial)
+            more += self.costs.reshard(name, rest, goal)
+            settled = settled and have == rest and not partial
+            rests.append((name, rest))
+        wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+        return Effect(tuple(wants), tuple(rests), cost, more, settled)
