@@ -26,6 +26,7 @@ class Choice:
 
     `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
     that was asked for `by_name` stands even where nothing runs beside the transfers.
+    Loops take turns on `streams` at most, if that is chosen.
     """
 
     pipeline: Literal["off", "collective", "p2p"]
@@ -34,6 +35,7 @@ class Choice:
     parts: Mapping[int, Part]
     axes: tuple[str, ...] = ()
     by_name: bool = True
+    streams: int | None = None
 
 
 def choose_pipeline(
@@ -130,6 +132,7 @@ def _p2p(
         parts=kept,
         axes=axes,
         by_name=mark.by_name,
+        streams=mark.streams,
     )
 
 

@@ -2,34 +2,40 @@
 
 The loops are unrolled and every statement takes its place on one of two queues, in the
 way XLA runs them on a GPU: computations in program order, transfers as soon as their
-operands are there, and what cannot run beside a matmul takes both queues.  The host's
-part is counted apart: a program that is one of many runs as long as the slower of its
-devices and its launches.
+operands and their streams let them, and what cannot run beside a matmul takes both
+queues.  The host's part is counted apart: it runs ahead where it can, so a program
+takes as long as its devices or its launches, whichever is more.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TypeAlias
 
+from jhost.lowering import ir
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir import (
     Buffer,
     Communicate,
     Compute,
     For,
+    GetCurrentStream,
     If,
     Program,
     Recv,
     Select,
-    Set,
+    SetCurrentStream,
     Stmt,
+    Stream,
+    Synchronize,
+    Wait,
 )
 from jhost.lowering.layout import size_in_bytes
 from jhost.lowering.rates import Rates
 from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
+from jhost.lowering.verify_state import DEFAULT_STREAM, StreamKey
 from jhost.lowering.work import (
     Kernel,
     kernels,
@@ -87,7 +93,7 @@ Place: TypeAlias = tuple[object, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """One statement of one iteration; `after` are the tasks whose results it reads."""
+    """One statement of one iteration; `after` are those that it must wait for."""
 
     seconds: float
     host: float
@@ -108,15 +114,22 @@ class _Unrolled:
         self.tasks: list[_Task] = []
         self.aliases: dict[str, tuple[Place, Select]] = {}
         self.writers: dict[object, dict[Place, int]] = {}
+        self.chains: dict[StreamKey, frozenset[int]] = {}
+        self.captured: dict[str, StreamKey] = {}
+        self.in_flight: dict[str, int] = {}
+        self.current = DEFAULT_STREAM
+        self.depth = 0
         self.run(program.body)
 
     def run(self, body: Sequence[Stmt]) -> None:
         for stmt in body:
             match stmt:
                 case For(index=index, extent=extent, body=inner):
+                    self.depth += 1
                     for value in range(extent):
                         self.at[LoopIndex(index)] = value
                         self.run(inner)
+                    self.depth -= 1
                 case If(predicate=predicate, then=then, otherwise=otherwise):
                     known = not isinstance(predicate, Buffer)
                     holds = not known or evaluate(predicate, self.at)
@@ -124,7 +137,7 @@ class _Unrolled:
                 case Select():
                     key = (stmt.dim, evaluate(stmt.index, self.at))
                     self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
-                case Set():
+                case ir.Set():
                     self.hand_on(stmt)
                 case Compute():
                     self.compute(stmt)
@@ -133,21 +146,45 @@ class _Unrolled:
                 case Recv():
                     held = size_in_bytes(stmt.buffer.shape, stmt.buffer.dtype.itemsize)
                     self.transfer(held, stmt.buffer, frozenset())
+                case Wait(communication=name):
+                    self.join({self.in_flight[name]})
+                case GetCurrentStream(stream=stream):
+                    self.captured[stream.name] = self.current
+                case SetCurrentStream(stream=stream):
+                    self.current = self.stream_key(stream)
+                case Synchronize(stream=stream):
+                    self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
                     pass
+
+    def stream_key(self, stream: Stream) -> StreamKey:
+        if stream.name:
+            return self.captured.get(stream.name, (stream.name, 0))
+        return ("", evaluate(stream.index, self.at))
+
+    def chain(self) -> frozenset[int]:
+        """What the current stream waits for."""
+        return self.chains.get(self.current, frozenset())
+
+    def join(self, tasks: Set[int]) -> None:
+        if self.depth or self.current != DEFAULT_STREAM:
+            self.chains[self.current] = self.chain() | tasks
 
     def compute(self, stmt: Compute) -> None:
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
         read = [*stmt.ins, *(stmt.outs if stmt.reducer else ())]
-        after = frozenset(t for buffer in read for t in self.makers(buffer))
+        after = self.chain().union(*map(self.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
         task = _Task(seconds=seconds, host=self.rates.host * len(work), after=after)
         self.add(task, stmt.outs)
+        if self.depth or self.current != DEFAULT_STREAM:
+            self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: Communicate) -> None:
         held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
         received = received_bytes(stmt.kind, held, axes_size(stmt.axes, self.mesh))
-        after = self.makers(stmt.source)
+        after = self.chain() | self.makers(stmt.source)
+        self.in_flight[stmt.name] = len(self.tasks)
         self.transfer(received, stmt.out, after, stmt.kind == "CollectivePermute")
 
     def transfer(
@@ -172,7 +209,7 @@ class _Unrolled:
             self.writers.setdefault(root, {})[place] = len(self.tasks)
         self.tasks.append(task)
 
-    def hand_on(self, stmt: Set) -> None:
+    def hand_on(self, stmt: ir.Set) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
         makers = self.makers(stmt.source)
         self.add(_Task(seconds=0.0, host=0.0, after=makers), [stmt.out])
@@ -221,29 +258,51 @@ def _copy(buffer: Buffer) -> Kernel:
 
 
 def _finish(tasks: Sequence[_Task]) -> float:
-    """The end of the last task, each as soon as its queue and its operands let it."""
-    ends: dict[int, float] = {}
-    computing = moving = 0.0
-    in_order = [n for n, task in enumerate(tasks) if not task.transfer or task.alone]
-    beside = [n for n, task in enumerate(tasks) if task.transfer and not task.alone]
+    """The end of the last task, each as soon as it is issued and its queue is free.
 
-    def start(number: int) -> float:
-        task = tasks[number]
-        free = moving if task.transfer and not task.alone else computing
-        free = max(computing, moving) if task.alone else free
-        ready = max((ends[before] for before in task.after), default=0.0)
-        return max(free, ready + task.delay)
+    XLA issues a transfer as soon as what it waits for has been issued, before any
+    other computation.
+    """
+    clock = _Clock(tasks)
+    waiting = [n for n, task in enumerate(tasks) if task.transfer and not task.alone]
+    for number, task in enumerate(tasks):
+        waiting = clock.issue_ready(waiting)
+        if not task.transfer or task.alone:
+            clock.issue(number)
+    clock.issue_ready(waiting)
+    return max(clock.ends.values(), default=0.0)
 
-    while in_order or beside:
-        ready = [n for n in (*in_order[:1], *beside) if tasks[n].after <= ends.keys()]
-        number = min(ready, key=lambda n: (start(n), n))
-        task, began = tasks[number], start(number)
-        ends[number] = end = began + task.seconds
-        if task.alone:
-            computing = moving = end
-        elif task.transfer:
-            moving = end
-        else:
-            computing = end
-        (beside if number in beside else in_order).remove(number)
-    return max(ends.values(), default=0.0)
+
+class _Clock:
+    """When the queue of computations and that of transfers are free."""
+
+    def __init__(self, tasks: Sequence[_Task]) -> None:
+        self.tasks = tasks
+        self.ends: dict[int, float] = {}
+        self.computing = self.moving = 0.0
+
+    def issue_ready(self, transfers: Sequence[int]) -> list[int]:
+        """Issue those that wait for nothing unissued; the others are returned."""
+        left: list[int] = []
+        for number in transfers:
+            if self.tasks[number].after <= self.ends.keys():
+                self.issue(number)
+            else:
+                left.append(number)
+        return left
+
+    def issue(self, number: int) -> None:
+        task = self.tasks[number]
+        ready = max((self.ends[before] for before in task.after), default=0.0)
+        if not task.seconds:  # another name for what is there
+            self.ends[number] = ready
+            return
+        beside = task.transfer and not task.alone
+        free = self.moving if beside else self.computing
+        free = max(free, self.moving) if task.alone else free
+        end = max(free, ready + task.delay) + task.seconds
+        self.ends[number] = end
+        if task.transfer:
+            self.moving = end
+        if not beside:
+            self.computing = end

@@ -313,7 +313,7 @@ class StreamMark:
 
     `by_name` tells the pipeline that the user named from one that a pass chose.  `why`
     is the reason for that choice, and `predicted` the seconds that each candidate would
-    take, the best first.
+    take, the best first.  `streams` is how many the loops take turns on at most.
     """
 
     buffer: str
@@ -322,6 +322,7 @@ class StreamMark:
     pipeline: str | None
     where: str
     by_name: bool = True
+    streams: int | None = None
     why: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
 

@@ -66,10 +66,12 @@ class P2PLoop(ChunkLoop):
         pieces: int,
         axes: tuple[str, ...],
         mesh: dict[str, int],
+        streams: int,
     ) -> None:
         super().__init__(around, group, stream)
         self.extent = extent
         self.axes = axes
+        self.streams = streams
         self.devices = axes_size(axes, mesh)
         self.rank = linear_rank(axes, mesh)
         self.steps = -(-extent // pieces)
@@ -85,13 +87,14 @@ class P2PLoop(ChunkLoop):
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
         count = (self.devices - 1) * self.pieces
-        wait, work = turns(remote, count, self.around.streams)
+        wait, work = turns(remote, count, self.streams)
         return [
             *self.before,
             GetCurrentStream(stream=MAIN),
             wait,
             # Only here: after the loop it would wait for the last transfers.
             *self.on_own_stream([Synchronize(stream=MAIN), *self.each_piece(first)]),
+            *(self.own_turn(min(count, self.streams)) if first else ()),
             work,
             *self.on_own_stream(self.each_piece(last)),
             Synchronize(stream=OWN),
@@ -131,6 +134,21 @@ class P2PLoop(ChunkLoop):
         if not body:
             return []
         return [SetCurrentStream(stream=OWN), *body, SetCurrentStream(stream=MAIN)]
+
+    def own_turn(self, used: int) -> list[Stmt]:
+        """The device's own chunk as the iteration before the first, if streams are few.
+
+        Launching a transfer keeps the host, and those of later iterations had better
+        not all be launched before the first matmul.
+        """
+        if used == (self.devices - 1) * self.pieces:
+            return []
+        turn = Stream(index=Constant(used - 1))
+        return [
+            SetCurrentStream(stream=turn),
+            Synchronize(stream=OWN),
+            SetCurrentStream(stream=MAIN),
+        ]
 
     def each_piece(self, body: list[Stmt]) -> list[Stmt]:
         if self.pieces == 1 or not body:

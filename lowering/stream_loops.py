@@ -86,7 +86,10 @@ class LoopBuilder:
         if not (works or choice.by_name):
             return None  # nothing would run beside what comes and goes
         pieces = choice.chunks // axes_size(choice.axes, self.mesh)
-        return P2PLoop(self, group, stream, extent, pieces, choice.axes, self.mesh)
+        streams = min(self.streams, choice.streams or self.streams)
+        return P2PLoop(
+            self, group, stream, extent, pieces, choice.axes, self.mesh, streams
+        )
 
     def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
         """The program around `body`, streamed buffers shown as such everywhere."""

@@ -89,13 +89,25 @@ def test_a_small_block_is_left_alone() -> None:
 def test_the_numbers_behind_the_choice_are_said(rows: int) -> None:
     program = lowered(mlp(), *sizes(rows))
     predicted = facts(program)["predicted"]
-    assert {text for text, _ in predicted} == {
+    assert {text.removesuffix(" on 2 streams") for text, _ in predicted} == {
         "not pipelined",
         "p2p with a chunk a device",
         "p2p with 8 chunks",
     }
     assert "predicted to take" in remark(program).text
     assert f"runner-up: {predicted[1][0]}" in remark(program).text
+
+
+def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() -> None:
+    """Where the host is ahead of the devices; else all are launched at once."""
+    ((large, _), *_) = facts(lowered(mlp(), *sizes(8192)))["predicted"]
+    ((small, _), *_) = facts(lowered(mlp(), *sizes(4096)))["predicted"]
+    assert large == "p2p with a chunk a device on 2 streams"
+    assert small == "p2p with a chunk a device"
+    text = str(lowered(mlp(), *sizes(8192)))
+    assert "SetCurrentStream(stream[i mod 2])" in text
+    # The second transfer is the first to wait: for the device's own chunk.
+    assert "SetCurrentStream(stream[1])\n  Synchronize(own)\n" in text
 
 
 def test_a_choice_is_among_the_fastest() -> None:
