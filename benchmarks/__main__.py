@@ -166,6 +166,11 @@ def line(record: dict[str, Any]) -> str:
         times = figures.minima(entries)
         shown = " ".join(f"{arm} {time:.3f}" for arm, time in times.items())
         own = record["figures"][mode].get("jhost", {})
+        if mode == "program":
+            own = own | {
+                f"predicted_{arm}": ms
+                for arm, ms in record.get("predicted", {}).items()
+            }
         ratios = " ".join(f"{name} {value:.2f}" for name, value in own.items())
         texts.append(
             f"{record['case']} x{record['devices']} {record['pass']} {mode}: {shown}"

@@ -133,6 +133,7 @@ def _group_parts(
         parts.append(f"![Speedup of each case, and its ceiling]({picture})")
     parts += [_ratio_table(records, mode), _time_table(records, mode)]
     if pass_ == "forward" and mode == "program" and kind != "cpu":
+        parts += _prediction_parts(records)
         parts += _target_parts(records, devices)
     parts += _notes(records, mode)
     return parts
@@ -214,6 +215,29 @@ def _times(entry: Mapping[str, Any]) -> str:
     if "min_ms" not in entry:
         return ""
     return f"{entry['min_ms']:.3f} / {entry['median_ms']:.3f}"
+
+
+def _prediction_parts(records: Mapping[str, Record]) -> list[str]:
+    """What jhost's cost model says beside what was measured, in milliseconds."""
+    rows: list[list[str]] = []
+    for case, record in records.items():
+        said, entries = record.get("predicted", {}), record["modes"]["program"]
+        pairs = [_predicted(said, entries, arm) for arm in ("jhost", "plain")]
+        if any(pairs):
+            rows.append([case, *pairs])
+    if not rows:
+        return []
+    head = ["predicted / measured", "jhost", "plain"]
+    return [f"The cost model, in milliseconds:\n\n{_table(head, rows)}"]
+
+
+def _predicted(
+    said: Mapping[str, float], entries: Mapping[str, Mapping[str, Any]], arm: str
+) -> str:
+    measured = entries.get(arm, {}).get("min_ms")
+    if measured is None or arm not in said:
+        return ""
+    return f"{said[arm]:.3f} / {measured:.3f} ({said[arm] / measured - 1:+.0%})"
 
 
 def _target_parts(records: Mapping[str, Record], devices: int) -> list[str]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+import jhost
 from benchmarks import arms, checks, environment, figures, operands, timing
 from benchmarks.arms.base import Built, Unavailable
 from benchmarks.arms.plain import collectives
@@ -118,6 +119,7 @@ def measure(case: Case, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         "modes": {},
         "checks": {},
         "explain": {},
+        "predicted": {},
     }
     for mode in plan.modes:
         record["modes"][mode] = _measure_mode(session, mode, record)
@@ -139,7 +141,9 @@ def _measure_mode(session: Session, mode: Mode, record: Entry) -> dict[str, Entr
             executable = _compiled(session, built, mode)
             entries[arm] = executable.entry
             if built.explain is not None and arm not in record["explain"]:
-                record["explain"][arm] = built.explain(session.sets(built)[0])
+                explanation = built.explain(session.sets(built)[0])
+                record["explain"][arm] = str(explanation)
+                record["predicted"] |= predicted_ms(arm, explanation)
             if checker is not None and built.checked:
                 record["checks"][arm] = checker.check(arm, built, executable)
             calls[arm] = functools.partial(_call, executable, session.sets(built))
@@ -159,6 +163,22 @@ def _measure_mode(session: Session, mode: Mode, record: Entry) -> dict[str, Entr
     for arm, each in times.items():
         entries[arm] |= each.figures() if each.blocks_ms else dict(OUT_OF_TIME)
     return entries
+
+
+def predicted_ms(arm: str, explanation: jhost.Explanation) -> dict[str, float]:
+    """What jhost's cost model says of an arm, and of plain, where it chose freely.
+
+    The choice for the last stream was made with all others known, so its numbers are
+    those of the whole program.
+    """
+    weighed = [s.predicted for s in explanation.streams if s.predicted]
+    if not weighed:
+        return {}
+    *_, last = weighed
+    found = {arm: last[0][1]}
+    if len(weighed) == 1 and "not pipelined" in dict(last):
+        found["plain"] = dict(last)["not pipelined"]
+    return {name: 1e3 * seconds for name, seconds in found.items()}
 
 
 def _call(executable: Executable, sets: Sequence[operands.Set], number: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import runpy
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+
+from jhost.lowering.explain import Explanation, StreamReport
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -344,6 +347,7 @@ STORED = {
                 }
             },
             "checks": {"jhost": {**dict.fromkeys(answers, True), answers[-1]: right}},
+            "predicted": {"jhost": 0.9},
             "figures": {"program": {"jhost": {"speedup": plain, "ceiling": 1.6}}},
         }
         for answers in [("repeats", "integers_equal_plain", "no_worse")]
@@ -363,12 +367,35 @@ def test_the_report_of_a_stored_run() -> None:
     assert "| mlp/8b/8192 | 1.44 | 1.60 | yes |" in text
     assert "| down_ar/8b/8192 | 0.81 | 1.60 | no: jhost |" in text
     assert "| mlp/8b/8192 | 1.440 / 1.440 | 1.000 / 1.100 |" in text
+    assert "| mlp/8b/8192 | 0.900 / 1.000 (-10%) |  |" in text
     assert "| mlp/8b/8192 | met |" in text
     assert "| down_ar/8b/8192 | speedup 0.81 < 1.12 |" in text
     assert "| mlp/8b/8192 | 9 / 8 |" in text
     assert "SM clocks 1755 to 1980 MHz" in text
     assert "no time was left for layer/8b/8192 on 4" in text
     assert "- mlp/8b/8192, pallas: ValueError: no tile" in text
+
+
+def test_predictions_are_those_of_the_last_choice() -> None:
+    report_of = functools.partial(
+        StreamReport,
+        stream="s0",
+        axis=0,
+        pipeline="p2p",
+        chunks=4,
+        extent=8,
+        reason="",
+        where="",
+    )
+    explained = functools.partial(
+        Explanation, name="f", loops=1, layouts=(), communications=(), notes=()
+    )
+    one = report_of(predicted=(("p2p", 2e-3), ("not pipelined", 3e-3)))
+    two = report_of(predicted=(("p2p", 1e-3), ("not pipelined", 2e-3)))
+    found = runner.predicted_ms("jhost", explained(streams=(one,)))
+    assert found == {"jhost": 2.0, "plain": 3.0}
+    assert runner.predicted_ms("jhost", explained(streams=(one, two))) == {"jhost": 1.0}
+    assert runner.predicted_ms("jhost", explained(streams=(report_of(),))) == {}
 
 
 def test_the_last_run_of_a_case_counts() -> None:

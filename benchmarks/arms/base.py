@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import jhost
 from benchmarks.cases import Case, Operand
 
 Function: TypeAlias = Callable[..., Any]
@@ -32,7 +33,7 @@ class Built:
     options: Mapping[str, Any] | None = None
     call: Function | None = None
     checked: bool = True
-    explain: Callable[[Sequence[Any]], str] | None = None
+    explain: Callable[[Sequence[Any]], jhost.Explanation] | None = None
 
     def once(self) -> Function:
         """One op per call."""

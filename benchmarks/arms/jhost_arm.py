@@ -58,7 +58,7 @@ def _built(case: Case, mesh: Mesh, backward: bool, **choice: Any) -> Built:
             operands=case.operands,
             options=jhost.compiler_options(),
             call=function,
-            explain=lambda operands: str(jhost.explain(function, *operands)),
+            explain=lambda operands: jhost.explain(function, *operands),
         )
     return Built(
         instance=constrained(forward_or_both(function, True), case, mesh),
