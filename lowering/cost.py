@@ -69,11 +69,13 @@ def predict(program: Program, rates: Rates) -> Prediction:
     """How long `program` takes on devices of those rates."""
     tasks = _Unrolled(program, rates).tasks
     compute = [task for task in tasks if not task.transfer]
+    meeting = max((task.meet for task in tasks), default=0.0)
+    host = meeting + sum(task.host for task in tasks)
     return Prediction(
-        total=max(_finish(tasks), sum(task.host for task in tasks)),
+        total=max(_finish(tasks), host),
         compute=sum(task.seconds for task in compute),
         communication=sum(task.seconds for task in tasks if task.transfer),
-        host=sum(task.host for task in tasks),
+        host=host,
     )
 
 
@@ -99,6 +101,7 @@ class _Task:
     host: float
     after: frozenset[int]
     delay: float = 0.0
+    meet: float = 0.0
     transfer: bool = False
     alone: bool = False
 
@@ -196,6 +199,7 @@ class _Unrolled:
             host=link.host,
             after=after,
             delay=link.delay,
+            meet=link.meet,
             transfer=True,
             alone=not link.beside_compute,
         )

@@ -18,10 +18,12 @@ class Link:
 
     A transfer starts `delay` seconds after its operand is there, takes `latency` beside
     what `bandwidth` (bytes received per second) makes, and keeps the launching thread
-    busy for `host`.  `beside_compute`: whether it runs while matmuls fill the device.
+    busy for `host`, and `meet` more once in a program, until the threads of all devices
+    have met.  `beside_compute`: whether it runs while matmuls fill the device.
     """
 
     delay: float = 0.0
+    meet: float = 0.0
     latency: float
     bandwidth: float
     host: float
@@ -74,7 +76,8 @@ _H200 = Rates(
         delay=20e-6,
         latency=14e-6,
         bandwidth=383e9,
-        host=60e-6,
+        host=32e-6,
+        meet=90e-6,
         beside_compute=True,
     ),
     # NCCL's kernels need multiprocessors, which a matmul on Hopper does not leave.
