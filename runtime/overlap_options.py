@@ -62,7 +62,9 @@ def overlap_options(mesh: AnyMesh | None) -> dict[str, Any]:
     wanted = wanted_options(mesh)
     if not isinstance(mesh, Mesh):
         return wanted
-    one = mesh.devices.flat[0]
+    # A trial needs a device of this process; one of a topology is in none.
+    here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    one = (here or list(mesh.devices.flat))[0]
     return {name: v for name, v in wanted.items() if _accepts(one, name, v)}
 
 
