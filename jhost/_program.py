@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,9 +27,10 @@ from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit import emit
 from jhost.lowering.explain import count_loops
 from jhost.lowering.interpret import interpret
-from jhost.lowering.ir import Program
+from jhost.lowering.ir import Program, StreamMark
 from jhost.lowering.pipeline import Pass, lower_jaxpr, passes, up_to_layouts
 from jhost.lowering.rates import rates_of
+from jhost.lowering.streamed_dims import stream_marks
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
@@ -116,6 +117,20 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
     """Its program with layouts, and no more: no communications and no loops yet."""
     sequence = up_to_layouts(_sequence(config, strict=False))
     return _lower(call_jaxpr, config, sequence)
+
+
+Streams: TypeAlias = Sequence[StreamMark | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
+    """For each operand and each result that a stream reaches, a mark that says so."""
+    program = _lower(call_jaxpr, config, ())
+    marks = stream_marks(program, config.chunks, config.pipeline)
+    return (
+        [marks.get(param.name) for param in program.params],
+        [marks.get(result.name) for result in program.results],
+    )
 
 
 @functools.lru_cache(maxsize=1024)
