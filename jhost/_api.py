@@ -27,6 +27,7 @@ from jhost._jax import (
     Nums,
     Traced,
     arg_names,
+    def_split,
     is_tracing,
     result_paths,
     trace,
@@ -34,6 +35,7 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, jhost_p
 from jhost._program import Config, annotate, executable_options, host_program
+from jhost._residuals import keep_layouts
 from jhost._settings import Options, Settings, check
 from jhost._stages import Lowered
 from jhost.lowering.emit import spec_of
@@ -49,6 +51,8 @@ from jhost.runtime.mesh import (
     resolve_mesh,
 )
 from jhost.runtime.options import explain_refusal
+
+def_split(jhost_p, keep_layouts)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,7 +1,8 @@
 """JAX's private parts and version differences, behind typed functions.
 
 No other module of jhost imports `jax._src` or asks which JAX this is; the rules that
-0.10 lacks stand in `_jax_v010.py`, for this module alone.
+split a call in two stand in `_jax_split.py`, those that 0.10 lacks in `_jax_v010.py`,
+for this module alone.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -26,6 +27,13 @@ from jax._src.core import AbstractValue, ShapedArray
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+from jhost._jax_split import (
+    Refine as Refine,
+    Residual as Residual,
+    Split as Split,
+    register_split_rules,
+)
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
@@ -67,7 +75,17 @@ def define_call_primitive(name: str) -> Primitive:
         from jhost import _jax_v010  # what it imports is gone from 0.11 on
 
         _jax_v010.register_call_primitive_rules(prim)
+    register_split_rules(prim, _as_it_is)
     return prim
+
+
+def _as_it_is(split: Split, **_: Any) -> Split:
+    return split
+
+
+def def_split(prim: Primitive, refine: Refine) -> None:
+    """Sets what is made of the two programs that differentiation makes of a call."""
+    register_split_rules(prim, refine)
 
 
 def define_marker_primitive(name: str, batch_params: BatchParams) -> Primitive:
@@ -318,6 +336,21 @@ def new_eqn(
         outvars=list(outvars),
         params=dict(params),
     )
+
+
+def rewritten(
+    jaxpr: ClosedJaxpr,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> ClosedJaxpr:
+    """A program with other equations, operands or results, without the user's names."""
+    parts = {"invars": invars, "outvars": outvars, "eqns": eqns}
+    given = {name: list(part) for name, part in parts.items() if part is not None}
+    names = jaxpr.debug_info.with_unknown_names()
+    new: Any = jaxpr.jaxpr.replace(**given, debug_info=names)
+    return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, jaxpr.consts)
 
 
 def new_jaxpr(

@@ -7,7 +7,7 @@ through.  Goes away with the support of 0.10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,19 +15,21 @@ from typing import Any
 from jax import tree
 from jax.extend.core import Primitive, jaxpr_as_fun
 
+from jhost._jax_split import keep, with_zeros
+
 # By name, not by `import`: a type checker sees the newest JAX, where these differ.
 _ad: Any = import_module("jax._src.interpreters.ad")
 _batching: Any = import_module("jax._src.interpreters.batching")
 _core: Any = import_module("jax._src.core")
-_effects: Any = import_module("jax._src.effects")
 _linear_util: Any = import_module("jax._src.linear_util")
 _partial_eval: Any = import_module("jax._src.interpreters.partial_eval")
-_source_info_util: Any = import_module("jax._src.source_info_util")
 _util: Any = import_module("jax._src.util")
 
 
 def register_call_primitive_rules(prim: Primitive) -> None:
-    """Gives `prim`, whose program is its parameter `call_jaxpr`, every rule of a call.
+    """Gives `prim`, whose program is its parameter `call_jaxpr`, the rules of a call.
+
+    Those by which a call is split in two stand in `_jax_split.py`.
 
     Args:
         prim: a new primitive; its implementation evaluates the program.
@@ -38,12 +40,8 @@ def register_call_primitive_rules(prim: Primitive) -> None:
     prim.def_effectful_abstract_eval(_abstract_eval)
     _core.custom_typechecks[prim] = _typecheck
     _ad.primitive_jvps[prim] = partial(_jvp, prim)
-    _ad.primitive_linearizations[prim] = partial(_linearize, prim)
     _ad.fancy_transposes[prim] = partial(_transpose, prim)
     _batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
-    _partial_eval.custom_partial_eval_rules[prim] = partial(_partially_eval, prim)
-    custom_rules = _partial_eval.partial_eval_jaxpr_custom_rules
-    custom_rules[prim] = custom_rules[like]
     _partial_eval.dce_rules[prim] = _partial_eval.dce_rules[like]
 
 
@@ -72,33 +70,10 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     nonzeros = [not isinstance(t, _ad.Zero) for t in tangents]
     jvp_jaxpr, nonzeros_out = _ad.jvp_jaxpr(call_jaxpr, nonzeros, False)
-    operands = [*primals, *_keep(tangents, nonzeros)]
+    operands = [*primals, *keep(tangents, nonzeros)]
     results = prim.bind(*operands, call_jaxpr=jvp_jaxpr, **params)
     primals_out, tangents_out = _util.split_list(results, [len(nonzeros_out)])
-    return primals_out, _with_zeros(call_jaxpr, nonzeros_out, tangents_out)
-
-
-def _linearize(
-    prim: Primitive,
-    is_vjp: bool,
-    nonzeros: Sequence[bool],
-    *primals: Any,
-    call_jaxpr: Any,
-    **params: Any,
-) -> tuple[list[Any], Sequence[bool], list[Any], Callable[..., list[Any]]]:
-    primal_jaxpr, num_residuals, nonzeros_out, forwarded, tangent_jaxpr = (
-        _ad.linearize_jaxpr(call_jaxpr, nonzeros, is_vjp=is_vjp)
-    )
-    results = prim.bind(*primals, call_jaxpr=primal_jaxpr, **params)
-    primals_out, new = _util.split_list(results, [len(results) - num_residuals])
-    residuals = _util.subs_list(forwarded, [*call_jaxpr.consts, *primals], new)
-
-    def tangent_fun(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
-        given = [_ad.instantiate_zeros(t) for t in _keep(tangents, nonzeros)]
-        results = prim.bind(*residuals, *given, call_jaxpr=tangent_jaxpr, **params)
-        return _with_zeros(call_jaxpr, nonzeros_out, results)
-
-    return primals_out, nonzeros_out, residuals, tangent_fun
+    return primals_out, with_zeros(call_jaxpr, nonzeros_out, tangents_out)
 
 
 def _transpose(
@@ -154,62 +129,3 @@ def _batch(
 ) -> tuple[Sequence[Any], list[int | None]]:
     batched, dims_out = _batching.batch_jaxpr2(call_jaxpr, axis_data, tuple(dims))
     return prim.bind(*args, call_jaxpr=batched, **params), list(dims_out)
-
-
-def _partially_eval(
-    prim: Primitive, trace: Any, *tracers: Any, call_jaxpr: Any, **params: Any
-) -> list[Any]:
-    unknown = [not t.pval.is_known() for t in tracers]
-    known_jaxpr, unknown_jaxpr, unknown_out, residual_avals, forwarded = (
-        _partial_eval.partial_eval_jaxpr_nounits_fwd(
-            call_jaxpr, unknown, instantiate=False
-        )
-    )
-    known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
-    results = prim.bind(*known, call_jaxpr=known_jaxpr, **params)
-    known_out, new = _util.split_list(results, [len(results) - len(residual_avals)])
-    residuals = _util.subs_list(forwarded, [*call_jaxpr.consts, *known], new)
-    staged_in = [
-        *map(trace.new_instantiated_const, residuals),
-        *_keep(tracers, unknown),
-    ]
-    staged_params = dict(params, call_jaxpr=unknown_jaxpr)
-    staged_out = _stage(prim, trace, staged_in, staged_params)
-    return _util.merge_lists(unknown_out, known_out, staged_out)
-
-
-def _stage(
-    prim: Primitive, trace: Any, tracers: list[Any], params: dict[str, Any]
-) -> list[Any]:
-    """One equation with unknown operands, as `JaxprTrace` keeps them."""
-    jaxpr = params["call_jaxpr"]
-    results = [
-        _partial_eval.JaxprTracer(trace, _partial_eval.PartialVal.unknown(aval), None)
-        for aval in jaxpr.out_avals
-    ]
-    effects = _core.positional_effects(jaxpr)
-    source = _source_info_util.current()
-    recipe = _partial_eval.new_eqn_recipe(
-        trace, tracers, results, prim, params, effects, source
-    )
-    for tracer in results:
-        tracer.recipe = recipe
-    if _effects.partial_eval_kept_effects.filter_in(jaxpr.effects):
-        handle = _partial_eval.EffectHandle(tracers, recipe)
-        trace.effect_handles.append(handle)
-    return results
-
-
-def _keep(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
-    return [value for value, kept in zip(values, keep, strict=True) if kept]
-
-
-def _with_zeros(
-    jaxpr: Any, nonzeros: Sequence[bool], tangents: Sequence[Any]
-) -> list[Any]:
-    """Fills in the symbolic zero tangents that a call neither takes nor returns."""
-    given = iter(tangents)
-    return [
-        next(given) if nonzero else _ad.Zero(aval.to_tangent_aval())
-        for nonzero, aval in zip(nonzeros, jaxpr.out_avals, strict=True)
-    ]

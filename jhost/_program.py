@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,9 +27,10 @@ from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit import emit
 from jhost.lowering.explain import count_loops
 from jhost.lowering.interpret import interpret
-from jhost.lowering.ir import Program
-from jhost.lowering.pipeline import lower_jaxpr, passes
+from jhost.lowering.ir import Program, StreamMark
+from jhost.lowering.pipeline import Pass, lower_jaxpr, passes, up_to_layouts
 from jhost.lowering.rates import rates_of
+from jhost.lowering.streamed_dims import stream_marks
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
@@ -112,26 +113,61 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
 
 
 @functools.lru_cache(maxsize=1024)
+def laid_out(call_jaxpr: Any, config: Config) -> Program:
+    """Its program with layouts, and no more: no communications and no loops yet."""
+    sequence = up_to_layouts(_sequence(config, strict=False))
+    return _lower(call_jaxpr, config, sequence)
+
+
+Streams: TypeAlias = Sequence[StreamMark | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
+    """For each operand and each result that a stream reaches, a mark that says so."""
+    program = _lower(call_jaxpr, config, ())
+    marks = stream_marks(program, config.chunks, config.pipeline)
+    return (
+        [marks.get(param.name) for param in program.params],
+        [marks.get(result.name) for result in program.results],
+    )
+
+
+@functools.lru_cache(maxsize=1024)
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
+    sequence, after_pass = _sequence(config, strict), dump.pass_dumper(config.name)
+    program = _lower(call_jaxpr, config, sequence, after_pass)
+    dump.dump_host_ir(config.name, program)
+    return program
+
+
+def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
     devices = devices_of(config.mesh)
-    program = lower_jaxpr(
+    return passes(
+        chunks=config.chunks,
+        pipeline=config.pipeline,
+        streams=config.streams,
+        strict=strict,
+        rates=rates_of(devices.kind, devices.processes),
+        device_kind=devices.kind,
+    )
+
+
+def _lower(
+    call_jaxpr: Any,
+    config: Config,
+    sequence: Sequence[Pass],
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> Program:
+    return lower_jaxpr(
         call_jaxpr,
         name=config.name,
         mesh=abstract(config.mesh),
         param_names=_names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x"),
         result_names=_names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y"),
-        sequence=passes(
-            chunks=config.chunks,
-            pipeline=config.pipeline,
-            streams=config.streams,
-            strict=strict,
-            rates=rates_of(devices.kind, devices.processes),
-            device_kind=devices.kind,
-        ),
-        after_pass=dump.pass_dumper(config.name),
+        sequence=sequence,
+        after_pass=after_pass,
     )
-    dump.dump_host_ir(config.name, program)
-    return program
 
 
 def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
     """The equations of `closed_jaxpr` and of everything it calls, in order."""
     jaxpr = closed_jaxpr.jaxpr
     invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
-    inliner = _Inliner()
+    inliner = _Inliner(streamed=_has_streams(jaxpr))
     outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
     outvars = tuple(inliner.as_variable(out) for out in outs)
     return FlatJaxpr(invars, outvars, _needed(inliner.eqns, outvars))
@@ -60,7 +60,8 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn,
 
 
 class _Inliner:
-    def __init__(self) -> None:
+    def __init__(self, *, streamed: bool) -> None:
+        self.streamed = streamed
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[int, Var] = {}
 
@@ -89,7 +90,7 @@ class _Inliner:
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             # remat's lowering rule does the same: without the barrier XLA finds the
             # forward's values again and keeps them instead of computing them twice.
-            args = self.traced(lax.optimization_barrier, args, eqn)
+            args = self.behind_barrier(args, eqn)
         body = _body(eqn)
         return self.run(body, getattr(body, "consts", ()), args)
 
@@ -115,6 +116,16 @@ class _Inliner:
         self.eqns.append(eqn.replace(invars=[atom], outvars=[out]))
         return out
 
+    def behind_barrier(self, args: Sequence[Any], where: JaxprEqn) -> list[Any]:
+        """One barrier for all operands, so that nothing is computed before the last.
+
+        In a program with streams each has its own: a stream that goes through one of
+        them has the loop's order, and would stop at a barrier with others.
+        """
+        groups = [[arg] for arg in args] if self.streamed else [list(args)]
+        outs = [self.traced(lax.optimization_barrier, group, where) for group in groups]
+        return [out for group in outs for out in group]
+
     def traced(
         self,
         function: Callable[[list[Any]], Sequence[Any]],
@@ -126,6 +137,14 @@ class _Inliner:
         with user_context(where):
             closed_jaxpr = jax.make_jaxpr(function)(avals)
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
+
+
+def _has_streams(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "stream"
+        or any(map(_has_streams, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _body(eqn: JaxprEqn) -> Any:

@@ -71,6 +71,12 @@ def passes(
     )
 
 
+def up_to_layouts(sequence: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes of `sequence` after which every value's layout is settled."""
+    names = [step.name for step in sequence]
+    return tuple(sequence[: names.index(DelayReductions.name) + 1])
+
+
 def run_passes(
     program: Program,
     sequence: Sequence[Pass],

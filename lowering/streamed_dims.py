@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from jhost.lowering.graph import Node, nodes
 from jhost.lowering.ir import Program, SerialMark, ShardMark, StreamMark
+from jhost.lowering.marks import resolved_marks
 from jhost.lowering.reshard import Step
 from jhost.lowering.stream_plan import StreamPlan, plan_streams
 
@@ -63,6 +65,25 @@ def streamed_dims(
             for name, dim in dims.items():
                 streamed.setdefault(name, StreamedDim(dim, mark.pipeline, axes))
     return streamed
+
+
+def stream_marks(
+    program: Program, chunks: int | Literal["auto"], pipeline: str
+) -> Mapping[str, StreamMark]:
+    """For each value that a stream reaches, the mark that would say so of the value.
+
+    The streams' names stand in the marks' reasons: values of one stream share theirs.
+    """
+    asked = resolved_marks(program, chunks, pipeline)
+    marks = [mark for mark in asked if mark.pipeline != "off"]
+    serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
+    graph = nodes(program.body)
+    plan = plan_streams(graph, marks, serial, dict(program.mesh.shape))
+    return {
+        name: dataclasses.replace(mark, buffer=name, dim=dim, why=stream)
+        for stream, mark in plan.marks.items()
+        for name, dim in _dims_of_values(graph, plan, stream).items()
+    }
 
 
 def _dims_of_values(
