@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir import (
+    Allocate,
     Buffer,
     Communicate,
     Compute,
@@ -30,6 +31,7 @@ from jhost.lowering.layout import size_in_bytes
 from jhost.lowering.rates import Rates
 from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
+from jhost.lowering.stages import set_aside, turns
 from jhost.lowering.work import (
     Kernel,
     kernels,
@@ -107,16 +109,16 @@ class _Unrolled:
         self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
         self.tasks: list[_Task] = []
         self.aliases: dict[str, tuple[Place, Select]] = {}
-        self.writers: dict[object, dict[Place, int]] = {}
+        self.writers: dict[Any, dict[Place, int]] = {}
         self.run(program.body)
 
     def run(self, body: Sequence[Stmt]) -> None:
         for stmt in body:
             match stmt:
-                case For(index=index, extent=extent, body=inner):
-                    for value in range(extent):
-                        self.at[LoopIndex(index)] = value
-                        self.run(inner)
+                case Allocate(buffer=buffer):
+                    self.writers[buffer.name] = {}
+                case For():
+                    self.loop(stmt)
                 case If(predicate=predicate, then=then, otherwise=otherwise):
                     known = not isinstance(predicate, Buffer)
                     holds = not known or evaluate(predicate, self.at)
@@ -135,6 +137,18 @@ class _Unrolled:
                     self.transfer(held, stmt.buffer, frozenset())
                 case _:
                     pass
+
+    def loop(self, loop: For) -> None:
+        """The stages of the iterations, in the order in which they are issued."""
+        aliases: list[dict[str, Any]] = [{} for _ in range(loop.extent)]
+        writers: list[dict[str, Any]] = [{} for _ in range(loop.extent)]
+        for turn in turns(loop, self.memory):
+            i = self.at[LoopIndex(loop.index)] = turn.iteration
+            with (
+                set_aside(self.aliases, aliases[i]),
+                set_aside(self.writers, writers[i]),
+            ):
+                self.run(turn.body)
 
     def compute(self, stmt: Compute) -> None:
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
@@ -182,6 +196,12 @@ class _Unrolled:
     def place(self, buffer: Buffer) -> Place:
         found = self.aliases.get(buffer.name)
         return found[0] if found else (buffer.name,)
+
+    def memory(self, name: str) -> object | None:
+        """The memory that a name stands for, if anything has been written to it."""
+        if name in self.aliases:
+            return self.aliases[name][0][0]
+        return name if name in self.writers else None
 
     def makers(self, buffer: Buffer) -> frozenset[int]:
         """The tasks that wrote what `buffer` holds, or a part of it."""
