@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence, Set
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jhost.lowering import ir
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir import (
+    Allocate,
     Buffer,
     Communicate,
     Compute,
@@ -35,6 +36,7 @@ from jhost.lowering.layout import size_in_bytes
 from jhost.lowering.rates import Rates
 from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
+from jhost.lowering.stages import set_aside, turns
 from jhost.lowering.verify_state import DEFAULT_STREAM, StreamKey
 from jhost.lowering.work import (
     Kernel,
@@ -116,7 +118,7 @@ class _Unrolled:
         self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
         self.tasks: list[_Task] = []
         self.aliases: dict[str, tuple[Place, Select]] = {}
-        self.writers: dict[object, dict[Place, int]] = {}
+        self.writers: dict[Any, dict[Place, int]] = {}
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.captured: dict[str, StreamKey] = {}
         self.in_flight: dict[str, int] = {}
@@ -127,12 +129,10 @@ class _Unrolled:
     def run(self, body: Sequence[Stmt]) -> None:
         for stmt in body:
             match stmt:
-                case For(index=index, extent=extent, body=inner):
-                    self.depth += 1
-                    for value in range(extent):
-                        self.at[LoopIndex(index)] = value
-                        self.run(inner)
-                    self.depth -= 1
+                case Allocate(buffer=buffer):
+                    self.writers[buffer.name] = {}
+                case For():
+                    self.loop(stmt)
                 case If(predicate=predicate, then=then, otherwise=otherwise):
                     known = not isinstance(predicate, Buffer)
                     holds = not known or evaluate(predicate, self.at)
@@ -159,6 +159,21 @@ class _Unrolled:
                     self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
                     pass
+
+    def loop(self, loop: For) -> None:
+        """The stages of the iterations, in the order in which they are issued."""
+        own = [({}, {}, {}) for _ in range(loop.extent)]
+        self.depth += 1
+        for turn in turns(loop, self.memory):
+            i = self.at[LoopIndex(loop.index)] = turn.iteration
+            aliases, writers, in_flight = own[i]
+            with (
+                set_aside(self.aliases, aliases),
+                set_aside(self.writers, writers),
+                set_aside(self.in_flight, in_flight),
+            ):
+                self.run(turn.body)
+        self.depth -= 1
 
     def stream_key(self, stream: Stream) -> StreamKey:
         if stream.name:
@@ -223,6 +238,12 @@ class _Unrolled:
     def place(self, buffer: Buffer) -> Place:
         found = self.aliases.get(buffer.name)
         return found[0] if found else (buffer.name,)
+
+    def memory(self, name: str) -> object | None:
+        """The memory that a name stands for, if anything has been written to it."""
+        if name in self.aliases:
+            return self.aliases[name][0][0]
+        return name if name in self.writers else None
 
     def makers(self, buffer: Buffer) -> frozenset[int]:
         """The tasks that wrote what `buffer` holds, or a part of it."""

@@ -5,6 +5,7 @@ Loops are unrolled; an index is a number where all ranks agree on it, else trace
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jhost import errors
 from jhost.lowering.emit_buffers import Memory, Snapshot, View, new_view
 from jhost.lowering.emit_collectives import communicate, transfer
-from jhost.lowering.emit_order import Order, moving_names
+from jhost.lowering.emit_order import Order, Values, moving_names
 from jhost.lowering.emit_windows import window
 from jhost.lowering.graph import touched
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
@@ -47,6 +48,7 @@ from jhost.lowering.place import ChunkAt, Site, evaluate_unit
 from jhost.lowering.printer import program_text, written
 from jhost.lowering.ranks import Ranks
 from jhost.lowering.rules import COMBINE
+from jhost.lowering.stages import Turn, set_aside, turns
 from jhost.lowering.transfers import match_transfers
 from jhost.lowering.verify_memory import is_reshard
 from jhost.lowering.verify_state import StreamKey
@@ -90,6 +92,14 @@ def check_lowered(program: Program) -> None:
             )
             error.add_note(program_text(program))
             raise error
+
+
+@dataclasses.dataclass(slots=True)
+class _Own:
+    """What one iteration of a loop has made, and what it has in flight."""
+
+    views: dict[str, View] = dataclasses.field(default_factory=dict[str, View])
+    in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
 
 
 class _Emitter:
@@ -272,19 +282,31 @@ class _Emitter:
         if outermost:
             self.moving = moving_names(stmt)
         self.order.depth += 1
-        for value in range(stmt.extent):
-            self.loops[stmt.index] = value
-            self.scoped(stmt.body)
+        own = [_Own() for _ in range(stmt.extent)]
+        for turn in turns(stmt, self.memory):
+            self.loops[stmt.index] = turn.iteration
+            self.turn(turn, own[turn.iteration])
             del self.loops[stmt.index]
         self.order.depth -= 1
         if outermost:
             self.moving = frozenset()
 
+    def turn(self, turn: Turn, own: _Own) -> None:
+        """A stage of an iteration, which has `own` from the stages before it."""
+        in_flight = self.order.in_flight
+        with set_aside(self.views, own.views), set_aside(in_flight, own.in_flight):
+            self.body(turn.body)
+        if turn.last:
+            in_flight.update(own.in_flight)
+
     def scoped(self, body: tuple[Stmt, ...]) -> None:
         """Run `body`; what it defines ends with it."""
-        before = set(self.views)
-        self.body(body)
-        self.views = {n: view for n, view in self.views.items() if n in before}
+        with set_aside(self.views, {}):
+            self.body(body)
+
+    def memory(self, name: str) -> int | None:
+        """The memory that a name stands for, if it exists."""
+        return id(self.views[name].memory) if name in self.views else None
 
     def branch(self, stmt: If) -> None:
         predicate = stmt.predicate

@@ -29,11 +29,6 @@ FIRST = "no chunk is there before it, to be worked on meanwhile"
 LAST = "no chunk is left to be worked on after it"
 
 # Which a better program could:
-IN_CHAIN = (
-    "work on the own rows before their gather (a norm, a transposition), or on a sum "
-    "behind it (an addition), is in the chain of computations, which goes on to the "
-    "next chunk when all of this one is done"
-)
 AFTER_ALL = "what the owners added is sent when all matmuls are done"
 PIECE = "the last piece is sent when all matmuls are done"
 UNCUT = "the device's own matmul stands before the loop, in one piece"
@@ -105,11 +100,7 @@ def test_matmul_and_all_reduce(tp: Mesh, case: Case) -> None:
 @each(
     p2p=Case(P2P, 4, PERMUTES_3),
     p2p_in_pieces=Case(P2P_IN_PIECES, 8, PERMUTES_6),
-    collective=Case(
-        COLLECTIVE,
-        4,
-        {"AllGather": Moves(4, {0: FIRST} | dict.fromkeys((1, 2, 3), IN_CHAIN))},
-    ),
+    collective=Case(COLLECTIVE, 4, GATHERS),
 )
 def test_the_gathered_dim_is_contracted(tp: Mesh, case: Case) -> None:
     """A weight's gradient: the chunks' products are summed."""
@@ -287,8 +278,8 @@ def test_attention_block(tp: Mesh, case: Case) -> None:
         COLLECTIVE,
         30,
         {
-            "AllGather": Moves(8, dict.fromkeys(range(8), IN_CHAIN)),
-            "ReduceScatter": Moves(8, dict.fromkeys(range(8), IN_CHAIN)),
+            "AllGather": Moves(8, exposed={0: FIRST}),
+            "ReduceScatter": Moves(8, exposed={7: LAST}),
         },
     ),
 )
