@@ -70,9 +70,7 @@ class Case:
         return self.layer(comm, self.model, operands)
 
     def result_shape(self) -> tuple[int, ...]:
-        return jax.eval_shape(
-            lambda *xs: self.run(Whole(), xs), *self._abstract()
-        ).shape
+        return jax.eval_shape(lambda *xs: self.run(Whole(), xs), *self.abstract()).shape
 
     def cotangent(self) -> Operand:
         """What a backward pass starts from."""
@@ -83,7 +81,7 @@ class Case:
     def moved(self, backward: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Each communication, by kind and whole shape, in order."""
         recorder = Recorder()
-        jax.eval_shape(lambda *xs: self.run(recorder, xs), *self._abstract())
+        jax.eval_shape(lambda *xs: self.run(recorder, xs), *self.abstract())
         if not backward:
             return tuple(recorder.moved)
         back = {"gather": "scatter", "scatter": "gather"}
@@ -103,10 +101,11 @@ class Case:
             result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
             return (result, pull(result)) if backward else result
 
-        jaxpr = jax.make_jaxpr(run)(*self._abstract())
+        jaxpr = jax.make_jaxpr(run)(*self.abstract())
         return _matmul_flops(jaxpr.jaxpr) // self.devices
 
-    def _abstract(self) -> list[jax.ShapeDtypeStruct]:
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the operands."""
         return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
 
 

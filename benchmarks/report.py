@@ -51,14 +51,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-plots", action="store_true")
     arguments = parser.parse_args(argv)
     files = arguments.files or sorted(RESULTS.glob("*.json"))
-    runs = sorted((json.loads(f.read_text()) for f in files), key=_started)
+    runs = sorted((json.loads(f.read_text()) for f in files), key=started)
     pictures = {} if arguments.no_plots else _draw(runs, arguments.page.parent)
     text = measured(runs, pictures)
     arguments.page.write_text(_replaced(arguments.page.read_text(), text))
     print(f"{len(runs)} runs > {arguments.page.name}")
 
 
-def _started(run: Mapping[str, Any]) -> str:
+def started(run: Mapping[str, Any]) -> str:
+    """When a run began: the order of runs."""
     return run["started"]
 
 

@@ -1,0 +1,74 @@
+"""The cost model against the times that are stored in benchmarks/results.
+
+Nothing is timed here: what was measured once is compared with what is predicted now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.sharding import Mesh
+
+import jhost
+from jhost import _program
+from jhost.runtime.devices import devices_of
+
+ROOT = Path(__file__).parents[1]
+
+# Last, so that `jhost` stays the one that is installed.
+sys.path.append(str(ROOT))
+
+from benchmarks import cases, report  # noqa: E402
+from benchmarks.communication import Streamed  # noqa: E402
+
+H200 = "NVIDIA H200"
+
+
+def measured() -> Iterator[Any]:
+    """The last forward, in-program measurement of each case on H200s."""
+    files = sorted(report.RESULTS.glob("*.json"))
+    runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
+    for (kind, devices, pass_, mode), records in report.groups(runs).items():
+        if (kind, pass_, mode) == (H200, "forward", "program"):
+            for name, record in records.items():
+                yield pytest.param(name, devices, record, id=f"{name} on {devices}")
+
+
+@pytest.mark.parametrize(("name", "devices", "record"), list(measured()))
+def test_predictions_are_near_and_no_choice_loses(
+    name: str,
+    devices: int,
+    record: Any,
+    make_mesh: Callable[..., Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = dataclasses.replace(devices_of(None), kind=H200, count=devices)
+    monkeypatch.setattr(_program, "devices_of", lambda mesh: there)
+    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
+
+    def layer(*operands: Any) -> Any:
+        return case.run(Streamed(), operands)
+
+    f = jhost.jit(
+        layer,
+        mesh=make_mesh((devices,), (cases.AXIS,)),
+        in_shardings=case.specs,
+        out_shardings=case.out_spec,
+    )
+    *_, stream = jhost.explain(f, *case.abstract()).streams
+    entries = record["modes"]["program"]
+    if "min_ms" not in entries["jhost"] or "min_ms" not in entries["plain"]:
+        pytest.skip("there was no time to measure it")
+    jhost_ms, plain_ms = (entries[arm]["min_ms"] for arm in ("jhost", "plain"))
+    (_, predicted), *_ = stream.predicted
+    if stream.pipeline == "off":
+        assert 1e3 * predicted == pytest.approx(plain_ms, rel=0.2)
+    elif "p2p pipeline" in record["explain"]["jhost"]:
+        assert 1e3 * predicted == pytest.approx(jhost_ms, rel=0.2)
+        assert jhost_ms <= 1.02 * plain_ms
