@@ -71,7 +71,10 @@ class P2PLoop(ChunkLoop):
         super().__init__(around, group, stream)
         self.extent = extent
         self.axes = axes
-        self.streams = streams
+        growths = [around.part(node).growth for node in group]
+        self.receives, self.sends = max(growths) > 1, min(growths) < 1
+        # A stream waits for what it has sent, and would hold back the receive after.
+        self.streams = around.streams if self.sends else streams
         self.devices = axes_size(axes, mesh)
         self.rank = linear_rank(axes, mesh)
         self.steps = -(-extent // pieces)
@@ -107,11 +110,9 @@ class P2PLoop(ChunkLoop):
 
         With both sides, what follows from the last contraction on waits for the end.
         """
-        growths = [self.around.part(node).growth for node in self.group]
-        gathers, scatters = max(growths) > 1, min(growths) < 1
-        if not scatters or (gathers and self.pieces > 1):
+        if not self.sends or (self.receives and self.pieces > 1):
             return self.group, ()
-        if not gathers:
+        if not self.receives:
             return (), self.group
         contractions = [i for i, node in enumerate(self.group) if _contracts(node)]
         last = max(contractions, default=0)

@@ -94,13 +94,15 @@ def _left_open(mark: StreamMark, why_not: str) -> str:
 class _Outcome:
     """One candidate: the mark that asks for it, and the seconds it would take.
 
-    `host_share` is the part of them for which launches keep the host.
+    `host_share` is the part of them for which launches keep the host, and `program`
+    what it would be.
     """
 
     mark: StreamMark
     text: str
     seconds: float
     host_share: float
+    program: Program
 
 
 class _Trial:
@@ -191,7 +193,7 @@ class _Trial:
         self.remarks = program.remarks
         predicted = predict(program, self.rates)
         host_share = predicted.host / max(predicted.total, 1e-12)
-        return _Outcome(candidate, text, predicted.total, host_share)
+        return _Outcome(candidate, text, predicted.total, host_share, program)
 
     def on_fewer_streams(self, outcome: _Outcome) -> _Outcome:
         """The same on two streams, where that costs nothing and the host is ahead.
@@ -204,7 +206,9 @@ class _Trial:
         if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         fewer = self.weigh(dataclasses.replace(mark, streams=2))
-        return fewer if fewer and fewer.seconds <= outcome.seconds else outcome
+        if fewer is None or str(fewer.program) == str(outcome.program):
+            return outcome
+        return fewer if fewer.seconds <= outcome.seconds else outcome
 
 
 def _text(mark: StreamMark) -> str:

@@ -99,12 +99,19 @@ def test_the_numbers_behind_the_choice_are_said(rows: int) -> None:
 
 
 def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() -> None:
-    """Where the host is ahead of the devices; else all are launched at once."""
-    ((large, _), *_) = facts(lowered(mlp(), *sizes(8192)))["predicted"]
-    ((small, _), *_) = facts(lowered(mlp(), *sizes(4096)))["predicted"]
-    assert large == "p2p with a chunk a device on 2 streams"
-    assert small == "p2p with a chunk a device"
-    text = str(lowered(mlp(), *sizes(8192)))
+    """Where the host is ahead of the devices, and nothing is sent; else all at once."""
+
+    def gathered(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P(None, "tp"))
+        return jhost.shard(jhost.stream(x @ w, axis=0), P(None, "tp"))
+
+    large = lowered(gathered, (8192, 8192), (8192, 10240))
+    assert facts(large)["predicted"][0][0] == "p2p with a chunk a device on 2 streams"
+    text = str(large)
+    small = lowered(gathered, (4096, 4096), (4096, 14336))
+    assert facts(small)["predicted"][0][0] == "p2p with a chunk a device"
+    block = lowered(mlp(), *sizes(8192))
+    assert facts(block)["predicted"][0][0] == "p2p with a chunk a device"
     assert "SetCurrentStream(stream[i mod 2])" in text
     # The second transfer is the first to wait: for the device's own chunk.
     assert "SetCurrentStream(stream[1])\n  Synchronize(own)\n" in text
