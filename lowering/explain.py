@@ -202,4 +202,5 @@ def _facts(remark: Remark) -> dict[str, Any]:
 def _works(loop: For) -> bool:
     """Whether the iterations of a loop take turns on streams, and do work there."""
     ordering = [isinstance(s, SetCurrentStream | Synchronize) for s in loop.body]
-    return ordering[0] and not all(ordering)
+    inner = any(isinstance(s, For) and _works(s) for s in loop.body)
+    return inner or (ordering[0] and not all(ordering))

@@ -41,6 +41,7 @@ from jhost.lowering.ir import (
     Stmt,
     Stream,
     Synchronize,
+    Unit,
     Wait,
 )
 from jhost.lowering.rules import COMBINE, Reducer, axes_size
@@ -84,7 +85,7 @@ class P2PLoop(ChunkLoop):
         self.terms: dict[str, Buffer] = {}
 
     def statements(self) -> list[Stmt]:
-        head, tail = self.split()
+        head, tail = self.split(self.pieces)
         own: dict[tuple[str, Access], Buffer] = {}
         first = self.segment(head, Constant(0), self.own_piece, own)
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
@@ -105,16 +106,16 @@ class P2PLoop(ChunkLoop):
             *self.after,
         ]
 
-    def split(self) -> tuple[Sequence[Node], Sequence[Node]]:
-        """The work on the device's own chunk before the loop, and after it.
+    def split(self, pieces: int) -> tuple[Sequence[Node], Sequence[Node]]:
+        """The work on the device's own chunk before the loop over `pieces`, and after.
 
         With both sides, what follows from the last contraction on waits for the end.
         """
-        if not self.sends or (self.receives and self.pieces > 1):
+        if not self.sends or (self.receives and pieces > 1):
             return self.group, ()
         if not self.receives:
             return (), self.group
-        contractions = [i for i, node in enumerate(self.group) if _contracts(node)]
+        contractions = [i for i, node in enumerate(self.group) if contracts(node)]
         last = max(contractions, default=0)
         return self.group[:last], self.group[last:]
 
@@ -227,20 +228,22 @@ class P2PLoop(ChunkLoop):
 
     def term(self, stmt: Communicate, source: Buffer) -> Buffer:
         """Where the part of a sum that comes at this step goes."""
-        assert stmt.dim is not None
         terms = self.terms_of(stmt, source)
         term = self.slot(terms, self.step)
-        if self.pieces == 1:
-            return term
+        return term if self.pieces == 1 else self.piece_of(term, stmt)
+
+    def piece_of(self, shard: Buffer, stmt: Communicate) -> Buffer:
+        """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
+        assert stmt.dim is not None
         window = self.window(1)
-        scale = term.shape[stmt.dim] // self.extent
-        shape = list(term.shape)
+        scale = shard.shape[stmt.dim] // self.extent
+        shape = list(shard.shape)
         shape[stmt.dim] = window.most * scale
         name = self.around.names.fresh(f"{stmt.out.name}_piece")
-        piece = dataclasses.replace(term, name=name, shape=tuple(shape))
+        piece = dataclasses.replace(shard, name=name, shape=tuple(shape))
         select = Select(
             out=piece,
-            source=term,
+            source=shard,
             dim=stmt.dim,
             index=window.start * scale,
             size=window.size * scale,
@@ -283,16 +286,24 @@ class P2PLoop(ChunkLoop):
         for node in self.group:
             stmt = node.stmt
             if isinstance(stmt, Communicate) and stmt.out.name in self.terms:
-                terms = self.terms[stmt.out.name]
-                ins = [self.slot(terms, Constant(k)) for k in range(self.devices)]
-                assert stmt.reducer is not None
-                unit = unit_of(
-                    self.around.names.fresh("total"),
-                    functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
-                    *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * len(ins),
-                )
-                self.body.append(Compute(unit=unit, ins=tuple(ins), outs=(stmt.out,)))
+                self.total(stmt)
         return self.body
+
+    def total(self, stmt: Communicate) -> None:
+        """Append the sum of the terms."""
+        terms = self.terms[stmt.out.name]
+        ins = tuple(self.slot(terms, Constant(k)) for k in range(self.devices))
+        unit = self.unit_of_total(stmt)
+        self.body.append(Compute(unit=unit, ins=ins, outs=(stmt.out,)))
+
+    def unit_of_total(self, stmt: Communicate) -> Unit:
+        """The sum of all devices' terms of a shard."""
+        assert stmt.reducer is not None
+        return unit_of(
+            self.around.names.fresh("total"),
+            functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
+            *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * self.devices,
+        )
 
 
 def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
@@ -303,7 +314,7 @@ def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
 
 
-def _contracts(node: Node) -> bool:
+def contracts(node: Node) -> bool:
     """Whether a node is a computation that reduces some factor."""
     if not isinstance(node.stmt, Compute):
         return False

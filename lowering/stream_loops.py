@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jhost.lowering.all_reduce_loop import AllReduceLoop, ways_back
 from jhost.lowering.choose_pipeline import Choice
 from jhost.lowering.chunk_loop import ChunkLoop
 from jhost.lowering.collective_loop import CollectiveLoop
@@ -39,6 +40,11 @@ class LoopBuilder:
             for choice in choices.values()
             for number, part in choice.parts.items()
         }
+        self.back = {
+            gather: of_sum
+            for choice in choices.values()
+            for gather, of_sum in ways_back(graph, choice, self.mesh).items()
+        }
         self.readers = _readers(program, graph)
         self.streamed: dict[str, Buffer] = {}
 
@@ -50,13 +56,17 @@ class LoopBuilder:
         streams = {part.stream if part else None for part in parts}
         if None in streams or len(streams) > 1:
             return False
+        if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
+            return False  # a way back belongs to the loop that makes the sum
         return all(self.aligned(maker, user) for maker in one for user in other)
 
     def aligned(self, maker: Node, user: Node) -> bool:
         """Whether `user` reads what `maker` writes in the very chunks it is made in."""
         made, used = self.part(maker), self.part(user)
-        # A sum is complete when the last device's part of it is there.
-        late = self.choices[made.stream].pipeline == "p2p" and made.growth < 1
+        # A sum is complete when the last device's part of it is there, and then on its
+        # way back while the loop goes on.
+        sums = self.choices[made.stream].pipeline == "p2p" and made.growth < 1
+        late = id(maker) in self.back or (sums and id(user) not in self.back)
         return all(
             not late and made.writes.get(position) == used.reads.get(index) is not None
             for position, written in enumerate(maker.writes)
@@ -87,9 +97,9 @@ class LoopBuilder:
             return None  # nothing would run beside what comes and goes
         pieces = choice.chunks // axes_size(choice.axes, self.mesh)
         streams = min(self.streams, choice.streams or self.streams)
-        return P2PLoop(
-            self, group, stream, extent, pieces, choice.axes, self.mesh, streams
-        )
+        how = self, group, stream, extent, pieces, choice.axes, self.mesh, streams
+        back = self.back.keys() & {id(node) for node in group}
+        return AllReduceLoop(*how, frozenset(back)) if back else P2PLoop(*how)
 
     def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
         """The program around `body`, streamed buffers shown as such everywhere."""

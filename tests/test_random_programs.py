@@ -292,7 +292,10 @@ def mark(
         spec = random_spec(draw, shapes[i], mesh, uneven=True)
         return f"shard({i}, {spec})", lambda values: jhost.shard(values[i], spec)
     dim = draw(st.integers(0, len(shapes[i]) - 1))
-    settings: dict[str, Any] = {"pipeline": "p2p"}
+    # Of several pieces a device, where there are few enough devices.
+    counts = [None, None, *(n for n in (4, 8) if n <= shapes[i][dim])]
+    count = draw(st.sampled_from(counts))
+    settings: dict[str, Any] = {"pipeline": "p2p", "chunks": count}
     if draw(st.booleans()):
         least, most = min(2, shapes[i][dim]), min(4, shapes[i][dim])
         settings = {"chunks": draw(st.integers(least, most))}

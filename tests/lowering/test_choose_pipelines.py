@@ -237,14 +237,24 @@ def test_a_dim_that_cannot_be_streamed_is_refused_as_ever(strict: bool) -> None:
         assert not loops(lowered(f, (64, 64), strict=False))
 
 
-def test_an_all_reduce_comes_back_whole_where_nothing_would_hide_it() -> None:
-    """Reduced from neighbour to neighbour, gathered by a collective after the loop."""
-
+def all_reduced(*shapes: tuple[int, int]) -> Program:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp", None))
         return jhost.shard(jhost.stream(x @ w, axis=0), P())
 
-    program = lowered(f, (8192, 28672), (28672, 8192))
-    assert facts(program)["pipeline"] == "p2p"
+    return lowered(f, *shapes)
+
+
+def test_an_all_reduce_comes_back_whole_where_launches_are_dear() -> None:
+    """Reduced from neighbour to neighbour, gathered by a collective after the loop."""
+    program = all_reduced((8192, 14336), (14336, 4096))
+    assert (facts(program)["pipeline"], facts(program)["chunks"]) == ("p2p", 4)
     assert len(loops(program)) == 1
     assert "AllGather" in str(program)
+
+
+def test_a_large_all_reduce_goes_back_in_pieces() -> None:
+    program = all_reduced((8192, 28672), (28672, 8192))
+    assert (facts(program)["pipeline"], facts(program)["chunks"]) == ("p2p", 8)
+    assert len(loops(program)) == 1
+    assert "AllGather" not in str(program)
