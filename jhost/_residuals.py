@@ -39,27 +39,31 @@ def keep_layouts(split: Split, *, config: Config) -> Split:
 
 @functools.lru_cache(maxsize=1024)
 def _settled(split: Split, config: Config) -> Split:
-    chains, layouts = _chains(split), _layouts(split, config)
-    split = _without_copies(split, chains)
-    made = {r.result: r.operand for r in split.residuals if r.result is not None}
-    left, taken = _streams_to_mark(split, config)
+    chains = _chains(split)
+    lean = _without_copies(split, chains)
+    layouts = _layouts(split, lean, config)
+    made = {r.result: r.operand for r in lean.residuals if r.result is not None}
+    left, taken = _streams_to_mark(lean, config)
     specs = {result: layouts[operand] for result, operand in made.items()}
-    first = _with_marked_results(split.first, specs, left)
-    second = _with_marked_operands(split.second, layouts, chains, taken)
-    return dataclasses.replace(split, first=first, second=second)
+    first = _with_marked_results(lean.first, specs, left)
+    second = _with_marked_operands(lean.second, layouts, chains, taken)
+    return dataclasses.replace(lean, first=first, second=second)
 
 
-def _layouts(split: Split, config: Config) -> dict[int, Spec]:
-    """How each residual is laid out in the first program, by operand of the second."""
+def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
+    """How each residual is laid out in the first program, by operand of the second.
+
+    That of `split`: in `lean` nothing may be left of an operand that is handed on.
+    """
     program = laid_out(split.first, config)
+    invars = split.first.jaxpr.invars
     read = _first_readers(split.first.eqns)
     layouts: dict[int, Spec] = {}
-    for residual in split.residuals:
-        if residual.result is not None:
-            layouts[residual.operand] = spec_of(program.results[residual.result])
-        elif residual.given is not None:
-            if split.first.jaxpr.invars[residual.given] in read:
-                layouts[residual.operand] = spec_of(program.params[residual.given])
+    for before, residual in zip(split.residuals, lean.residuals, strict=True):
+        if residual.given is None and before.result is not None:
+            layouts[residual.operand] = spec_of(program.results[before.result])
+        elif residual.given is not None and invars[residual.given] in read:
+            layouts[residual.operand] = spec_of(program.params[residual.given])
     return layouts
 
 

@@ -23,6 +23,10 @@ class Moved:
             return self  # as most often
         return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
 
+    @property
+    def all(self) -> int:
+        return self.exposed + self.hidden
+
 
 NOTHING = Moved()
 

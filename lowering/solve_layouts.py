@@ -157,17 +157,22 @@ class _Solver:
         made.layouts.update(effect.rests)
 
     def cheapest(self, op: Operation, made: _Decisions) -> Assignment:
-        """The assignment that moves the fewest bytes."""
-        best: Assignment | None = None
-        least: Rank = (NOTHING, 0, 0)
+        """The assignment that moves the fewest bytes.
+
+        What loops hide does not pay for a contraction that more devices repeat: the
+        best of each spread compare by all of their bytes.
+        """
+        best: dict[int, tuple[Rank, Assignment]] = {}
         for candidate in self.candidates(op, made.layouts):
             rank = self.rank(op, candidate, made.layouts, made.moves)
-            if best is None or rank < least:
-                best, least = candidate, rank
+            spread = rank[1] if any(op.reducers) else 0
+            if spread not in best or rank < best[spread][0]:
+                best[spread] = rank, candidate
             if rank[0] == NOTHING:
                 break  # nothing moves, and later candidates spread the work less
-        assert best is not None, "the assignment to nobody always fits"
-        return best
+        assert best, "the assignment to nobody always fits"
+        spread = min(best, key=lambda spread: (best[spread][0][0].all, spread))
+        return best[spread][1]
 
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]

@@ -119,6 +119,17 @@ def test_remat_keeps_its_barrier_where_it_is_differentiated() -> None:
     assert "sin" in names[barrier:]
 
 
+def test_with_streams_each_operand_has_a_barrier_of_its_own() -> None:
+    """A stream goes through one of them; the others' values need not have its dim."""
+
+    @jax.checkpoint
+    def f(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(jhost.stream(jnp.sin(x) * y, 0))
+
+    names = inlined(jax.grad(loss(f), (0, 1)), array(4), array(4))
+    assert names.count("optimization_barrier") == 3  # x, y, and the cotangent
+
+
 def test_remat_that_may_be_merged_has_no_barrier() -> None:
     remat = jax.checkpoint(twice_sin, prevent_cse=False)
     assert "optimization_barrier" not in inlined(jax.grad(loss(remat)), array(4))
