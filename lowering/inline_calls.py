@@ -90,7 +90,7 @@ class _Inliner:
             # remat's lowering rule does the same: without the barrier XLA finds the
             # forward's values again and keeps them instead of computing them twice.
             args = self.traced(lax.optimization_barrier, args, eqn)
-        body = _body(eqn)
+        body = called_body(eqn)
         return self.run(body, getattr(body, "consts", ()), args)
 
     def constant(self, literal: Literal) -> Any:
@@ -128,7 +128,7 @@ class _Inliner:
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
 
 
-def _body(eqn: JaxprEqn) -> Any:
+def called_body(eqn: JaxprEqn) -> Any:
     """The jaxpr that `eqn` calls, with its consts where it has any."""
     closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
     return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))
