@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import (
     Any,
     Generic,
@@ -47,6 +48,7 @@ from jhost.runtime.mesh import (
     automatic_axes,
     explicit_mesh,
     foreign_arrays,
+    manual_axes,
     mesh_text,
     resolve_mesh,
 )
@@ -208,18 +210,36 @@ class JitFunction(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the function; compiles it first where these types are new."""
+        if axes := manual_axes():
+            self._check_has_no_mesh(axes)
+            return self._on_one_device(*args, **kwargs)
         leaves = self._leaves(args, kwargs)
         key = self._key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
         if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
             config = dataclasses.replace(self._config(key), embedded=True)
             return self._bind(key, config, args, kwargs)
-        try:
+        try:  # no context manager: every call pays for what stands here
             jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
             return jitted(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             self._explain_failure(error, key, args, kwargs)
             raise
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Traces the function as `jax.jit`'s own `trace` does; for `jax.export`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: x + 1)
+            >>> jax.export.export(f)(jnp.zeros(2)).call(jnp.zeros(2)).tolist()
+            [1.0, 1.0]
+        """
+        key = self._key(self._leaves(args, kwargs))
+        with self._explained(key, args, kwargs):
+            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
+            return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lowers the function for arguments, or `jax.ShapeDtypeStruct`s in their place.
@@ -233,14 +253,11 @@ class JitFunction(Generic[P, R]):
             [1.0, 1.0]
         """
         key = self._key(self._leaves(args, kwargs))
-        try:
+        with self._explained(key, args, kwargs):
             traced = self._trace(args, kwargs)
             program = host_program(self._call_jaxpr(key, traced), self._config(key))
             jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
             lowered = jitted.lower(*args, **kwargs)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            self._explain_failure(error, key, args, kwargs)
-            raise
         return Lowered(
             host_ir=program,
             _lowered=lowered,
@@ -256,6 +273,23 @@ class JitFunction(Generic[P, R]):
         if mesh is None or not self._asks_arguments:
             return mesh, None
         return mesh, tuple(map(_shardings.own, leaves))
+
+    def _check_has_no_mesh(self, axes: Sequence[str]) -> None:
+        if self._settings.mesh is not None or any(
+            map(_shardings.names_axes, self._given)
+        ):
+            raise errors.UnsupportedError(
+                f"{self._name} has a mesh or shardings, and is called in the body of a "
+                f"jax.shard_map or jax.pmap over {', '.join(axes)}, which is one "
+                "device's part already. Call it outside; or give jhost.jit neither, "
+                "and it works on the part as it is."
+            )
+
+    @functools.cached_property
+    def _on_one_device(self) -> Callable[P, R]:
+        """Where nothing is between devices, the function itself."""
+        static = self._settings.static_argnums, self._settings.static_argnames
+        return jax.jit(self._fun, static_argnums=static[0], static_argnames=static[1])
 
     @functools.cached_property
     def _fixed_mesh(self) -> AnyMesh | None:
@@ -389,6 +423,16 @@ class JitFunction(Generic[P, R]):
         return ins + rest, _shardings.spread(self._settings.out_shardings, results)
 
     # --- When something is wrong ---------------------------------------------- #
+
+    @contextmanager
+    def _explained(
+        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Generator[None]:
+        try:
+            yield
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            self._explain_failure(error, key, args, kwargs)
+            raise
 
     def _explain_failure(
         self, error: Exception, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]

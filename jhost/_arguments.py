@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jhost._jax import Names, Nums
+from jhost import errors
+from jhost._jax import Names, Nums, is_reference
 
 
 def static_arguments(
@@ -47,6 +48,12 @@ def types_of(tree: Any) -> Any:
 def _type_of(leaf: Any) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
+    if is_reference(leaf):
+        raise errors.UnsupportedError(
+            "A jhost function takes arrays, but got a reference (jax.new_ref) to one "
+            f"of shape {leaf.shape}. Give it what the reference holds, ref[...], and "
+            "write to it what the function returns."
+        )
     aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak_type)

@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import jax.extend.core
-from jax._src import api_util, core, source_info_util
+from jax._src import api_util, checkify, core, source_info_util
 from jax._src.compute_on import extend_compute_type
 from jax._src.core import AbstractValue, ShapedArray
 from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax.experimental import jet
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from jhost import errors
 from jhost._jax_split import (
     Refine as Refine,
     Residual as Residual,
@@ -76,6 +78,8 @@ def define_call_primitive(name: str) -> Primitive:
 
         _jax_v010.register_call_primitive_rules(prim)
     register_split_rules(prim, _as_it_is)
+    checkify.error_checks[prim] = partial(_checkify_call, prim)
+    jet.jet_rules[prim] = _refuse_jet
     return prim
 
 
@@ -86,6 +90,30 @@ def _as_it_is(split: Split, **_: Any) -> Split:
 def def_split(prim: Primitive, refine: Refine) -> None:
     """Sets what is made of the two programs that differentiation makes of a call."""
     register_split_rules(prim, refine)
+
+
+def _refuse_jet(*_: Any, **__: Any) -> Any:
+    raise errors.UnsupportedError(
+        "jax.experimental.jet has no rule for shardings, nor for most of JAX. Nest "
+        "jax.jvp for higher derivatives of a jhost function."
+    )
+
+
+def _checkify_call(
+    prim: Primitive, *args: Any, call_jaxpr: ClosedJaxpr, **params: Any
+) -> Any:
+    """A call of the program with its checks, as checkify's rule for `jit` has it."""
+    # From 0.11 on, a context that counts the checks comes first.
+    count = 1 if hasattr(checkify, "CheckifyContext") else 0
+    (*context, error, enabled), values = args[: count + 2], args[count + 2 :]
+    error_values, error_tree = jax.tree.flatten(error)
+    operands = (*error_values, *values)
+    avals = map(core.typeof, operands)
+    checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
+        *context, call_jaxpr, enabled, error_tree, *avals
+    )
+    results = prim.bind(*operands, call_jaxpr=checked, **params)
+    return jax.tree.unflatten(out_tree, results)
 
 
 def define_marker_primitive(name: str, batch_params: BatchParams) -> Primitive:
@@ -243,6 +271,12 @@ def is_tracing(*values: Any) -> bool:
     return any(issubclass(kind, core.Tracer) for kind in set(map(type, values)))
 
 
+def is_reference(value: Any) -> bool:
+    """Whether a value is a reference to an array, that can be written to."""
+    may_be = isinstance(value, core.Ref | core.Tracer)
+    return may_be and not isinstance(core.typeof(value), ShapedArray)
+
+
 # These hand the primal computation on to the trace below them as it happens.
 _TRANSPARENT = (core.EvalTrace, ad.JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
 
@@ -307,6 +341,11 @@ def aval_of(atom: Atom) -> ShapedArray:
     if not isinstance(aval, ShapedArray):
         raise TypeError(f"expected an array, got {aval}")
     return aval
+
+
+def is_array(atom: Atom) -> bool:
+    """Whether an operand or result is an array; it may be a reference to one."""
+    return isinstance(atom.aval, ShapedArray)
 
 
 def fresh_var(aval: AbstractValue) -> Var:

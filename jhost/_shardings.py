@@ -20,6 +20,11 @@ def is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
+def names_axes(sharding: PartitionSpec | NamedSharding) -> bool:
+    """Whether a sharding needs a mesh."""
+    return isinstance(sharding, NamedSharding) or any(sharding)
+
+
 def leaves(shardings: Any) -> list[Any]:
     """The leaves of a tree of shardings."""
     return jax.tree.leaves(shardings, is_leaf=is_sharding)

@@ -79,6 +79,10 @@ class CompilerOptionError(JhostError, ValueError):
     """XLA refuses a compiler option that the user gave."""
 
 
+class UnsupportedError(JhostError, NotImplementedError):
+    """A feature of JAX that cannot be inside or around a jhost function."""
+
+
 class ScheduleError(JhostError, ValueError):
     """A text is not that of a module that XLA has scheduled."""
 

@@ -36,8 +36,10 @@ from jhost.lowering.ir import (
 from jhost.lowering.marks import merge_marks
 from jhost.lowering.names import Names
 from jhost.lowering.rules import DimRule, shape_of, whole
+from jhost.lowering.rules_elementwise import moves_memory
 from jhost.lowering.specs import Problem, Spec, check_spec, raise_problems
 from jhost.lowering.table import opaque_reason, rule_of
+from jhost.lowering.unsupported import check_supported
 
 
 def build(
@@ -54,8 +56,11 @@ def build(
         SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
             not fit its value or the mesh.
         NoMeshError: a `jhost.shard` where there is no mesh.
+        UnsupportedError: what a program cannot hold.
         StreamConflictError: two streams on different dims of one value.
     """
+    named = dict(zip(param_names, flat.invars, strict=True))
+    check_supported(name, mesh.shape, named, flat.eqns)
     builder = _Builder(flat, mesh, dict(zip(flat.outvars, result_names, strict=True)))
     params = builder.params(flat.invars, param_names)
     for eqn in flat.eqns:
@@ -172,6 +177,10 @@ class _Builder:
         ins = tuple(self.buffers[v] for v in eqn.invars if not isinstance(v, Literal))
         outs = tuple(self.define(var) for var in eqn.outvars)
         self.body.append(Compute(unit=unit, ins=ins, outs=outs))
+        if moves_memory(eqn):  # a loop would put its chunks together in one memory
+            self.marks |= {
+                (SerialMark, b.name): SerialMark(buffer=b.name) for b in outs
+            }
 
     def remark_opaque(self, eqn: JaxprEqn) -> None:
         primitive = eqn.primitive.name

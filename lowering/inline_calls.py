@@ -91,7 +91,7 @@ class _Inliner:
             # remat's lowering rule does the same: without the barrier XLA finds the
             # forward's values again and keeps them instead of computing them twice.
             args = self.behind_barrier(args, eqn)
-        body = _body(eqn)
+        body = called_body(eqn)
         return self.run(body, getattr(body, "consts", ()), args)
 
     def constant(self, literal: Literal) -> Any:
@@ -147,7 +147,7 @@ def _has_streams(jaxpr: Any) -> bool:
     )
 
 
-def _body(eqn: JaxprEqn) -> Any:
+def called_body(eqn: JaxprEqn) -> Any:
     """The jaxpr that `eqn` calls, with its consts where it has any."""
     closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
     return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jhost._jax import user_context
+from jhost.lowering.callbacks import call_once, has_callback
 from jhost.lowering.ir import Unit, UnitEqn
 from jhost.lowering.rules import Dims, axes_size, local_shape, shape_of
 
@@ -89,7 +90,10 @@ def evaluate_unit(unit: Unit, args: Sequence[Any], site: Site) -> list[Any]:
         eqn = unit_eqn.eqn
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn):
-            outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
+            if has_callback(eqn):
+                outs = call_once(eqn, operands, tuple(site.mesh))
+            else:
+                outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [env[var] for var in unit.outvars]
 

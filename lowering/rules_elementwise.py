@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules import (
@@ -172,3 +173,16 @@ def optimization_barrier(eqn: JaxprEqn) -> DimRule:
     factors = Factors()
     maps = [factors.dims(shape_of(v)) for v in eqn.invars]
     return factors.rule(maps, maps)
+
+
+@rule("device_put")
+def device_put(eqn: JaxprEqn) -> DimRule:
+    """From memory to memory each device moves its part; between devices, all of it."""
+    return optimization_barrier(eqn) if moves_memory(eqn) else whole(eqn)
+
+
+def moves_memory(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes values to the device's or the host's memory."""
+    if eqn.primitive.name != "device_put":
+        return False
+    return all(isinstance(there, jax.memory.Space) for there in eqn.params["devices"])

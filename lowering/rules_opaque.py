@@ -164,7 +164,6 @@ opaque(
 
 opaque(
     "it says where a whole array is, or how it is laid out in memory",
-    "device_put",
     "layout_constraint",
     "relayout",
     "shard_alike",

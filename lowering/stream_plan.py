@@ -116,7 +116,7 @@ class _Propagation:
         """`part`, unless a result belongs to another stream or is serial."""
         for position, buffer in enumerate(node.writes):
             if buffer.name in self.serial:
-                return "jhost.serial keeps it whole"
+                return "jhost.serial or a move to other memory keeps it whole"
             if buffer.name in self.values:
                 other, there = self.values[buffer.name]
                 access = part.writes.get(position)

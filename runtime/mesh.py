@@ -64,6 +64,11 @@ def context_mesh() -> AnyMesh | None:
         return abstract
 
 
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes of the `jax.shard_map` or `jax.pmap` that this is the body of."""
+    return get_abstract_mesh().manual_axes
+
+
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     """`mesh` with automatic axes: inside, jhost decides the layouts."""
     types = (AxisType.Auto,) * len(mesh.axis_names)

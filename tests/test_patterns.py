@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,45 +10,23 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from tests.lowering.on_mesh import calls, each_size, exact, tp
 from tests.lowering.traced import array, loops, work
+from tests.tables import DOCS, Cell, is_shown, names_tests_that_exist, rows
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "patterns.md"
-
-
-class Row(NamedTuple):
-    """A pattern, what the page says of it, and the tests that it names."""
-
-    pattern: str
-    answer: str
-    tests: str
+PAGE = DOCS / "patterns.md"
 
 
-def rows() -> list[Row]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [Row(*row) for row in cells if row[0] != "pattern"]
+def cells() -> list[Cell]:
+    return [Cell(*row) for row in rows(PAGE)]
 
 
-def functions(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+@pytest.mark.parametrize("cell", cells(), ids=lambda cell: cell.of)
+def test_the_page_names_tests_that_exist(cell: Cell) -> None:
+    assert names_tests_that_exist(PAGE, cell.tests)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.pattern)
-def test_the_page_names_tests_that_exist(row: Row) -> None:
-    named = re.findall(r"\[([\w.]+)::(\w+)\]\(([^)]+)\)", row.tests)
-    assert len(named) == row.tests.count("](")
-    for file, test, link in named:
-        path = (PAGE.parent / link).resolve()
-        assert path.name == file
-        assert test in functions(path)
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.pattern)
-def test_what_the_page_claims_it_shows(row: Row) -> None:
-    assert re.match(r"(yes|partly|not yet|no)\b", row.answer)
-    if row.answer.startswith(("yes", "partly")):
-        assert row.tests
+@pytest.mark.parametrize("cell", cells(), ids=lambda cell: cell.of)
+def test_what_the_page_claims_it_shows(cell: Cell) -> None:
+    assert is_shown(cell, refused=False)
 
 
 @each_size

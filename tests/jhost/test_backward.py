@@ -125,8 +125,12 @@ def test_both_programs_are_dumped(
     monkeypatch.setenv("JHOST_DUMP", "host_ir")
     monkeypatch.setenv("JHOST_DUMP_DIR", str(tmp_path))
     specs = (ROWS, COLUMNS, ROWS), ROWS
+
     # A function of its own: what was lowered before is not lowered again.
-    f = jhost.jit(lambda *args: mlp(*args), **on({"tp": 2}, *specs, pipeline="p2p"))
+    def own(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return mlp(x, up, down)
+
+    f = jhost.jit(own, **on({"tp": 2}, *specs, pipeline="p2p"))
     programs = [str(p) for p in backward(f, array(*X), array(*UP), array(*DOWN))]
     dumped = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert [text.rstrip() for text in dumped[-2:]] == [p.rstrip() for p in programs]

@@ -166,6 +166,10 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
         _floats(3, 4, 2),
     ),
     # rules_elementwise.py
+    "device_put": (
+        lambda *xs: jax.device_put(xs, jax.memory.Space.Device),
+        (_ints(3), _floats(2, 4)),
+    ),
     "optimization_barrier": (lax.optimization_barrier, (_ints(3), _floats(2, 4))),
     # rules_index.py
     "dynamic_slice": (
