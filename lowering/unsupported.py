@@ -45,8 +45,8 @@ _SYMBOLIC = "a size that is a symbol; chunks and shards are counted while loweri
 
 
 def _is_symbolic(var: Var) -> bool:
-    sizes: tuple[object, ...] = shape_of(var)
-    return not all(isinstance(size, int) for size in sizes)
+    # An integer, says its type; in a program to be exported it may be a symbol.
+    return any(type(size) is not int for size in shape_of(var))
 
 
 def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
