@@ -108,6 +108,9 @@ def _run_line(run: Mapping[str, Any]) -> str:
     )
     if run["not_measured"]:
         line += f"; no time was left for {', '.join(run['not_measured'])}"
+    if gone := run.get("superseded"):
+        names = ", ".join(record["case"] for record in gone["measurements"])
+        line += f"; kept in the file but not below, {gone['why']}: {names}"
     return line
 
 
