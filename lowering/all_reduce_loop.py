@@ -30,9 +30,10 @@ from jhost.lowering.ir import (
     Synchronize,
     UnitEqn,
 )
-from jhost.lowering.p2p_loop import OWN, P2PLoop, contracts
+from jhost.lowering.p2p_loop import OWN, P2PLoop
 from jhost.lowering.rules import axes_size
 from jhost.lowering.stream_parts import Access
+from jhost.lowering.work import contracts
 
 PIECE = LoopIndex("p")
 
@@ -180,9 +181,14 @@ def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
             for node in nodes
             if id(node) not in seen and names & {b.name for b in node.reads}
         ]
-        if any(contracts(node) for node in readers):
+        if any(_multiplies(node) for node in readers):
             return True
         seen |= {id(node) for node in readers}
         names = {buffer.name for node in readers for buffer in node.writes}
         found = bool(readers)
     return False
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a node is a contraction, as long as a transfer; others are soon done."""
+    return isinstance(node.stmt, Compute) and any(map(contracts, node.stmt.unit.eqns))

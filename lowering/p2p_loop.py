@@ -115,7 +115,7 @@ class P2PLoop(ChunkLoop):
             return self.group, ()
         if not self.receives:
             return (), self.group
-        contractions = [i for i, node in enumerate(self.group) if contracts(node)]
+        contractions = [i for i, node in enumerate(self.group) if _contracts(node)]
         last = max(contractions, default=0)
         return self.group[:last], self.group[last:]
 
@@ -314,7 +314,7 @@ def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
 
 
-def contracts(node: Node) -> bool:
+def _contracts(node: Node) -> bool:
     """Whether a node is a computation that reduces some factor."""
     if not isinstance(node.stmt, Compute):
         return False

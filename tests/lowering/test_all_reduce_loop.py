@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -178,6 +179,47 @@ def test_beside_data_parallelism(axis: int) -> None:
 def test_any_number_of_streams(streams: int) -> None:
     args = array(24, 8), array(8, 2, seed=1)
     exact(matmul, *args, **tp(4, PARTIAL, P(), streams=streams))
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> dict[str, int]:
+    """Sizes, pieces and streams, and which of the steps around the sum there are."""
+    devices = draw(st.sampled_from([2, 4]))
+    rows = draw(st.integers(2, 7))
+    return {
+        "devices": devices,
+        "rows": rows * devices,
+        "chunks": draw(st.integers(2, rows)) * devices,
+        "streams": draw(st.integers(1, 5)),
+        "gathered": draw(st.integers(0, 1)),
+        "around": draw(st.integers(0, 7)),
+    }
+
+
+@given(settings_of())
+def test_any_sizes_and_neighbours(drawn: dict[str, int]) -> None:
+    before, after, again = (drawn["around"] >> bit & 1 for bit in range(3))
+
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        x = jnp.maximum(x, 0) * 2 if before else x
+        h = x @ v if drawn["gathered"] else x
+        y = p2p(h @ w, drawn["chunks"])
+        y = y + jnp.arange(y.shape[0])[:, None] if after else y
+        return y - jnp.sum(y, axis=1, keepdims=True) if again else y
+
+    devices, rows = drawn["devices"], drawn["rows"]
+    inner = 4 * devices
+    args = array(rows, inner), array(16 * inner, 3, seed=1), array(inner, 16 * inner)
+    specs = P("tp"), P("tp"), P(None, "tp")
+    if not drawn["gathered"]:
+        args, specs = (
+            (*args[:1], array(inner, 3, seed=1), args[2]),
+            (*PARTIAL, specs[2]),
+        )
+    ints = [arg.astype(jnp.int32) for arg in args]
+    settings = tp(devices, specs, P(), streams=drawn["streams"])
+    program = exact(f, *ints, **settings)
+    assert BACK in the_loop(program)
 
 
 def large(**mark: Any) -> Program:
