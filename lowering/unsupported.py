@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from jhost import errors
@@ -45,8 +46,7 @@ _SYMBOLIC = "a size that is a symbol; chunks and shards are counted while loweri
 
 
 def _is_symbolic(var: Var) -> bool:
-    # An integer, says its type; in a program to be exported it may be a symbol.
-    return any(type(size) is not int for size in shape_of(var))
+    return any(map(jax.export.is_symbolic_dim, shape_of(var)))
 
 
 def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:

@@ -41,17 +41,16 @@ def scanned(f: Function) -> Function:
     return model
 
 
-@each_pipeline
-def test_scan_around(pipeline: str) -> None:
+def test_scan_around() -> None:
     args = X, UPS, DOWNS
-    same(lambda f: jax.jvp(scanned(f), args, args), relu_block, pipeline)
-    same(lambda f: scanned(jax.checkpoint(f))(*args), relu_block, pipeline)
+    same(lambda f: jax.jvp(scanned(f), args, args), relu_block, "p2p")
+    same(lambda f: scanned(jax.checkpoint(f))(*args), relu_block, "p2p")
 
     def small(f: Function) -> Any:  # so that float32 holds the gradients exactly
         x = (X > 0).astype(X.dtype)
         return jax.grad(lambda *a: jnp.sum(scanned(f)(*a)), (0, 1, 2))(x, *args[1:])
 
-    same(small, relu_block, pipeline)
+    same(small, relu_block, "p2p")
 
 
 def test_loops_around() -> None:
@@ -71,8 +70,7 @@ def test_loops_around() -> None:
     same(all_of, relu_block, "p2p")
 
 
-@each_pipeline
-def test_branches_around(pipeline: str) -> None:
+def test_branches_around() -> None:
     def all_of(f: Function) -> Any:
         def either(x: jax.Array, taken: Any) -> jax.Array:
             return lax.cond(taken, f, lambda x, up, down: x, x, UP, DOWN)
@@ -85,7 +83,7 @@ def test_branches_around(pipeline: str) -> None:
             lax.switch(jnp.int32(1), [jnp.copy, lambda x: f(x, UP, DOWN)], X),
         )
 
-    same(all_of, relu_block, pipeline)
+    same(all_of, relu_block, "collective")
 
 
 # --- Inside ------------------------------------------------------------------------- #
@@ -142,15 +140,14 @@ def test_jit_around_and_inside(pipeline: str) -> None:
     same(lambda f: f(*ARGS), jax.named_call(relu_block, name="block"), pipeline)
 
 
-@each_pipeline
-def test_jhost_functions_nest(pipeline: str) -> None:
-    inner = hosted(relu_block, pipeline)
+def test_jhost_functions_nest() -> None:
+    inner = hosted(relu_block, "collective")
     for block in (inner, jhost.jit(relu_block)):  # its mesh is the outer one's
 
         def outer(*args: jax.Array, block: Function = block) -> jax.Array:
             return block(*args) + args[0]
 
-        given, wanted = hosted(outer, pipeline), lambda *a: relu_block(*a) + a[0]
+        given, wanted = hosted(outer, "collective"), lambda *a: relu_block(*a) + a[0]
         assert jnp.array_equal(given(*ARGS), wanted(*ARGS))
         for one, other in zip(
             gradients(given)(*ARGS), gradients(wanted)(*ARGS), strict=True
