@@ -27,7 +27,8 @@ def test_all_processes_get_what_the_plain_function_gives(count: int) -> None:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(port), str(count), str(number)],
+            # -P: beside the script stands tests/jhost, which is not jhost.
+            [sys.executable, "-P", str(SCRIPT), str(port), str(count), str(number)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
