@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from jhost.lowering.choose_pipeline import Choice
 from jhost.lowering.chunk_loop import MAIN, Surroundings
-from jhost.lowering.collective_loop import INDEX
+from jhost.lowering.collective_loop import INDEX, on_stream
 from jhost.lowering.graph import Group, Node
 from jhost.lowering.index import Constant, Index, LoopIndex
 from jhost.lowering.ir import (
@@ -24,7 +24,6 @@ from jhost.lowering.ir import (
     Compute,
     For,
     GetCurrentStream,
-    SetCurrentStream,
     Stmt,
     Stream,
     Synchronize,
@@ -92,26 +91,21 @@ class AllReduceLoop(P2PLoop):
 
     def start(self) -> For:
         """The streams of the steps wait for what is before the loop."""
-        enter = SetCurrentStream(stream=Stream(index=INDEX))
-        leave = SetCurrentStream(stream=MAIN)
-        body = (enter, Synchronize(stream=MAIN), leave)
+        body = on_stream(Stream(index=INDEX), [Synchronize(stream=MAIN)])
         return For(index=INDEX.name, extent=self.used, body=body)
 
     def work_with_others(self, body: list[Stmt]) -> For:
         """The steps of a piece, which take turns on streams, and are waited for."""
         number: Index = PIECE * self.others + INDEX
         stream = Stream(index=number % self.used)
-        enter, leave = SetCurrentStream(stream=stream), SetCurrentStream(stream=MAIN)
-        body = [enter, *body, leave, Synchronize(stream=stream)]
-        return For(index=INDEX.name, extent=self.others, body=tuple(body))
+        turn = (*on_stream(stream, body), Synchronize(stream=stream))
+        return For(index=INDEX.name, extent=self.others, body=turn)
 
     def send_back(self) -> For:
         """A piece's total to the others, on streams that no computation is on."""
         body = self.segment(self.back, INDEX + 1, PIECE, {})
-        enter = SetCurrentStream(stream=self.way_back)
-        leave = SetCurrentStream(stream=MAIN)
-        body = [enter, Synchronize(stream=MAIN), *body, leave]
-        return For(index=INDEX.name, extent=self.others, body=tuple(body))
+        sent = on_stream(self.way_back, [Synchronize(stream=MAIN), *body])
+        return For(index=INDEX.name, extent=self.others, body=sent)
 
     @property
     def way_back(self) -> Stream:

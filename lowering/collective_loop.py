@@ -8,6 +8,7 @@ stream, each of which the current stream waits for.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jhost.lowering.chunk_loop import MAIN, ChunkLoop, Surroundings, Window
 from jhost.lowering.graph import Group, Node
@@ -69,10 +70,15 @@ def turns(body: list[Stmt], count: int, streams: int) -> tuple[For, For]:
     """
     used = min(count, streams)
     stream = Stream(index=INDEX % used if used < count else INDEX)
-    enter, leave = SetCurrentStream(stream=stream), SetCurrentStream(stream=MAIN)
-    wait = (enter, Synchronize(stream=MAIN), leave)
-    work = (enter, *body, leave, Synchronize(stream=stream))
+    wait = on_stream(stream, [Synchronize(stream=MAIN)])
+    work = (*on_stream(stream, body), Synchronize(stream=stream))
     return (
         For(index=INDEX.name, extent=used, body=wait),
         For(index=INDEX.name, extent=count, body=work),
     )
+
+
+def on_stream(stream: Stream, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+    """`body` on `stream`, then back to MAIN."""
+    leave = SetCurrentStream(stream=MAIN)
+    return (SetCurrentStream(stream=stream), *body, leave)

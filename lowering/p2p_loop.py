@@ -25,7 +25,7 @@ from jhost.lowering.chunk_loop import (
     Window,
     is_narrow,
 )
-from jhost.lowering.collective_loop import INDEX, chunk_size, turns
+from jhost.lowering.collective_loop import INDEX, chunk_size, on_stream, turns
 from jhost.lowering.graph import Group, Node
 from jhost.lowering.index import Constant, Index, linear_rank
 from jhost.lowering.ir import (
@@ -37,7 +37,6 @@ from jhost.lowering.ir import (
     GetCurrentStream,
     Select,
     Set,
-    SetCurrentStream,
     Stmt,
     Stream,
     Synchronize,
@@ -135,7 +134,7 @@ class P2PLoop(ChunkLoop):
     def on_own_stream(self, body: list[Stmt]) -> list[Stmt]:
         if not body:
             return []
-        return [SetCurrentStream(stream=OWN), *body, SetCurrentStream(stream=MAIN)]
+        return [*on_stream(OWN, body)]
 
     def own_turn(self, used: int) -> list[Stmt]:
         """The device's own chunk as the iteration before the first, if streams are few.
@@ -146,11 +145,7 @@ class P2PLoop(ChunkLoop):
         if used == (self.devices - 1) * self.pieces:
             return []
         turn = Stream(index=Constant(used - 1))
-        return [
-            SetCurrentStream(stream=turn),
-            Synchronize(stream=OWN),
-            SetCurrentStream(stream=MAIN),
-        ]
+        return [*on_stream(turn, [Synchronize(stream=OWN)])]
 
     def each_piece(self, body: list[Stmt]) -> list[Stmt]:
         if self.pieces == 1 or not body:

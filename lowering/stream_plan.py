@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from jhost.lowering.graph import Node
-from jhost.lowering.ir import Buffer, SerialMark, StreamMark
+from jhost.lowering.graph import Node, nodes
+from jhost.lowering.ir import Buffer, Program, SerialMark, StreamMark
 from jhost.lowering.marks import merge_marks
 from jhost.lowering.stream_parts import Access, Part, part_of
 
@@ -37,6 +37,19 @@ class StreamPlan:
     def parts_of(self, stream: str) -> dict[int, Part]:
         """The nodes that join `stream`."""
         return {n: part for n, part in self.parts.items() if part.stream == stream}
+
+
+def plan_program(
+    program: Program, asked: Sequence[StreamMark]
+) -> tuple[list[Node], StreamPlan]:
+    """The nodes of a straight-line program, and the streams that `asked` makes there.
+
+    A mark that is off takes no other with it.
+    """
+    marks = [mark for mark in asked if mark.pipeline != "off"]
+    serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
+    graph = nodes(program.body)
+    return graph, plan_streams(graph, marks, serial, dict(program.mesh.shape))
 
 
 def plan_streams(

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jhost.lowering.graph import Node, nodes
-from jhost.lowering.ir import Program, SerialMark, ShardMark, StreamMark
+from jhost.lowering.graph import Node
+from jhost.lowering.ir import Program, ShardMark, StreamMark
 from jhost.lowering.marks import resolved_marks
 from jhost.lowering.reshard import Step
-from jhost.lowering.stream_plan import StreamPlan, plan_streams
+from jhost.lowering.stream_plan import StreamPlan, plan_program
 
 _HIDING = ("collective", "p2p")
 
@@ -53,10 +53,7 @@ def streamed_dims(
     """The dims of values that pipelines asked for by name will cut, by value."""
     if not any(mark.pipeline in _HIDING for mark in asked):
         return {}
-    marks = [mark for mark in asked if mark.pipeline != "off"]
-    serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
-    graph = nodes(program.body)
-    plan = plan_streams(graph, marks, serial, dict(program.mesh.shape))
+    graph, plan = plan_program(program, asked)
     streamed: dict[str, StreamedDim] = {}
     for stream, mark in plan.marks.items():
         if mark.pipeline in _HIDING:
@@ -74,11 +71,7 @@ def stream_marks(
 
     The streams' names stand in the marks' reasons: values of one stream share theirs.
     """
-    asked = resolved_marks(program, chunks, pipeline)
-    marks = [mark for mark in asked if mark.pipeline != "off"]
-    serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
-    graph = nodes(program.body)
-    plan = plan_streams(graph, marks, serial, dict(program.mesh.shape))
+    graph, plan = plan_program(program, resolved_marks(program, chunks, pipeline))
     return {
         name: dataclasses.replace(mark, buffer=name, dim=dim, why=stream)
         for stream, mark in plan.marks.items()

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Protocol, cast
 
 from jhost import errors
 from jhost.lowering.cost import predict, seconds_text
-from jhost.lowering.ir import Mark, Program, Remark, StreamMark
+from jhost.lowering.ir import Mark, Program, StreamMark
 from jhost.lowering.marks import resolved_mark
 from jhost.lowering.rates import Rates
 
@@ -123,7 +123,6 @@ class _Trial:
         self.rates = rates
         self.outcomes: list[_Outcome] = []
         self.refusals: list[str] = []
-        self.remarks: Sequence[Remark] = ()
 
     def best(self, mark: StreamMark) -> StreamMark:
         """`mark` with the choice made: simple ones first, then those that gain."""
@@ -165,15 +164,18 @@ class _Trial:
             named = mark.pipeline is not None
             p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
             yield p2p
-            devices = None if given else self.devices(mark)
+            devices = None if given else self.devices()
             if devices is not None:
                 yield dataclasses.replace(p2p, chunks=2 * devices)
 
-    def devices(self, mark: StreamMark) -> int | None:
-        """The chunks that the candidate weighed last got where it asked for none."""
-        for remark in self.remarks:
+    def devices(self) -> int | None:
+        """The chunks that the p2p candidate got, if it is the one weighed last."""
+        last = self.outcomes[-1] if self.outcomes else None
+        if last is None or last.mark.pipeline != "p2p":
+            return None
+        for remark in last.program.remarks:
             facts = dict(remark.facts)
-            if mark.where in remark.where and facts.get("pipeline") == "p2p":
+            if last.mark.where in remark.where and facts.get("pipeline") == "p2p":
                 return cast(int, facts["chunks"])
         return None
 
@@ -182,7 +184,6 @@ class _Trial:
         marks = list(self.marks)
         marks[self.number] = candidate
         program = dataclasses.replace(self.program, marks=tuple(marks))
-        self.remarks = ()
         text = _text(candidate)
         try:
             for step in self.following:
@@ -190,7 +191,6 @@ class _Trial:
         except (errors.PipelineError, errors.ChunksError) as refusal:
             self.refusals.append(f"not {text}: {str(refusal).splitlines()[0]}")
             return None
-        self.remarks = program.remarks
         predicted = predict(program, self.rates)
         host_share = predicted.host / max(predicted.total, 1e-12)
         return _Outcome(candidate, text, predicted.total, host_share, program)

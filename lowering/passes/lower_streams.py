@@ -14,12 +14,11 @@ from typing import ClassVar, Literal
 
 from jhost import errors
 from jhost.lowering.choose_pipeline import Choice, choose_pipeline, off
-from jhost.lowering.graph import Node, merge_groups, nodes
+from jhost.lowering.graph import Node, merge_groups
 from jhost.lowering.ir import (
     Compute,
     Program,
     Remark,
-    SerialMark,
     Stmt,
     StreamMark,
 )
@@ -27,7 +26,7 @@ from jhost.lowering.marks import resolved_marks
 from jhost.lowering.pad_values import is_padding
 from jhost.lowering.stream_loops import LoopBuilder
 from jhost.lowering.stream_parts import Access, part_of
-from jhost.lowering.stream_plan import StreamPlan, plan_streams
+from jhost.lowering.stream_plan import StreamPlan, plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,15 +47,12 @@ class LowerStreams:
 
     def apply(self, program: Program) -> Program:
         asked = resolved_marks(program, self.chunks, self.pipeline)
-        # A mark that is off takes no other with it.
         marks = [mark for mark in asked if mark.pipeline != "off"]
         left_out = [mark for mark in asked if mark.pipeline == "off"]
-        serial = [m for m in program.marks if isinstance(m, SerialMark)]
-        program = dataclasses.replace(program, marks=())
         if not asked:
-            return program
-        graph, mesh = nodes(program.body), dict(program.mesh.shape)
-        plan = plan_streams(graph, marks, serial, mesh)
+            return dataclasses.replace(program, marks=())
+        graph, plan = plan_program(program, asked)
+        program, mesh = dataclasses.replace(program, marks=()), dict(program.mesh.shape)
         if self.strict:
             check_marks(program, graph, plan, marks)
         choices = {

@@ -17,7 +17,6 @@ from jhost.lowering.ir import (
     Communicate,
     Dim,
     Program,
-    SerialMark,
     Stmt,
     StreamMark,
     Wait,
@@ -27,7 +26,7 @@ from jhost.lowering.names import Names
 from jhost.lowering.pad_region import Ask
 from jhost.lowering.pad_values import pad_program
 from jhost.lowering.rules import axes_size
-from jhost.lowering.stream_plan import plan_streams
+from jhost.lowering.stream_plan import plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +71,7 @@ class SplitAllReduces:
     ) -> Iterator[tuple[Communicate, int, StreamMark]]:
         """Those that p2p streams meet, with the streamed dim and what asked for it."""
         asked = resolved_marks(program, self.chunks, self.pipeline)
-        marks = [mark for mark in asked if mark.pipeline != "off"]
-        serial = [m for m in program.marks if isinstance(m, SerialMark)]
-        graph = nodes(program.body)
-        plan = plan_streams(graph, marks, serial, dict(program.mesh.shape))
+        graph, plan = plan_program(program, asked)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]
             if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
