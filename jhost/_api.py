@@ -36,7 +36,7 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, jhost_p
 from jhost._program import Config, annotate, executable_options, host_program
-from jhost._residuals import keep_layouts
+from jhost._residuals import settle_residuals
 from jhost._settings import Options, Settings, check
 from jhost._stages import Lowered
 from jhost.lowering.emit import spec_of
@@ -54,7 +54,7 @@ from jhost.runtime.mesh import (
 )
 from jhost.runtime.options import explain_refusal
 
-def_split(jhost_p, keep_layouts)
+def_split(jhost_p, settle_residuals)
 
 P = ParamSpec("P")
 R = TypeVar("R")

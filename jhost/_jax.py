@@ -1,8 +1,8 @@
 """JAX's private parts and version differences, behind typed functions.
 
-No other module of jhost imports `jax._src` or asks which JAX this is; the rules that
-split a call in two stand in `_jax_split.py`, those that 0.10 lacks in `_jax_v010.py`,
-for this module alone.
+No other module of jhost imports `jax._src` or asks which JAX this is; new equations and
+programs stand in `_jax_eqns.py`, the rules that split a call in two in `_jax_split.py`,
+those that 0.10 lacks in `_jax_v010.py`, for this module alone.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -23,13 +23,21 @@ import jax
 import jax.extend.core
 from jax._src import api_util, checkify, core, source_info_util
 from jax._src.compute_on import extend_compute_type
-from jax._src.core import AbstractValue, ShapedArray
+from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax.experimental import jet
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from jhost import errors
+from jhost._jax_eqns import (
+    close as close,
+    fresh_var as fresh_var,
+    new_eqn as new_eqn,
+    new_jaxpr as new_jaxpr,
+    resized_var as resized_var,
+    rewritten as rewritten,
+)
 from jhost._jax_split import (
     Refine as Refine,
     Residual as Residual,
@@ -305,16 +313,6 @@ def under_outer_trace() -> bool:
 # ---- Jaxprs ----
 
 
-def close(jaxpr: Any) -> ClosedJaxpr:
-    """The closed form of a jaxpr out of an equation's parameters.
-
-    A closed jaxpr has `eqns`, `invars`, `outvars`, `constvars`, `consts`, `in_avals`,
-    `out_avals`, `effects` and `debug_info` on every JAX.  On 0.10 some parameters (of
-    `remat`, of `shard_map`) are open, and have no `consts`.
-    """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
 def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program, equation by equation."""
     return core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
@@ -346,63 +344,6 @@ def aval_of(atom: Atom) -> ShapedArray:
 def is_array(atom: Atom) -> bool:
     """Whether an operand or result is an array; it may be a reference to one."""
     return isinstance(atom.aval, ShapedArray)
-
-
-def fresh_var(aval: AbstractValue) -> Var:
-    """A variable that is equal to no other."""
-    return Var(aval)
-
-
-def resized_var(var: Var, shape: Sequence[int]) -> Var:
-    """A variable of the type of another, but for the shape; the same for its own."""
-    if not isinstance(var.aval, ShapedArray) or var.aval.shape == tuple(shape):
-        return var
-    return Var(var.aval.update(shape=tuple(shape)))
-
-
-def new_eqn(
-    primitive: Primitive,
-    invars: Sequence[Atom],
-    outvars: Sequence[Var],
-    params: Mapping[str, Any],
-    *,
-    like: JaxprEqn,
-) -> JaxprEqn:
-    """An equation with the user's line, the context and the effects of another."""
-    return like.replace(
-        primitive=primitive,
-        invars=list(invars),
-        outvars=list(outvars),
-        params=dict(params),
-    )
-
-
-def rewritten(
-    jaxpr: ClosedJaxpr,
-    *,
-    invars: Sequence[Var] | None = None,
-    outvars: Sequence[Atom] | None = None,
-    eqns: Sequence[JaxprEqn] | None = None,
-) -> ClosedJaxpr:
-    """A program with other equations, operands or results, without the user's names."""
-    parts = {"invars": invars, "outvars": outvars, "eqns": eqns}
-    given = {name: list(part) for name, part in parts.items() if part is not None}
-    names = jaxpr.debug_info.with_unknown_names()
-    new: Any = jaxpr.jaxpr.replace(**given, debug_info=names)
-    return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, jaxpr.consts)
-
-
-def new_jaxpr(
-    invars: Sequence[Var],
-    outvars: Sequence[Atom],
-    eqns: Sequence[JaxprEqn],
-    *,
-    like: ClosedJaxpr,
-) -> ClosedJaxpr:
-    """A program, without consts, of equations of another."""
-    effects = core.join_effects(*(eqn.effects for eqn in eqns))
-    debug_info = like.debug_info.with_unknown_names()
-    return close(Jaxpr((), invars, outvars, eqns, effects, debug_info))
 
 
 # ---- The user's line ----

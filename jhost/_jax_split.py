@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module, util
 from typing import Any, TypeAlias
 
 from jax import tree
 from jax.extend.core import Literal, Primitive
+
+from jhost._jax_eqns import rewritten
 
 # By name, not by `import`: a type checker sees the newest JAX, where these differ.
 _ad: Any = import_module("jax._src.interpreters.ad")
@@ -33,15 +35,15 @@ _JAX_CALL = getattr(_core, "eval_jaxpr_p", None) or _core.closed_call_p  # of 0.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residual:
-    """Where an operand of the second program comes from.
+    """Where an operand of the second program comes from, by number.
 
-    Either the first makes it, and it is its `result` of that number, or the first was
-    `given` it, as the operand of that number.
+    Either it is a `result` of the first, or what the first was `given` as an operand,
+    or a `constant` of the program that both come from.
     """
 
-    operand: int
     result: int | None = None
     given: int | None = None
+    constant: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,19 +51,22 @@ class Split:
     """A program in two: `first`, then `second`, with what it takes from `first`.
 
     Both are closed jaxprs.  The first `kept` results of `first` are the program's own;
-    those after them are there for `second` alone.
+    those after them are there for `second` alone.  The first operands of `second` are
+    the `residuals`; a policy of the user's may have chosen them.
     """
 
     first: Any
     second: Any
     residuals: tuple[Residual, ...]
     kept: int
+    by_policy: bool = False
 
 
 Refine: TypeAlias = Callable[..., Split]
 """A split, and the call's other parameters by name -> one that computes the same.
 
-It may leave out results of `first` that are not `kept`.
+It may have other residuals.  Results of `first` that are neither `kept` nor residuals
+stay its last ones, and operands of `second` that are no residuals stay, in order.
 """
 
 
@@ -101,10 +106,10 @@ def _linearize(
     own: Any = () if isinstance(extra, int) else extra.unpack()[2]
     number_own = len(own)
     kept = len(call_jaxpr.out_avals)
-    split, constants = _new_split(first, second, kept, forwarded, call_jaxpr)
+    split = _new_split(first, second, kept, forwarded, call_jaxpr)
     split = refine(split, **params)
     results = prim.bind(*primals, call_jaxpr=split.first, **params)
-    residuals = _handed_over(split, constants, results, primals)
+    residuals = _handed_over(split, call_jaxpr.consts, results, primals)
     structured = results[len(results) - number_own :]
 
     def tangents_out(
@@ -136,41 +141,37 @@ def _new_split(
     kept: int,
     forwarded: Sequence[int | None],
     call_jaxpr: Any,
-) -> tuple[Split, dict[int, Any]]:
-    """The split that JAX made, and the residuals that are constants, by operand.
+) -> Split:
+    """The split that JAX made.
 
     `forwarded` has for each residual the operand it is, counted after the constants of
     `call_jaxpr`, or None for one that `first` makes.
     """
-    consts = call_jaxpr.consts
-    constants: dict[int, Any] = {}
+    constants = len(call_jaxpr.consts)
     residuals: list[Residual] = []
-    made = kept
-    for operand, source in enumerate(forwarded):
+    made = itertools.count(kept)
+    for source in forwarded:
         if source is None:
-            residuals.append(Residual(operand, result=made))
-            made += 1
-        elif source < len(consts):
-            constants[operand] = consts[source]
+            residuals.append(Residual(result=next(made)))
+        elif source < constants:
+            residuals.append(Residual(constant=source))
         else:
-            residuals.append(Residual(operand, given=source - len(consts)))
-    return Split(first, second, tuple(residuals), kept), constants
+            residuals.append(Residual(given=source - constants))
+    return Split(first, second, tuple(residuals), kept)
 
 
 def _handed_over(
-    split: Split,
-    constants: dict[int, Any],
-    results: Sequence[Any],
-    operands: Sequence[Any],
+    split: Split, constants: Sequence[Any], results: Sequence[Any], given: Sequence[Any]
 ) -> list[Any]:
     """The residuals, in the order in which the second program takes them."""
-    values = dict(constants)
-    for residual in split.residuals:
-        if residual.given is not None:
-            values[residual.operand] = operands[residual.given]
-        elif residual.result is not None:
-            values[residual.operand] = results[residual.result]
-    return [values[operand] for operand in sorted(values)]
+    return [
+        results[residual.result]
+        if residual.result is not None
+        else given[residual.given]
+        if residual.given is not None
+        else constants[residual.constant or 0]
+        for residual in split.residuals
+    ]
 
 
 # ---- Partial evaluation ----
@@ -192,11 +193,11 @@ def _partially_eval(
     )
     made = sum(source is None for source in forwarded)
     kept = len(first.out_avals) - made
-    split, constants = _new_split(first, second, kept, forwarded, call_jaxpr)
+    split = _new_split(first, second, kept, forwarded, call_jaxpr)
     split = refine(split, **params)
     known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     results = prim.bind(*known, call_jaxpr=split.first, **params)
-    residuals = _handed_over(split, constants, results, known)
+    residuals = _handed_over(split, call_jaxpr.consts, results, known)
     operands = [
         *map(trace.new_instantiated_const, residuals),
         *keep(tracers, unknown),
@@ -244,41 +245,49 @@ def _split_eqn(
     params = dict(eqn.params)
     del params["call_jaxpr"]
     own = set(map(id, eqn.outvars))
+    atoms, residuals, second = _residuals_first(known, staged)
     split = Split(
         first=known.params["call_jaxpr"],
-        second=staged.params["call_jaxpr"],
-        residuals=tuple(_residuals_of(known, staged)),
+        second=second,
+        residuals=residuals,
         kept=sum(id(var) in own for var in known.outvars),
+        by_policy=True,
     )
     split = refine(split, **params)
-    made = {r.result: staged.invars[r.operand] for r in split.residuals}
-    results = [
-        var if number < split.kept else made[number]
-        for number, var in enumerate(known.outvars[: len(split.first.out_avals)])
-    ]
-    atoms = list(staged.invars)
-    for residual in split.residuals:
-        if residual.given is not None:
-            atoms[residual.operand] = known.invars[residual.given]
-    instead = dict(zip(map(id, staged.invars), atoms, strict=True))
-    needed = [instead.get(id(var), var) for var in needed]
+    made = map(_core.Var, split.first.out_avals[split.kept :])
+    results = [*known.outvars[: split.kept], *made]
+    taken = _handed_over(split, (), results, known.invars)
     known = known.replace(
         outvars=results, params=dict(known.params, call_jaxpr=split.first)
     )
     staged = staged.replace(
-        invars=atoms, params=dict(staged.params, call_jaxpr=split.second)
+        invars=[*taken, *atoms[len(residuals) :]],
+        params=dict(staged.params, call_jaxpr=split.second),
     )
+    gone = set(map(id, atoms[: len(residuals)]))
+    there = {
+        id(v) for v, is_there in zip(eqn.invars, instantiated, strict=True) if is_there
+    }
+    needed = [var for var in needed if id(var) not in gone]
+    needed += [var for var in taken if id(var) not in there]
     return known, staged, *out, [v for v in needed if not isinstance(v, Literal)]
 
 
-def _residuals_of(known: Any, staged: Any) -> Iterator[Residual]:
-    results = {id(var): number for number, var in enumerate(known.outvars)}
-    given = {id(var): number for number, var in enumerate(known.invars)}
-    for operand, atom in enumerate(staged.invars):
-        if id(atom) in results:
-            yield Residual(operand, result=results[id(atom)])
-        elif id(atom) in given and not isinstance(atom, Literal):
-            yield Residual(operand, given=given[id(atom)])
+def _residuals_first(
+    known: Any, staged: Any
+) -> tuple[list[Any], tuple[Residual, ...], Any]:
+    """Operands of the second equation, what the first of them are, and its program.
+
+    The ones that the first equation makes or takes too come first.
+    """
+    sources = {id(var): Residual(given=n) for n, var in enumerate(known.invars)}
+    sources |= {id(var): Residual(result=n) for n, var in enumerate(known.outvars)}
+    jaxpr = staged.params["call_jaxpr"]
+    pairs = list(zip(staged.invars, jaxpr.jaxpr.invars, strict=True))
+    pairs.sort(key=lambda pair: id(pair[0]) not in sources)
+    residuals = [sources[id(atom)] for atom, _ in pairs if id(atom) in sources]
+    second = rewritten(jaxpr, invars=[var for _, var in pairs])
+    return [atom for atom, _ in pairs], tuple(residuals), second
 
 
 def _rematerialize(
@@ -295,12 +304,12 @@ def _rematerialize(
     kept = len(call_jaxpr.outvars)
     made = itertools.count(kept)
     residuals = tuple(
-        Residual(operand, result=next(made) if number is None else number)
-        for operand, number in enumerate(forwarded)
+        Residual(result=next(made) if number is None else number)
+        for number in forwarded
     )
-    split = refine(Split(first, second, residuals, kept), **params)
+    split = refine(Split(first, second, residuals, kept, by_policy=True), **params)
     results = prim.bind(*args, call_jaxpr=split.first, **params)
-    saved = _handed_over(split, {}, results, args)
+    saved = _handed_over(split, (), results, args)
 
     def rematerialize(saved: Sequence[Any], *args: Any) -> list[Any]:
         return prim.bind(*saved, *args, call_jaxpr=split.second, **params)

@@ -1,9 +1,8 @@
 """What a forward program hands to the backward one keeps its layout.
 
 A value that was sharded stays so: it is marked where it leaves the one program and
-where it enters the other, so that nothing moves between the two.  An operand of the
-forward is not handed on as a copy but as it is, with the marks it got there; what the
-forward gathered, the backward gathers again, in its own loops.
+where it enters the other, so that nothing moves between the two.  What the forward
+gathered, the backward gathers again, in its own loops.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from jhost._annotate import spec_entries
 from jhost._jax import Split, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost._program import Config, laid_out, streams_of
+from jhost._residual_cut import hand_over_least
 from jhost.lowering.ir import Buffer, StreamMark
 
 _MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
@@ -30,40 +30,39 @@ Chain: TypeAlias = tuple[JaxprEqn, ...]
 Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
 
 
-def keep_layouts(split: Split, *, config: Config) -> Split:
-    """The same two programs, with residuals in the layouts that they have anyway."""
-    if config.mesh is None or not split.residuals:
-        return split
-    return _settled(split, config)
+def settle_residuals(split: Split, *, config: Config) -> Split:
+    """The same two programs, with few bytes between them, laid out as they are made."""
+    return _settled(split, config) if split.residuals else split
 
 
 @functools.lru_cache(maxsize=1024)
 def _settled(split: Split, config: Config) -> Split:
-    chains = _chains(split)
-    lean = _without_copies(split, chains)
+    lean = hand_over_least(split)
+    if config.mesh is None:
+        return lean
     layouts = _layouts(split, lean, config)
-    made = {r.result: r.operand for r in lean.residuals if r.result is not None}
     left, taken = _streams_to_mark(lean, config)
-    specs = {result: layouts[operand] for result, operand in made.items()}
-    first = _with_marked_results(lean.first, specs, left)
-    second = _with_marked_operands(lean.second, layouts, chains, taken)
+    first = _with_marked_results(lean, layouts, left)
+    second = _with_marked_operands(lean, layouts, taken)
     return dataclasses.replace(lean, first=first, second=second)
 
 
 def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
     """How each residual is laid out in the first program, by operand of the second.
 
-    That of `split`: in `lean` nothing may be left of an operand that is handed on.
+    An operand that is handed on as it is has the layout that the whole of the first
+    gives it: in `lean` nothing may be left of the marks on it.
     """
-    program = laid_out(split.first, config)
-    invars = split.first.jaxpr.invars
+    given = laid_out(split.first, config).params
+    made = laid_out(lean.first, config).results
     read = _first_readers(split.first.eqns)
+    invars = split.first.jaxpr.invars
     layouts: dict[int, Spec] = {}
-    for before, residual in zip(split.residuals, lean.residuals, strict=True):
-        if residual.given is None and before.result is not None:
-            layouts[residual.operand] = spec_of(program.results[before.result])
+    for operand, residual in enumerate(lean.residuals):
+        if residual.result is not None:
+            layouts[operand] = spec_of(made[residual.result])
         elif residual.given is not None and invars[residual.given] in read:
-            layouts[residual.operand] = spec_of(program.params[residual.given])
+            layouts[operand] = spec_of(given[residual.given])
     return layouts
 
 
@@ -82,7 +81,7 @@ def _streams_to_mark(
     """
     _, here = streams_of(split.first, config)
     there, _ = streams_of(split.second, config)
-    made = {r.result: r.operand for r in split.residuals if r.result is not None}
+    made = _made(split)
     lost = {result: here[result] for result in made if here[result]}
     lost = lost or {result: there[operand] for result, operand in made.items()}
     found = {} if any(there) else {op: here[result] for result, op in made.items()}
@@ -96,100 +95,72 @@ def _one_of_each_stream(
     return dict(streams.values())
 
 
-# --- Operands of the forward -------------------------------------------------------- #
-
-
-def _chains(split: Split) -> dict[int, Chain]:
-    """The marks on each residual in the first program, by operand of the second."""
-    makers = {eqn.outvars[0]: eqn for eqn in split.first.eqns if _is_mark(eqn)}
-    chains: dict[int, Chain] = {}
-    for residual in split.residuals:
-        chain: list[JaxprEqn] = []
-        if residual.result is not None:
-            atom = split.first.jaxpr.outvars[residual.result]
-            while (eqn := makers.get(atom)) is not None:
-                chain.insert(0, eqn)
-                atom = eqn.invars[0]
-        chains[residual.operand] = tuple(chain)
-    return chains
-
-
-def _is_mark(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _MARKS
-
-
-def _without_copies(split: Split, chains: Mapping[int, Chain]) -> Split:
-    """Residuals that are the first's operands, but for marks, taken from there."""
-    jaxpr = split.first.jaxpr
-    operands = {var: number for number, var in enumerate(jaxpr.invars)}
-    residuals = list(split.residuals)
-    copies: set[int] = set()
-    for place, residual in enumerate(residuals):
-        if residual.result is None or residual.result < split.kept:
-            continue
-        chain = chains[residual.operand]
-        atom = chain[0].invars[0] if chain else jaxpr.outvars[residual.result]
-        if not isinstance(atom, Literal) and atom in operands:
-            copies.add(residual.result)
-            residuals[place] = dataclasses.replace(
-                residual, result=None, given=operands[atom]
-            )
-    left = [n for n in range(len(jaxpr.outvars)) if n not in copies]
-    numbers = {number: new for new, number in enumerate(left)}
-    return dataclasses.replace(
-        split,
-        first=rewritten(split.first, outvars=[jaxpr.outvars[n] for n in left]),
-        residuals=tuple(
-            r if r.result is None else dataclasses.replace(r, result=numbers[r.result])
-            for r in residuals
-        ),
-    )
+def _made(split: Split) -> dict[int, int]:
+    """The operand of the second that each result of the first is."""
+    residuals = enumerate(split.residuals)
+    return {r.result: operand for operand, r in residuals if r.result is not None}
 
 
 # --- Marks -------------------------------------------------------------------------- #
 
 
 def _with_marked_results(
-    closed_jaxpr: Any, specs: Mapping[int, Spec], streams: Mapping[int, StreamMark]
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamMark]
 ) -> Any:
-    """The program with results laid out by `specs`, and streamed, where they are made.
+    """The first, with residuals laid out by `specs`, and streamed, where it makes them.
 
     There, and not where they leave, all that read them read what is marked.
     """
-    outvars = closed_jaxpr.jaxpr.outvars
-    numbers = {outvars[number]: number for number in specs}
+    outvars = split.first.jaxpr.outvars
+    results = {outvars[number]: (number, op) for number, op in _made(split).items()}
     eqns: list[JaxprEqn] = []
-    for eqn in closed_jaxpr.eqns:
-        made = [var for var in eqn.outvars if var in numbers]
+    for eqn in split.first.eqns:
+        made = [var for var in eqn.outvars if var in results]
         before = {var: fresh_var(var.aval) for var in made}
         eqns.append(eqn.replace(outvars=[before.get(v, v) for v in eqn.outvars]))
         for var in made:
-            number = numbers[var]
-            marks = [_shard(specs[number]), *_stream(streams.get(number))]
+            number, operand = results[var]
+            marks = [_shard(specs[operand]), *_stream(streams.get(number))]
             eqns += _chained(before[var], marks, var, like=eqn)
-    return rewritten(closed_jaxpr, eqns=eqns)
+    return rewritten(split.first, eqns=eqns)
 
 
 def _with_marked_operands(
-    closed_jaxpr: Any,
-    specs: Mapping[int, Spec],
-    chains: Mapping[int, Chain],
-    streams: Mapping[int, StreamMark],
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamMark]
 ) -> Any:
-    """The program with operands laid out by `specs`, then marked as by `chains`."""
-    jaxpr = closed_jaxpr.jaxpr
+    """The second, with operands laid out by `specs`, and marked as in the first."""
+    jaxpr = split.second.jaxpr
     readers = _first_readers(jaxpr.eqns)
+    chains = _chains(split)
     invars: list[Var] = list(jaxpr.invars)
     eqns: list[JaxprEqn] = []
     for number, spec in specs.items():
         var = invars[number]
         if var in readers:
-            again = [eqn for eqn in chains[number] if not _is_met(eqn, spec)]
+            again = [eqn for eqn in chains.get(number, ()) if not _is_met(eqn, spec)]
             marks = [_shard(spec), *_stream(streams.get(number))]
             marks += [(eqn.primitive, eqn.params) for eqn in again]
             invars[number] = fresh_var(var.aval)
             eqns += _chained(invars[number], marks, var, like=readers[var])
-    return rewritten(closed_jaxpr, invars=invars, eqns=[*eqns, *jaxpr.eqns])
+    return rewritten(split.second, invars=invars, eqns=[*eqns, *jaxpr.eqns])
+
+
+def _chains(split: Split) -> dict[int, Chain]:
+    """The marks on each residual where the first makes it, by operand of the second."""
+    makers = {eqn.outvars[0]: eqn for eqn in split.first.eqns if _is_mark(eqn)}
+    chains: dict[int, Chain] = {}
+    for result, operand in _made(split).items():
+        chain: list[JaxprEqn] = []
+        atom = split.first.jaxpr.outvars[result]
+        while (eqn := makers.get(atom)) is not None:
+            chain.insert(0, eqn)
+            atom = eqn.invars[0]
+        chains[operand] = tuple(chain)
+    return chains
+
+
+def _is_mark(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _MARKS
 
 
 def _chained(

@@ -147,8 +147,7 @@ class _Unrolled:
                 case Communicate():
                     self.communicate(stmt)
                 case Recv():
-                    held = size_in_bytes(stmt.buffer.shape, stmt.buffer.dtype.itemsize)
-                    self.transfer(held, stmt.buffer, frozenset())
+                    self.transfer(_size(stmt.buffer), stmt.buffer, frozenset())
                 case Wait(communication=name):
                     self.join({self.in_flight[name]})
                 case GetCurrentStream(stream=stream):
@@ -190,6 +189,8 @@ class _Unrolled:
 
     def compute(self, stmt: Compute) -> None:
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
+        if stmt.reducer:  # a matmul that adds reads what it adds to as well
+            work += [Kernel(_size(buffer)) for buffer in stmt.outs]
         read = [*stmt.ins, *(stmt.outs if stmt.reducer else ())]
         after = self.chain().union(*map(self.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
@@ -199,7 +200,7 @@ class _Unrolled:
             self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: Communicate) -> None:
-        held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
+        held = _size(stmt.source)
         received = received_bytes(stmt.kind, held, axes_size(stmt.axes, self.mesh))
         after = self.chain() | self.makers(stmt.source)
         self.in_flight[stmt.name] = len(self.tasks)
@@ -276,7 +277,11 @@ def _by_rank(alias: Select) -> bool:
 
 
 def _copy(buffer: Buffer) -> Kernel:
-    return Kernel(2 * size_in_bytes(buffer.shape, buffer.dtype.itemsize))
+    return Kernel(2 * _size(buffer))
+
+
+def _size(buffer: Buffer) -> int:
+    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
 
 
 # --- When it is done ---------------------------------------------------------- #

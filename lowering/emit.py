@@ -208,6 +208,7 @@ class _Emitter:
         ins, bases = self.order.before_compute(ins, moving, [m.base for m in placed])
         for memory, base in zip(placed, bases, strict=True):
             memory.base = base
+        ins = self.order.leaving(ins)
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk))
         if stmt.reducer is not None:
             pairs = zip(stmt.outs, outs, strict=True)
@@ -235,9 +236,12 @@ class _Emitter:
         assert stmt.reducer is not None
         view = self.views[buffer.name]
         zero_is_neutral = stmt.reducer in ("sum", "or") or not view.memory.zero_init
-        if view.memory.fresh(view.region) and zero_is_neutral:
-            return value
-        return COMBINE[stmt.reducer](view.read(), value)
+        old = None
+        if not (view.memory.fresh(view.region) and zero_is_neutral):
+            old = self.order.latest(view.read())
+            value = COMBINE[stmt.reducer](old, value)
+        self.order.accumulated(old, value)
+        return value
 
     def site(self, chunk: Chunk | None) -> Site:
         at = chunk and ChunkAt(

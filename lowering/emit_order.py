@@ -35,6 +35,15 @@ class Order:
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
     current: StreamKey = DEFAULT_STREAM
     depth: int = 0
+    accumulators: dict[int, tuple[Any, Any]] = dataclasses.field(
+        default_factory=dict[int, tuple[Any, Any]]
+    )
+    """By identity: an accumulator's value, and what it has become.
+
+    That is itself, what a barrier made of it, or None once something is added to it.
+    """
+    made: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    """By identity, what the loops' steps made."""
 
     @property
     def active(self) -> bool:
@@ -67,6 +76,33 @@ class Order:
         """The step's results stand for it."""
         if self.active and outs:
             self.chains[self.current] = self.last_compute = tuple(outs)
+            self.made |= {id(out): out for out in outs}
+
+    def leaving(self, ins: Sequence[Any]) -> list[Any]:
+        """`ins` of a step outside all loops, which is not fused into one inside.
+
+        A sum in the last matmul of a loop would have that wait for the last transfer.
+        """
+        if self.active:
+            return list(ins)
+        return [lax.optimization_barrier(v) if id(v) in self.made else v for v in ins]
+
+    def accumulated(self, old: Any | None, new: Any) -> None:
+        """`new` is an accumulator with something added to `old`, if it had a value.
+
+        A barrier that only waits for an accumulator would keep it alive, and XLA would
+        copy it before it is added to in place: so one thread goes through them all.
+        """
+        if self.active:
+            self.accumulators[id(new)] = new, new
+            if old is not None:
+                self.accumulators[id(old)] = old, None
+
+    def latest(self, value: Any) -> Any:
+        """What an accumulator's value has become; any other value is itself."""
+        while (found := self.accumulators.get(id(value))) and found[1] is not value:
+            value = found[1]
+        return value
 
     def before_communication(self, sources: Sequence[Any]) -> list[Any]:
         """`sources`, available once the stream gets there."""
@@ -87,7 +123,11 @@ class Order:
     def copy(self) -> Order:
         """The same state, to go on from in a branch."""
         return dataclasses.replace(
-            self, chains=dict(self.chains), in_flight=dict(self.in_flight)
+            self,
+            chains=dict(self.chains),
+            in_flight=dict(self.in_flight),
+            accumulators=dict(self.accumulators),
+            made=dict(self.made),
         )
 
     def _join(self, values: Values) -> None:
@@ -96,12 +136,18 @@ class Order:
 
     def _tie(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
         own = {id(value) for value in values}
-        others = [dep for dep in deps if id(dep) not in own]
+        others = _distinct(map(self.latest, deps))
+        others = [d for d in others if d is not None and id(d) not in own]
         if not (self.active and values and others):
             return list(values)
         # A barrier result that nobody uses keeps its operand in the barrier as long as
         # the operand has other users, as a step's results have.
-        return list(lax.optimization_barrier((*values, *others))[: len(values)])
+        tied = lax.optimization_barrier((*values, *others))
+        for old, new in zip(others, tied[len(values) :], strict=True):
+            if id(old) in self.accumulators:
+                self.accumulators[id(old)] = old, new
+                self.accumulators[id(new)] = new, new
+        return list(tied[: len(values)])
 
 
 def _distinct(values: Iterable[Any]) -> Values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from jhost.lowering.ir import Buffer
 from jhost.lowering.layout import Layout
@@ -32,24 +32,29 @@ NOTHING = Moved()
 
 
 class Costs:
-    """The costs of resharding the values of one program, of global shapes."""
+    """The costs of resharding the values of one program, of global shapes.
+
+    What is `made_anywhere`, such as a fill, is not moved but made again.
+    """
 
     def __init__(
         self,
         buffers: Mapping[str, Buffer],
         mesh: Mapping[str, int],
         streamed: Mapping[str, StreamedDim],
+        made_anywhere: Collection[str] = (),
     ) -> None:
         self.buffers = buffers
         self.mesh = mesh
         self.streamed = streamed
+        self.made_anywhere = made_anywhere
         self.known: dict[tuple[str, Layout, Layout, Partial], Moved] = {}
 
     def reshard(
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
     ) -> Moved:
         """What it takes to bring a value from one layout to another."""
-        if have == want and not partial:
+        if (have == want or name in self.made_anywhere) and not partial:
             return NOTHING
         key = name, have, want, partial
         if key not in self.known:

@@ -33,14 +33,19 @@ class Wishes:
         self.buffers = buffers
         self.mesh = mesh
         self.specs = {name: mark.spec for name, mark in marks.items()}
-        self.goals: dict[str, Layout] = {
-            name: tuple(axes or () for axes in spec)
-            for name, spec in self.specs.items()
-        }
+        self.goals: dict[str, Layout] = {}
+        self.restart()
         self.fixed = {
             name: self.goals[name]
             for name, spec in self.specs.items()
             if None not in spec
+        }
+
+    def restart(self) -> None:
+        """Go back to what the user gave."""
+        self.goals = {
+            name: tuple(axes or () for axes in spec)
+            for name, spec in self.specs.items()
         }
 
     # --- Backward ------------------------------------------------------------- #

@@ -43,6 +43,20 @@ class Operation:
         )
         return _induced(self.results[result], assignment), partial
 
+    @property
+    def makes_any_part(self) -> bool:
+        """Whether every device can make any part of its result out of nothing."""
+        made = not self.ins and len(self.outs) == 1
+        return made and None not in self.results[0]
+
+    def making(self, layout: Layout) -> Assignment:
+        """The assignment that makes a result in `layout`, where it can be any part."""
+        spread = list(nowhere(self))
+        for dim, axes in zip(self.results[0], layout, strict=True):
+            if dim is not None:
+                spread[dim.factor] = axes
+        return tuple(spread)
+
     def fits(self, assignment: Assignment, mesh: Mapping[str, int]) -> bool:
         """Whether every factor divides evenly over its axes."""
         return all(

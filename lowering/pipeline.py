@@ -17,6 +17,7 @@ from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.lower_streams import LowerStreams
 from jhost.lowering.passes.pad_uneven import PadUneven
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
+from jhost.lowering.passes.receive_early import ReceiveEarly
 from jhost.lowering.passes.segment import Segment
 from jhost.lowering.passes.split_all_reduces import SplitAllReduces
 from jhost.lowering.rates import Rates
@@ -54,6 +55,7 @@ def passes(
         SplitAllReduces(chunks=chunks, pipeline=pipeline),
         LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
         Segment(),
+        ReceiveEarly(),
     )
     return (
         # What the devices must divide, and what is left open.

@@ -131,6 +131,11 @@ ELEMENTWISE = (
     *_IDENTITIES,
 )
 
+CHEAP = frozenset(
+    {*_ARITHMETIC, *_TRANSCENDENTAL, *_LOGICAL, *_IDENTITIES, "erf", "erfc", "erf_inv"}
+)
+"""Of these, the ones that take less time than to read their operands from memory."""
+
 
 @rule(*ELEMENTWISE)
 def elementwise(eqn: JaxprEqn) -> DimRule:

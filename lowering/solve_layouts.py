@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark
@@ -110,13 +110,40 @@ class _Solver:
         statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
         self.operations = [operation(stmt) for stmt in statements]
         self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
-        self.costs = Costs(self.buffers, self.mesh, streamed)
+        fills = {op.outs[0] for op in self.operations if op.makes_any_part}
+        self.costs = Costs(self.buffers, self.mesh, streamed, fills)
         self.wishes = Wishes(self.buffers, marks, self.mesh)
         self.effects = Effects(self.wishes, self.costs)
 
     def settled(self) -> _Decisions:
-        """Wishes and decisions at a fixed point."""
-        self.wishes.backward(self.operations, None)
+        """Wishes and decisions at a fixed point, of two the one that moves less.
+
+        The one begins with what the constraints suggest to the operations before them,
+        the other with what follows from the operands.
+        """
+        by_operands = self.settled_from(self.forward().assignments)
+        goals = dict(self.wishes.goals)
+        self.wishes.restart()
+        by_constraints = self.settled_from(None)
+        fewer = by_operands.total < by_constraints.total
+        if fewer and self.repeats_no_more(by_operands, by_constraints):
+            self.wishes.goals = goals
+            self.effects.known.clear()
+            return by_operands
+        return by_constraints
+
+    def repeats_no_more(self, one: _Decisions, other: _Decisions) -> bool:
+        """Whether no contraction is done by more devices alike than in the `other`."""
+        decided = zip(self.operations, one.assignments, other.assignments, strict=True)
+        return all(
+            sum(map(len, mine)) >= sum(map(len, theirs))
+            for op, mine, theirs in decided
+            if any(op.reducers)
+        )
+
+    def settled_from(self, suggested: Sequence[Assignment] | None) -> _Decisions:
+        self.wishes.backward(self.operations, suggested)
+        self.effects.known.clear()
         made = self.forward()
         for _ in range(_ROUNDS):
             before = made

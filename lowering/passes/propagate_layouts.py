@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from jhost._jax import fresh_var
 from jhost.lowering.ir import Buffer, Compute, Program, Remark, Set, ShardMark, Stmt
 from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
 from jhost.lowering.layout_remarks import LayoutRemarks
@@ -68,6 +69,10 @@ class _Rewriter:
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
+        kept = {result.name for result in program.results}
+        kept |= {s.source.name for s in program.body if isinstance(s, Set)}
+        makers = (op for op in solution.operations if op.makes_any_part)
+        self.fills = {op.outs[0]: op for op in makers if op.outs[0] not in kept}
 
     def rewrite(self) -> Program:
         """The program with local shapes and with `Set`s where layouts change."""
@@ -75,7 +80,7 @@ class _Rewriter:
         for number, op in enumerate(self.solution.operations):
             if isinstance(op.stmt, Set):
                 self.copy(op.stmt)
-            else:
+            elif self.fills.keys().isdisjoint(op.outs):
                 self.compute(number, op, op.stmt)
         results = tuple(self.buffers[result.name] for result in self.program.results)
         return dataclasses.replace(
@@ -138,18 +143,33 @@ class _Rewriter:
         self.body.extend(copies)
 
     def operand(self, number: int, position: int, layout: Layout) -> Buffer:
-        """An operand in `layout`, copied into it once however many read it so."""
+        """An operand in `layout`, made or copied once however many read it so."""
         value = self.solution.operations[number].ins[position]
-        source = self.buffers[value]
-        have = layout_of(source)
-        if have == layout:
+        if (value, layout) in self.resharded:
+            return self.resharded[value, layout]
+        if value in self.fills:
+            target = self.made(self.fills[value], layout)
+        elif (have := layout_of(source := self.buffers[value])) == layout:
             return source
-        if (value, layout) not in self.resharded:
+        else:
             (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
             target = self.place(whole, layout, name=name)
-            self.resharded[value, layout] = target
             self.body.append(Set(out=target, source=source))
             self.remarks.append(self.explain.operand(number, position, have))
-        return self.resharded[value, layout]
+        self.resharded[value, layout] = target
+        return target
+
+    def made(self, op: Operation, layout: Layout) -> Buffer:
+        """The result of an operation that reads nothing, made in `layout`."""
+        assert isinstance(op.stmt, Compute)
+        (eqn,), (out,) = op.stmt.unit.eqns, op.stmt.outs
+        var = fresh_var(eqn.eqn.outvars[0].aval)
+        unit_eqn = dataclasses.replace(
+            eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)
+        )
+        unit = dataclasses.replace(op.stmt.unit, eqns=(unit_eqn,), outvars=(var,))
+        target = self.place(out, layout, name=self.names.fresh(out.name))
+        self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
+        return target

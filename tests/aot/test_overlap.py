@@ -1,8 +1,8 @@
 """What XLA schedules beside what, on four H200s, for the patterns of docs/patterns.md.
 
-Forward, at the sizes of Llama-3 8B and 70B with 8192 tokens.  A pattern's `exposed`
-transfers are those that no matmul hides: because none could, or because jhost does not
-have it so yet.
+At the sizes of Llama-3 8B and 70B with 8192 tokens: forward, and at the end forward and
+backward in one program.  A pattern's `exposed` transfers are those that no matmul
+hides: because none could, or because jhost does not have it so yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from tests.aot.on_h200 import Case, MakeH200s, Moves, check, each
+from tests.aot.on_h200 import Case, MakeH200s, Moves, check, check_both_ways, each
 
 TOKENS, MODEL, HIDDEN = 8192, 4096, 14336  # 8B
 WHOLE = f"bf16[{TOKENS},{MODEL}]"
@@ -37,6 +37,7 @@ UNCUT = "the device's own matmul stands before the loop, in one piece"
 
 PERMUTES_3 = {"CollectivePermute": Moves(3)}
 PERMUTES_6 = {"CollectivePermute": Moves(6)}
+PERMUTES_12 = {"CollectivePermute": Moves(12)}
 GATHERS = {"AllGather": Moves(4, exposed={0: FIRST})}
 SCATTERS = {"ReduceScatter": Moves(4, exposed={3: LAST})}
 
@@ -275,7 +276,7 @@ def test_attention_block(tp: Mesh, case: Case) -> None:
 
 
 @each(
-    p2p=Case(P2P, 30, {"CollectivePermute": Moves(12)}),
+    p2p=Case(P2P, 30, PERMUTES_12),
     collective=Case(
         COLLECTIVE,
         30,
@@ -290,3 +291,49 @@ def test_transformer_layer(tp: Mesh, case: Case) -> None:
     shapes = *QKV, (HEADS * HEAD, MODEL_70B), up, up, down
     specs = *QKV_SPECS, ROW, COLUMN, COLUMN, ROW
     check(tp, case, layer, shapes, specs, ROW, never=WHOLE_70B)
+
+
+# --- Forward and backward --------------------------------------------------------- #
+
+# Where this is tried, there are no GPUs for `jhost.compiler_options()` to know.
+outer_jit = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+
+
+@outer_jit
+@each(p2p=Case(P2P, 12, PERMUTES_6))
+def test_all_gather_and_matmul_both_ways(tp: Mesh, case: Case) -> None:
+    """x comes, also for the weight's gradient, and x's cotangent goes."""
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN)
+    check_both_ways(tp, case, matmul, shapes, (ROW, COLUMN), COLUMN)
+
+
+@outer_jit
+@each(
+    p2p=Case(P2P, 24, PERMUTES_12),
+    collective=Case(
+        COLLECTIVE,
+        24,
+        {
+            "AllGather": Moves(8, exposed={0: FIRST}),
+            "ReduceScatter": Moves(8, exposed={7: LAST}),
+        },
+    ),
+)
+def test_mlp_block_both_ways(tp: Mesh, case: Case) -> None:
+    """x comes and y goes, dy comes and dx goes."""
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (HIDDEN, MODEL)
+    check_both_ways(tp, case, mlp, shapes, (ROW, COLUMN, ROW), ROW)
+
+
+@outer_jit
+@each(p2p=Case(P2P, 36, PERMUTES_12))
+def test_swiglu_block_both_ways(tp: Mesh, case: Case) -> None:
+    shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (MODEL, HIDDEN), (HIDDEN, MODEL)
+    check_both_ways(tp, case, swiglu, shapes, (ROW, COLUMN, COLUMN, ROW), ROW)
+
+
+@outer_jit
+@each(p2p=Case(P2P, 54, {"CollectivePermute": Moves(15)}))
+def test_attention_block_both_ways(tp: Mesh, case: Case) -> None:
+    shapes, specs = (*QKV, (HEADS * HEAD, MODEL_70B)), (*QKV_SPECS, ROW)
+    check_both_ways(tp, case, attention, shapes, specs, ROW)

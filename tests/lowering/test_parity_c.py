@@ -206,7 +206,8 @@ def test_every_pass_is_dumped_in_order(
         "f.06_split_all_reduces.txt",
         "f.07_lower_streams.txt",
         "f.08_segment.txt",
-        "f.09_insert_deallocations.txt",
+        "f.09_receive_early.txt",
+        "f.10_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Set(" in texts[3]

@@ -79,6 +79,7 @@ def test_the_passes_stand_in_order() -> None:
         "split_all_reduces",
         "lower_streams",
         "segment",
+        "receive_early",
         "insert_deallocations",
     ]
 

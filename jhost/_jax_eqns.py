@@ -1,0 +1,88 @@
+"""New variables, equations and programs, made of those that JAX traced."""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from jax._src import core
+from jax._src.core import AbstractValue, ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
+else:
+    from jax.extend.core import ClosedJaxpr
+
+Atom: TypeAlias = Var | Literal
+
+
+def close(jaxpr: Any) -> ClosedJaxpr:
+    """The closed form of a jaxpr out of an equation's parameters.
+
+    A closed jaxpr has `eqns`, `invars`, `outvars`, `constvars`, `consts`, `in_avals`,
+    `out_avals`, `effects` and `debug_info` on every JAX.  On 0.10 some parameters (of
+    `remat`, of `shard_map`) are open, and have no `consts`.
+    """
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def fresh_var(aval: AbstractValue) -> Var:
+    """A variable that is equal to no other."""
+    return Var(aval)
+
+
+def resized_var(var: Var, shape: Sequence[int]) -> Var:
+    """A variable of the type of another, but for the shape; the same for its own."""
+    if not isinstance(var.aval, ShapedArray) or var.aval.shape == tuple(shape):
+        return var
+    return Var(var.aval.update(shape=tuple(shape)))
+
+
+def new_eqn(
+    primitive: Primitive,
+    invars: Sequence[Atom],
+    outvars: Sequence[Var],
+    params: Mapping[str, Any],
+    *,
+    like: JaxprEqn,
+) -> JaxprEqn:
+    """An equation with the user's line, the context and the effects of another."""
+    return like.replace(
+        primitive=primitive,
+        invars=list(invars),
+        outvars=list(outvars),
+        params=dict(params),
+    )
+
+
+def rewritten(
+    jaxpr: ClosedJaxpr,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> ClosedJaxpr:
+    """A program with other equations, operands or results, without the user's names."""
+    parts = {"invars": invars, "outvars": outvars, "eqns": eqns}
+    given = {name: list(part) for name, part in parts.items() if part is not None}
+    names = jaxpr.debug_info.with_unknown_names()
+    new: Any = jaxpr.jaxpr.replace(**given, debug_info=names)
+    return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, jaxpr.consts)
+
+
+def new_jaxpr(
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+    *,
+    like: ClosedJaxpr,
+) -> ClosedJaxpr:
+    """A program, without consts, of equations of another."""
+    effects = core.join_effects(*(eqn.effects for eqn in eqns))
+    debug_info = like.debug_info.with_unknown_names()
+    return close(Jaxpr((), invars, outvars, eqns, effects, debug_info))
