@@ -91,5 +91,9 @@ class IndexRangeError(JhostError, IndexError):
     """An alias in a Host IR program would lie outside its source."""
 
 
+class TuningError(JhostError, ValueError):
+    """A text is not a tuning, or one that this version cannot read."""
+
+
 class VerifyError(JhostError, RuntimeError):
     """A Host IR program breaks an invariant, through jhost's fault or its author's."""
