@@ -279,6 +279,27 @@ class JitFunction(Generic[P, R]):
             _consts=traced.consts,
         )
 
+    def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
+        """The same function with other arguments of `jhost.jit`.
+
+        With another mesh, `NamedSharding`s keep their specs.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0))
+            >>> x = jnp.ones((8, 2))
+            >>> jhost.explain(f.with_options(chunks=4), x).streams[0].chunks
+            4
+        """
+        kept: Options = {}
+        if "mesh" in options:
+            kept["in_shardings"] = _shardings.specs(self._settings.in_shardings)
+            kept["out_shardings"] = _shardings.specs(self._settings.out_shardings)
+        settings = dataclasses.replace(self._settings, **{**kept, **options})
+        check(settings)
+        return JitFunction(self._fun, settings=settings)
+
     # --- Which program -------------------------------------------------------- #
 
     def _key(self, leaves: Sequence[Any]) -> Key:

@@ -31,11 +31,6 @@ def tolerance(dtype: Any) -> float:
 
 
 @jax.jit
-def _errors(given: Any, wanted: Any) -> list[jax.Array]:
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
-    return [_error(a, b) for a, b in pairs]
-
-
 def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
@@ -43,8 +38,8 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.zeros((), jnp.float32)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return jnp.any(a != b).astype(jnp.float32)
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    a, b = a.astype(wide), b.astype(wide)
+    if a.dtype.itemsize < 4:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # What is equal has no distance, infinities and NaN among it.
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))
@@ -58,11 +53,23 @@ def relative_errors(given: Any, wanted: Any) -> list[float]:
 
     Of other dtypes than floats it is 1 if anything differs, and else 0.
     """
-    return [float(np.asarray(error)) for error in _errors(given, wanted)]
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
+    return [float(np.asarray(_error(a, _beside(b, a)))) for a, b in pairs]
 
 
-def beyond_tolerance(given: Any, wanted: Any, exact: bool = False) -> list[str]:
-    """A line for each array of two trees of equal types that lies too far apart."""
+def _beside(value: Any, other: Any) -> Any:
+    """`value` on the devices of `other`, if that has any."""
+    there = getattr(other, "sharding", None)
+    return value if there is None else jax.device_put(value, there)
+
+
+def beyond_tolerance(
+    given: Any, wanted: Any, allowed: float | None = None
+) -> list[str]:
+    """A line for each array of two trees of equal types that lies too far apart.
+
+    That is by a part of the largest value, `allowed` or what suits the dtype.
+    """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     rows = zip(
         paths,
@@ -72,8 +79,8 @@ def beyond_tolerance(given: Any, wanted: Any, exact: bool = False) -> list[str]:
     )
     return [
         f"{jax.tree_util.keystr(path) or 'the result'}: they differ by {error:.1e} of "
-        f"the largest value; the tolerance is {allowed:.0e}"
+        f"the largest value; the tolerance is {limit:.0e}"
         for path, leaf, error in rows
         # Not so if it is NaN.
-        if not error <= (allowed := 0.0 if exact else tolerance(leaf.dtype))
+        if not error <= (limit := tolerance(leaf.dtype) if allowed is None else allowed)
     ]

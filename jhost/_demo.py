@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import platform
 import statistics
@@ -26,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost.runtime.devices import ask_for_cpu_devices
 
 Function: TypeAlias = Callable[..., jax.Array]
 
@@ -126,10 +126,8 @@ def block_here(arguments: argparse.Namespace) -> Block:
 
 def _devices(count: int | None) -> list[Any]:
     """Accelerators, or virtual devices of the CPU, which JAX makes when it starts."""
-    given = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not given and jax.config.jax_num_cpu_devices == -1:
-        with contextlib.suppress(RuntimeError):  # JAX has started: they are made
-            jax.config.update("jax_num_cpu_devices", count or CPU_DEVICES)
+    with contextlib.suppress(RuntimeError):  # JAX has started: they are made
+        ask_for_cpu_devices(count or CPU_DEVICES)
     devices = jax.devices()
     if count is not None and count > len(devices):
         raise errors.OptionError(
