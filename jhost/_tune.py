@@ -44,7 +44,7 @@ from jhost.lowering.passes.choose_pipelines import GAIN, Outcome, open_marks
 _HOPELESS = 2.0
 """What is predicted to take that many times the best is not measured."""
 
-_WARMUPS, _CALLS = 3, 10
+WARMUPS, CALLS = 3, 10
 """Calls before the first round, and in a round: as many as keep the devices busy."""
 
 Run: TypeAlias = Callable[[], Any]
@@ -268,8 +268,8 @@ class _Tuner:
         times = take_turns(
             {each.outcome.text: each.run for each in ready},
             rounds=self.rounds,
-            calls=_CALLS,
-            warmups=_WARMUPS,
+            calls=CALLS,
+            warmups=WARMUPS,
             before_round=lambda n: self.bar.step(f"{self.name}: round {n + 1}"),
         )
         measured = [
