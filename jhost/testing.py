@@ -6,10 +6,10 @@ and marker for devices are in `jhost.pytest_plugin`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -159,9 +159,9 @@ class Case:
         self.kwargs = kwargs
         self.gradients = gradients
         self.mesh = f.as_call(args, kwargs).config.mesh
-        known = isinstance(self.mesh, Mesh)
+        mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
-        with jax.set_mesh(self.mesh) if known else contextlib.nullcontext():
+        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
             self.wanted = self.results(f.__wrapped__, jax.jit)
 
     def results(

@@ -30,7 +30,7 @@ def wrong_in(attribute: str) -> Any:
         return (2 * cotangent,)
 
     twice.defvjp(lambda x: (x, None), backward)
-    f = jhost.jit(relu_block, **ON_FOUR)
+    f: Any = jhost.jit(relu_block, **ON_FOUR)
     with_options = f.with_options
 
     def replaced(**options: Any) -> Any:

@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tuned(fun: Any = relu_block, *args: Any, **options: Any) -> jhost.Tuning:
-    f = jhost.jit(fun, **SETTINGS)
+    f: Any = jhost.jit(fun, **SETTINGS)
     options = {"rounds": 1, "progress": False, "cache": False, **options}
     return jhost.tune(f, *(args or ARGS), **options)
 
