@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jhost._api import JitFunction
+from jhost._jax import evaluate, rewritten
 from jhost._primitives import jhost_p
 from jhost._program import Call
-from jhost.lowering.rules import bind
 
 
 def calls_of(
@@ -22,17 +22,17 @@ def calls_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    gradients: bool,
+    gradients: bool | int | Sequence[int],
 ) -> dict[str, Call]:
     """The call that `f` makes, and those of its value and gradients, by name.
 
-    They are made without a tuning.
+    The gradients are by all floats, or by the positional arguments of these numbers, as
+    inside `jax.jit`.  The calls are made without a tuning.
     """
     calls = {f.__name__: f.as_call(args, kwargs)}
-    if gradients:
+    if gradients is not False:
         names = (f"{f.__name__}, keeping residuals", f"{f.__name__}, backward")
-        call, floats = by_floats(f, args, kwargs)
-        derived = _recorded(gradients_of(call), floats)
+        derived = _gradient_calls(f, args, kwargs, _argnums(gradients))
         calls |= dict(zip(names, derived, strict=True))
     return {
         name: call._replace(config=dataclasses.replace(call.config, tunings=()))
@@ -40,12 +40,49 @@ def calls_of(
     }
 
 
-def by_floats(
-    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """`f` as a function of the float arrays among its arguments alone, and those."""
+def _argnums(gradients: bool | int | Sequence[int]) -> Sequence[int] | None:
+    if isinstance(gradients, bool):
+        return None
+    return (gradients,) if isinstance(gradients, int) else gradients
+
+
+def _gradient_calls(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: Sequence[int] | None,
+) -> list[Call]:
+    """What the gradients of `f` call where all arrays are traced."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-    floats = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+    def gradients(*values: Any) -> Any:
+        traced = dict(zip(arrays, values, strict=True))
+        filled = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        call, floats = by_floats(f, args, kwargs, argnums)
+        return gradients_of(call)(*floats)
+
+    return _recorded(gradients, [leaves[i] for i in arrays])
+
+
+def by_floats(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: Sequence[int] | None = None,
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`f` as a function of the float arrays among its arguments alone, and those.
+
+    With `argnums`, of those in these positional arguments alone.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    leaves = [leaf for _, leaf in paths]
+    floats = [
+        number
+        for number, (path, leaf) in enumerate(paths)
+        if _is_inexact(leaf) and (argnums is None or _position(path) in argnums)
+    ]
 
     def call(*values: Any) -> Any:
         new = dict(zip(floats, values, strict=True))
@@ -54,6 +91,11 @@ def by_floats(
         return f(*args, **kwargs)
 
     return call, [leaves[i] for i in floats]
+
+
+def _position(path: Any) -> int | None:
+    """The number of the positional argument that a leaf stands in, if it does."""
+    return path[1].idx if path[0].idx == 0 else None
 
 
 def gradients_of(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,15 +124,15 @@ def _cotangent(result: Any) -> Any:
 
 def _recorded(fun: Callable[..., Any], args: Sequence[Any]) -> list[Call]:
     """The calls in the program of `fun`, which is run once for their operands."""
-    closed = jax.make_jaxpr(fun)(*args)
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
-    calls: list[Call] = []
-    for eqn in jaxpr.eqns:
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        if eqn.primitive is jhost_p and eqn.outvars:
-            config = dataclasses.replace(eqn.params["config"], embedded=False)
-            calls.append(Call(eqn.params["call_jaxpr"], config, tuple(operands)))
-        values |= zip(eqn.outvars, bind(eqn, operands), strict=True)
-    return calls
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive is jhost_p and eqn.outvars]
+    atoms = [atom for eqn in eqns for atom in eqn.invars]
+    values = iter(evaluate(rewritten(jaxpr, outvars=atoms), args))
+    return [
+        Call(
+            eqn.params["call_jaxpr"],
+            dataclasses.replace(eqn.params["config"], embedded=False),
+            tuple(itertools.islice(values, len(eqn.invars))),
+        )
+        for eqn in eqns
+    ]

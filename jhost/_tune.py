@@ -41,7 +41,7 @@ from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Compute, Mark, Program, StreamMark
 from jhost.lowering.passes.choose_pipelines import GAIN, Outcome, open_marks
 
-_HOPELESS = 2.0
+_HOPELESS = 3.0
 """What is predicted to take that many times the best is not measured."""
 
 WARMUPS, CALLS = 3, 10
@@ -54,7 +54,7 @@ def tune(
     f: JitFunction[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
-    gradients: bool = False,
+    gradients: bool | int | Sequence[int] = False,
     rounds: int = 10,
     cache: bool = True,
     progress: bool = True,
@@ -73,8 +73,9 @@ def tune(
             it are as well.  Donated arguments are kept.
         *args: the arguments to measure it on, arrays.
         kwargs: its keyword arguments.
-        gradients: tune the programs of `jax.grad` as well: the forward that keeps what
-            the backward needs, and the backward.
+        gradients: tune the programs of `jax.grad` as well, the forward that keeps what
+            the backward needs, and the backward: by these arguments, as its `argnums`,
+            or with True by all that are floats.
         rounds: how many times each candidate has its turn, of ten calls.
         cache: take what was measured before from the user's cache folder, and keep
             there what is measured now.
@@ -309,14 +310,16 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
 
 def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]:
     """Those not predicted to take far longer than the best; all, if none is known."""
-    best = min((o.seconds for o in outcomes), default=math.nan)
-    kept: list[Outcome] = []
-    for outcome in outcomes:
-        if outcome.mark.pipeline and outcome.seconds > _HOPELESS * best:
-            left_out.append(f"{outcome.text}: predicted to take far longer")
-        else:
-            kept.append(outcome)
-    return kept
+    best = min((outcome.seconds for outcome in outcomes), default=math.nan)
+    hopeless = [
+        outcome
+        for outcome in outcomes
+        if outcome.mark.pipeline and outcome.seconds > _HOPELESS * best
+    ]
+    if hopeless:
+        texts = ", ".join(outcome.text for outcome in hopeless)
+        left_out.append(f"predicted to take far longer, and not measured: {texts}")
+    return [outcome for outcome in outcomes if outcome not in hopeless]
 
 
 def _placed(

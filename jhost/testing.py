@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 try:
     import chex
@@ -32,7 +32,7 @@ from jhost._primitives import jhost_p
 from jhost._program import derived_program
 from jhost.lowering.explain import explain_program
 from jhost.lowering.ir import Program
-from jhost.runtime.mesh import mesh_text
+from jhost.runtime.mesh import auto_mesh, mesh_text
 
 Axes: TypeAlias = Mapping[str, int]
 
@@ -127,7 +127,9 @@ def assert_equals_plain(
     check_jhost_function("testing.assert_equals_plain", f)
     problems: list[str] = []
     for mesh in meshes or [None]:
-        there = f if mesh is None else f.with_options(mesh=_as_mesh(mesh))
+        # The arguments are needed again.
+        there = f.with_options(donate_argnums=None, donate_argnames=None)
+        there = there if mesh is None else there.with_options(mesh=_as_mesh(mesh))
         case = Case(there, args, kwargs or {}, gradients)
         for pipeline in pipelines or PIPELINES:
             try:
@@ -162,13 +164,17 @@ class Case:
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
-            self.wanted = self.results(f.__wrapped__, jax.jit)
+            self.wanted = self.results(f.__wrapped__, jax.jit, _automatic)
 
     def results(
-        self, function: Callable[..., Any], wrap: Callable[[Any], Any]
+        self,
+        function: Callable[..., Any],
+        wrap: Callable[[Any], Any],
+        place: Callable[[Any], Any],
     ) -> dict[str, Any]:
         """The value, and the gradients where they are asked for."""
-        call, floats = by_floats(function, self.args, self.kwargs)
+        args, kwargs = jax.tree.map(place, (tuple(self.args), dict(self.kwargs)))
+        call, floats = by_floats(function, args, kwargs)
         found = {"value": wrap(call)(*floats)}
         if self.gradients:
             found["gradients"] = wrap(gradients_of(call))(*floats)
@@ -176,7 +182,8 @@ class Case:
 
     def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
         """What is different with a pipeline, a line each."""
-        given = self.results(self.f.with_options(pipeline=pipeline), lambda f: f)
+        f = self.f.with_options(pipeline=pipeline)
+        given = self.results(f, _as_it_is, _as_it_is)
         where = f"pipeline={pipeline!r} on {self.mesh and mesh_text(self.mesh)}"
         found: list[str] = []
         for what, wanted in self.wanted.items():
@@ -185,6 +192,19 @@ class Case:
             except AssertionError as error:
                 found += [f"{where}, {what}: {line}" for line in str(error).split("\n")]
         return found
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _automatic(leaf: Any) -> Any:
+    """An array without a sharding in its type, which jhost's functions ignore."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return leaf
+    automatic = auto_mesh(sharding.mesh)
+    return jax.device_put(leaf, NamedSharding(automatic, sharding.spec))
 
 
 # --- Pipelines ---------------------------------------------------------------------- #

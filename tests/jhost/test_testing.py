@@ -99,6 +99,16 @@ def test_named_shardings_follow_to_another_mesh() -> None:
     testing.assert_equals_plain(f, *map(np.asarray, ARGS), meshes=[{"tp": 2}])
 
 
+def test_meshes_with_explicit_axes_and_donated_arguments_are_fine() -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    f = jhost.jit(lambda x, w: rows(jnp.maximum(x @ w, 0)), donate_argnums=0)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(ARGS[0], P("tp"))
+        w = jax.device_put(ARGS[1], P(None, "tp"))
+        testing.assert_equals_plain(f, x, w, tolerance=0)
+        assert not x.is_deleted()
+
+
 def test_types_that_differ_are_an_error() -> None:
     with pytest.raises(AssertionError, match=r"(?i)dtype"):
         testing.assert_close(jnp.ones(2), jnp.ones(2, jnp.bfloat16))

@@ -15,14 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import _tune, _tuning_cache, errors
 from jhost._compare import beyond_tolerance
 from jhost._program import planned
 from jhost._tuning import Candidate
+from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
+from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import tp
 
 SETTINGS = tp(4, SPECS, SPECS[0])
@@ -212,6 +215,48 @@ def test_gradients_follow_theirs() -> None:
     for program in backward(f, *ARGS):
         facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
         assert all("measured" in str(fact["reason"]) for fact in facts)
+
+
+def test_gradients_by_some_arguments_follow_theirs() -> None:
+    """In a training step: x is no parameter, and the whole is compiled."""
+    tuning = favouring("collective with 2 chunks", tuned(gradients=(1, 2)))
+    f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
+
+    def step(x: jax.Array, *weights: jax.Array) -> Any:
+        def loss(*weights: jax.Array) -> jax.Array:
+            return (f(x, *weights) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(*weights)
+
+    forward, back = programs(jax.jit(step), *ARGS)
+    for program in (forward, back):
+        facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
+        assert facts
+        assert all("measured" in str(fact["reason"]) for fact in facts)
+
+
+def test_layouts_trees_and_static_arguments_are_the_functions() -> None:
+    """Nothing but what the arguments say of shardings; donated ones are kept."""
+    mesh, (x, up, down) = mesh_of(dp=2, tp=4), ARGS
+
+    def block(weights: Any, x: jax.Array, scale: int, act: str) -> Any:
+        hidden = getattr(jax.nn, act)(x @ weights["up"]) * scale
+        return {"y": jhost.stream(hidden @ weights["down"], axis=0)}, x.sum()
+
+    f = jhost.jit(
+        block, mesh=mesh, static_argnums=2, static_argnames="act", donate_argnums=1
+    )
+    weights = {
+        "up": jax.device_put(up, jax.NamedSharding(mesh, P(None, "tp"))),
+        "down": jax.device_put(down, jax.NamedSharding(mesh, P("tp"))),
+    }
+    x = jax.device_put(x, jax.NamedSharding(mesh, P(("dp", "tp"))))
+    how: Any = {"cache": False, "progress": False, "rounds": 1, "gradients": 0}
+    tuning = jhost.tune(f, weights, x, 3, kwargs={"act": "relu"}, **how)
+    fast = f.with_options(tuning=favouring("not pipelined", tuning))
+    reason = jhost.explain(fast, weights, x, 3, act="relu").streams[0].reason
+    assert reason.startswith("not pipelined, measured to take")
+    fast(weights, x, 3, act="relu")  # the first that may take x away
 
 
 def test_several_tunings_serve_several_shapes() -> None:
