@@ -28,7 +28,8 @@ from jhost._block import (
 )
 from jhost._compare import beyond_tolerance
 from jhost._timing import take_turns
-from jhost._tune import CALLS, WARMUPS, tune
+from jhost._tune import tune
+from jhost._tuner import CALLS, WARMUPS
 from jhost._tuning import environment_of
 
 PARTS = (4, 2, 1)

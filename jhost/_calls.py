@@ -15,6 +15,7 @@ from jhost._api import JitFunction
 from jhost._jax import evaluate, rewritten
 from jhost._primitives import jhost_p
 from jhost._program import Call
+from jhost.runtime.mesh import automatic
 
 
 def calls_of(
@@ -34,8 +35,14 @@ def calls_of(
         names = (f"{f.__name__}, keeping residuals", f"{f.__name__}, backward")
         derived = _gradient_calls(f, args, kwargs, _argnums(gradients))
         calls |= dict(zip(names, derived, strict=True))
+    # Under `jax.set_mesh`, what is traced knows of an abstract mesh only.
+    mesh = calls[f.__name__].config.mesh
     return {
-        name: call._replace(config=dataclasses.replace(call.config, tunings=()))
+        name: Call(
+            call.call_jaxpr,
+            dataclasses.replace(call.config, mesh=mesh, tunings=()),
+            tuple(map(automatic, call.operands)),
+        )
         for name, call in calls.items()
     }
 

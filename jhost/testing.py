@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 try:
     import chex
@@ -32,7 +32,7 @@ from jhost._primitives import jhost_p
 from jhost._program import derived_program
 from jhost.lowering.explain import explain_program
 from jhost.lowering.ir import Program
-from jhost.runtime.mesh import auto_mesh, mesh_text
+from jhost.runtime.mesh import automatic, mesh_text
 
 Axes: TypeAlias = Mapping[str, int]
 
@@ -164,7 +164,7 @@ class Case:
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
-            self.wanted = self.results(f.__wrapped__, jax.jit, _automatic)
+            self.wanted = self.results(f.__wrapped__, jax.jit, automatic)
 
     def results(
         self,
@@ -196,15 +196,6 @@ class Case:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _automatic(leaf: Any) -> Any:
-    """An array without a sharding in its type, which jhost's functions ignore."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return leaf
-    automatic = auto_mesh(sharding.mesh)
-    return jax.device_put(leaf, NamedSharding(automatic, sharding.spec))
 
 
 # --- Pipelines ---------------------------------------------------------------------- #

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost import _tune, _tuning_cache, errors
+from jhost import _tuner, _tuning_cache, errors
 from jhost._compare import beyond_tolerance
 from jhost._program import planned
 from jhost._tuning import Candidate
@@ -78,7 +78,7 @@ def test_every_candidate_is_measured_and_the_best_is_first() -> None:
         assert 0 < candidate.minimum <= candidate.median
     best, *others = stream.candidates
     assert [c.median for c in others] == sorted(c.median for c in others)
-    assert best.median <= min(c.median for c in others) / _tune.GAIN
+    assert best.median <= min(c.median for c in others) / _tuner.GAIN
     assert program.arguments == ("x: f32[8, 8]", "up: f32[8, 16]", "down: f32[16, 8]")
     assert stream.where.startswith("blocks.py:")
 
@@ -124,14 +124,14 @@ def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     call = jhost.jit(layers, **SETTINGS).as_call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
-    assert _tune.marks_alike(program) == [(first, second)]
+    assert _tuner.marks_alike(program) == [(first, second)]
 
     def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return relu_block(relu_block(x, up, down)[:4], up, down)
 
     call = jhost.jit(uneven, **SETTINGS).as_call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
-    assert len(_tune.marks_alike(program)) == 2
+    assert len(_tuner.marks_alike(program)) == 2
 
 
 def test_a_pipeline_has_to_gain_three_percent() -> None:
@@ -147,21 +147,21 @@ def test_a_pipeline_has_to_gain_three_percent() -> None:
         )
 
     candidates = [timed("off", 1.0), timed("a", 0.98), timed("b", 1.2)]
-    assert [c.text for c in _tune.best_first(candidates)] == ["off", "a", "b"]
+    assert [c.text for c in _tuner.best_first(candidates)] == ["off", "a", "b"]
     faster = [*candidates, timed("c", 0.9)]
-    assert [c.text for c in _tune.best_first(faster)] == ["c", "a", "off", "b"]
+    assert [c.text for c in _tuner.best_first(faster)] == ["c", "a", "off", "b"]
 
 
 def test_a_candidate_that_gives_something_else_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = _tune.emit
+    right = _tuner.emit
 
     def wrong(program: Any, mesh: Any) -> Any:
         function, loops = right(program, mesh), "for " in str(program)
         return lambda *args: [x + x.dtype.type(loops) for x in function(*args)]
 
-    monkeypatch.setattr(_tune, "emit", wrong)
+    monkeypatch.setattr(_tuner, "emit", wrong)
     with pytest.warns(UserWarning, match="does not give what the plain function gives"):
         (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
@@ -171,14 +171,14 @@ def test_a_candidate_that_gives_something_else_is_left_out(
 def test_a_candidate_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = _tune.emit
+    right = _tuner.emit
 
     def fails(program: Any, mesh: Any) -> Any:
         if "for " in str(program):
             raise MemoryError("no room")
         return right(program, mesh)
 
-    monkeypatch.setattr(_tune, "emit", fails)
+    monkeypatch.setattr(_tuner, "emit", fails)
     (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
     assert "not collective with 2 chunks: no room" in stream.left_out
@@ -208,7 +208,6 @@ def test_gradients_follow_theirs() -> None:
         "relu_block, keeping residuals",
         "relu_block, backward",
     ]
-    tuning = favouring("collective with 2 chunks", tuning)
     f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
     pulled = jax.vjp(f, *ARGS)[1](jnp.ones((8, 8)))
     chex.assert_trees_all_equal(pulled, jax.vjp(relu_block, *ARGS)[1](jnp.ones((8, 8))))
@@ -219,7 +218,7 @@ def test_gradients_follow_theirs() -> None:
 
 def test_gradients_by_some_arguments_follow_theirs() -> None:
     """In a training step: x is no parameter, and the whole is compiled."""
-    tuning = favouring("collective with 2 chunks", tuned(gradients=(1, 2)))
+    tuning = tuned(gradients=(1, 2))
     f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
 
     def step(x: jax.Array, *weights: jax.Array) -> Any:
@@ -257,6 +256,19 @@ def test_layouts_trees_and_static_arguments_are_the_functions() -> None:
     reason = jhost.explain(fast, weights, x, 3, act="relu").streams[0].reason
     assert reason.startswith("not pipelined, measured to take")
     fast(weights, x, 3, act="relu")  # the first that may take x away
+
+
+def test_meshes_with_explicit_axes_are_fine() -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        f = jhost.jit(relu_block)
+        args = [jax.device_put(a, s) for a, s in zip(ARGS, SPECS, strict=True)]
+        how: Any = {"cache": False, "progress": False, "rounds": 1, "gradients": True}
+        tuning = favouring("collective with 2 chunks", jhost.tune(f, *args, **how))
+        assert all(program.streams for program in tuning.programs)
+        fast = f.with_options(tuning=tuning)
+        assert "measured" in jhost.explain(fast, *args).streams[0].reason
+        chex.assert_trees_all_equal(fast(*args), f(*args))
 
 
 def test_several_tunings_serve_several_shapes() -> None:
@@ -376,7 +388,7 @@ def test_what_was_measured_is_not_measured_again(
     (path,) = files(cache)
     assert path.parent.name == "tuning-1"
     assert jhost.Tuning.from_json(path.read_text()) == tuning
-    monkeypatch.setattr(_tune, "take_turns", None)
+    monkeypatch.setattr(_tuner, "take_turns", None)
     assert tuned(cache=True) == tuning
 
 
