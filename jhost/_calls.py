@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhost import errors
 from jhost._api import JitFunction
 from jhost._jax import evaluate, rewritten
 from jhost._primitives import jhost_p
@@ -32,9 +33,11 @@ def calls_of(
     """
     calls = {f.__name__: f.as_call(args, kwargs)}
     if gradients is not False:
-        names = (f"{f.__name__}, keeping residuals", f"{f.__name__}, backward")
         derived = _gradient_calls(f, args, kwargs, _argnums(gradients))
-        calls |= dict(zip(names, derived, strict=True))
+        names = ["keeping residuals", "backward"]
+        if len(derived) != len(names):
+            names = [f"gradient {number}" for number in range(len(derived))]
+        calls |= {f"{f.__name__}, {n}": c for n, c in zip(names, derived, strict=True)}
     # Under `jax.set_mesh`, what is traced knows of an abstract mesh only.
     mesh = calls[f.__name__].config.mesh
     return {
@@ -68,6 +71,12 @@ def _gradient_calls(
         filled = [traced.get(i, leaf) for i, leaf in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(tree, filled)
         call, floats = by_floats(f, args, kwargs, argnums)
+        if not floats:
+            which = "" if argnums is None else f" {', '.join(map(str, argnums))}"
+            raise errors.ArgumentError(
+                f"There are no gradients of {f.__name__} to tune: none of its "
+                f"arguments{which} holds an array of floats."
+            )
         return gradients_of(call)(*floats)
 
     return _recorded(gradients, [leaves[i] for i in arrays])

@@ -271,7 +271,7 @@ def _tried(block: Block, pipeline: str) -> str:
         given = hosted(block, pipeline=pipeline)(*operands)
         problems = beyond_tolerance(given, plain(block)(*operands))
     except (errors.JhostError, jax.errors.JaxRuntimeError) as error:
-        return str(error).splitlines()[0]
+        return errors.first_line(error)
     return "; ".join(problems) or "works"
 
 

@@ -176,8 +176,13 @@ class Planned(NamedTuple):
         return run_passes(program, self.rest)
 
 
-def planned(call_jaxpr: Any, config: Config, strict: bool = True) -> Planned:
+def planned(call_jaxpr: Any, config: Config) -> Planned:
     """The program of an annotated jaxpr before anything is chosen for its marks."""
+    strict = True
+    try:
+        _lowered(call_jaxpr, config)
+    except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
+        strict = False  # as for `derived_program`
     before, chooser, rest = around_choice(_sequence(config, strict))
     program = chooser.resolved(_lower(call_jaxpr, config, before))
     return Planned(program, chooser, rest)

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jhost import _tuning_cache, errors
 from jhost._api import JitFunction, check_jhost_function
 from jhost._calls import calls_of
-from jhost._program import planned
+from jhost._program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
 from jhost._tuner import Tuner
 from jhost._tuning import Tuning, environment_of
@@ -76,17 +76,16 @@ def tune(
     """
     _check(f, args, kwargs or {}, rounds)
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
+    primal = calls[f.__name__]
+    host_program(primal.call_jaxpr, primal.config)  # raises what is wrong with marks
     plans = {
-        # Of the user's own program, marks that cannot be followed are errors.
-        name: planned(call.call_jaxpr, call.config, strict=name == f.__name__)
-        for name, call in calls.items()
+        name: planned(call.call_jaxpr, call.config) for name, call in calls.items()
     }
-    mesh = next(iter(calls.values())).config.mesh
     key = _tuning_cache.Key(
-        environment=environment_of(mesh),
+        environment=environment_of(primal.config.mesh),
         fingerprints=tuple(fingerprint(plan.program) for plan in plans.values()),
     )
-    if cache and (kept := _agreed(_tuning_cache.load(key))) is not None:
+    if cache and (kept := _kept(key)) is not None:
         return kept
     bar = progress_bar(0, unit="step") if progress else no_progress()
     try:
@@ -121,8 +120,9 @@ def _check(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) 
         )
 
 
-def _agreed(found: Tuning | None) -> Tuning | None:
-    """What process 0 has found on its disk, for all processes."""
+def _kept(key: _tuning_cache.Key) -> Tuning | None:
+    """What process 0 finds on its disk, for all processes."""
+    found = _tuning_cache.load(key) if jax.process_index() == 0 else None
     if jax.process_count() == 1:
         return found
     text = b"" if found is None else found.to_json().encode()

@@ -24,6 +24,7 @@ from jhost._program import Call, Planned, executable_options
 from jhost._progress import Progress
 from jhost._timing import take_turns
 from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
+from jhost.errors import first_line
 from jhost.lowering.emit import emit, spec_of
 from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Compute, Mark, Program, StreamMark
@@ -117,7 +118,7 @@ class Tuner:
             try:
                 run = self.runner(outcome)
             except Exception as error:  # too much memory, say: the others may do
-                said = _first_line(error)
+                said = first_line(error)
             if _slowest([run is None])[0] or run is None:
                 left_out.append(f"not {outcome.text}: {said}")
             elif problems := beyond_tolerance(run(), wanted):
@@ -184,15 +185,13 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
 def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]:
     """Those not predicted to take far longer than the best; all, if none is known."""
     best = min((outcome.seconds for outcome in outcomes), default=math.nan)
-    hopeless = [
-        outcome
-        for outcome in outcomes
-        if outcome.mark.pipeline and outcome.seconds > _HOPELESS * best
-    ]
-    if hopeless:
-        texts = ", ".join(outcome.text for outcome in hopeless)
-        left_out.append(f"predicted to take far longer, and not measured: {texts}")
-    return [outcome for outcome in outcomes if outcome not in hopeless]
+
+    def is_hopeless(outcome: Outcome) -> bool:
+        return bool(outcome.mark.pipeline) and outcome.seconds > _HOPELESS * best
+
+    if texts := [outcome.text for outcome in outcomes if is_hopeless(outcome)]:
+        left_out.append(f"predicted to take far longer: {', '.join(texts)}")
+    return [outcome for outcome in outcomes if not is_hopeless(outcome)]
 
 
 def _placed(
@@ -227,10 +226,6 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
             chosen = candidate
     others = [candidate for candidate in candidates if candidate is not chosen]
     return [chosen, *sorted(others, key=lambda candidate: candidate.median)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _warn_of_difference(name: str, text: str, problems: Sequence[str]) -> None:

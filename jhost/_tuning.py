@@ -169,7 +169,7 @@ class Tuning:
 
 def _row(candidate: Candidate) -> str:
     said = (
-        f"{candidate.text:<36} median {seconds_text(candidate.median):>8}, "
+        f"{candidate.text:<40} median {seconds_text(candidate.median):>8}, "
         f"minimum {seconds_text(candidate.minimum):>8}"
     )
     if candidate.predicted is None:

@@ -61,7 +61,7 @@ def load(key: Key) -> Tuning | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, errors.TuningError) as error:
-        _warn(f"{path} is ignored: {_first_line(error)}")
+        _warn(f"{path} is ignored: {errors.first_line(error)}")
         return None
     if not key.fits(tuning):
         _warn(f"{path} is ignored: it is a tuning of something else")
@@ -89,10 +89,6 @@ def _write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _warn(text: str) -> None:

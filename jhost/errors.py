@@ -97,3 +97,8 @@ class TuningError(JhostError, ValueError):
 
 class VerifyError(JhostError, RuntimeError):
     """A Host IR program breaks an invariant, through jhost's fault or its author's."""
+
+
+def first_line(error: BaseException) -> str:
+    """What is wrong, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

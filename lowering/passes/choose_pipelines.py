@@ -245,7 +245,11 @@ class Trial:
         try:
             for step in self.following:
                 program = step.apply(program)
-        except (errors.PipelineError, errors.ChunksError) as refusal:
+        except (
+            errors.PipelineError,
+            errors.ChunksError,
+            errors.StreamDimError,
+        ) as refusal:
             self.refusals.append(f"not {text}: {str(refusal).splitlines()[0]}")
             return None
         if self.rates is None:
