@@ -34,9 +34,9 @@ from benchmarks import (
 from benchmarks.cases import Case
 from benchmarks.communication import AXIS
 from benchmarks.layers import MODELS
-from benchmarks.progress import Progress, progress
 from benchmarks.runner import Mode, Plan
 from benchmarks.torch_arms import TorchArms
+from jhost._progress import Progress, progress
 
 T = TypeVar("T")
 

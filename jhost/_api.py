@@ -35,10 +35,17 @@ from jhost._jax import (
     under_outer_trace,
 )
 from jhost._primitives import Spec, jhost_p
-from jhost._program import Config, annotate, executable_options, host_program
+from jhost._program import (
+    Call,
+    Config,
+    annotate,
+    executable_options,
+    host_program,
+)
 from jhost._residuals import settle_residuals
 from jhost._settings import Options, Settings, check
 from jhost._stages import Lowered
+from jhost._tuning import Tuning
 from jhost.lowering.emit import spec_of
 from jhost.lowering.explain import Explanation
 from jhost.lowering.specs import raise_problems
@@ -89,6 +96,7 @@ def jit(
     streams: int = 4,
     interpret: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    tuning: Tuning | Sequence[Tuning] | None = None,
 ) -> Any:
     """Compiles a function as `jax.jit` does, with the streams marked in it pipelined.
 
@@ -112,6 +120,9 @@ def jit(
         streams: how many streams the iterations of a loop take turns on.
         interpret: run the Host IR statement by statement, for debugging.
         compiler_options: XLA options for this function's executables.
+        tuning: what `jhost.tune` measured of this function, once or on several
+            arguments; it decides what marks and settings leave open.  One that does
+            not hold here is ignored with a warning.
 
     Returns:
         The compiled function, with `lower` as `jax.jit`'s has.
@@ -145,6 +156,7 @@ def jit(
         streams=streams,
         interpret=interpret,
         compiler_options=compiler_options,
+        tuning=tuning,
     )
     check(settings)
     if f is None:
@@ -175,14 +187,15 @@ def explain(f: JitFunction[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(jhost.explain(f, jnp.ones((4, 2))).streams[0].chunks)
         2
     """
-    _check_jhost_function(f)
+    check_jhost_function("explain", f)
     return f.lower(*args, **kwargs).explain()
 
 
-def _check_jhost_function(f: Any) -> None:
+def check_jhost_function(name: str, f: Any) -> None:
+    """Refuses what `jhost.jit` has not made, in the words of `jhost.<name>`."""
     if not isinstance(f, JitFunction):
         raise errors.ArgumentError(
-            f"jhost.explain takes a function made by jhost.jit, but got {f!r}. "
+            f"jhost.{name} takes a function made by jhost.jit, but got {f!r}. "
             "Decorate it first."
         )
 
@@ -265,6 +278,27 @@ class JitFunction(Generic[P, R]):
             _mesh=self._config(key).mesh,
             _consts=traced.consts,
         )
+
+    def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
+        """The same function with other arguments of `jhost.jit`.
+
+        With another mesh, `NamedSharding`s keep their specs.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0))
+            >>> x = jnp.ones((8, 2))
+            >>> jhost.explain(f.with_options(chunks=4), x).streams[0].chunks
+            4
+        """
+        kept: Options = {}
+        if "mesh" in options:
+            kept["in_shardings"] = _shardings.specs(self._settings.in_shardings)
+            kept["out_shardings"] = _shardings.specs(self._settings.out_shardings)
+        settings = dataclasses.replace(self._settings, **{**kept, **options})
+        check(settings)
+        return JitFunction(self._fun, settings=settings)
 
     # --- Which program -------------------------------------------------------- #
 
@@ -356,9 +390,19 @@ class JitFunction(Generic[P, R]):
             streams=settings.streams,
             interpret=settings.interpret,
             compiler_options=tuple((settings.compiler_options or {}).items()),
+            tunings=settings.tunings,
         )
 
     # --- Tracing -------------------------------------------------------------- #
+
+    def as_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """What a call of the function with these arguments runs, and on what."""
+        leaves = self._leaves(args, kwargs)
+        key = self._key(leaves)
+        with self._explained(key, args, kwargs):
+            traced = self._trace(args, kwargs)
+            call_jaxpr = self._call_jaxpr(key, traced)
+        return Call(call_jaxpr, self._config(key), (*traced.consts, *leaves))
 
     def _bind(self, key: Key, config: Config, args: Any, kwargs: Any) -> R:
         """One call of the primitive, in whatever trace there is."""

@@ -352,7 +352,7 @@ def is_array(atom: Atom) -> bool:
 # `jhost/lowering` is a link, and an editable install imports what is behind it.
 for _entry in os.scandir(os.path.dirname(__file__)):
     for _path in {_entry.path, os.path.realpath(_entry.path)}:
-        if _entry.name != "_demo.py":
+        if _entry.name != "_block.py":
             _end = os.sep if _entry.is_dir() else ""
             source_info_util.register_exclusion(_path + _end)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,11 +25,21 @@ from jhost._jax import (
     result_paths,
 )
 from jhost._primitives import Spec, jhost_p
+from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.emit import emit
 from jhost.lowering.explain import count_loops
+from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program, StreamMark
-from jhost.lowering.pipeline import Pass, lower_jaxpr, passes, up_to_layouts
+from jhost.lowering.passes.choose_pipelines import ChoosePipelines
+from jhost.lowering.pipeline import (
+    Pass,
+    around_choice,
+    lower_jaxpr,
+    passes,
+    run_passes,
+    up_to_layouts,
+)
 from jhost.lowering.rates import rates_of
 from jhost.lowering.streamed_dims import stream_marks
 from jhost.runtime import dump
@@ -53,7 +64,16 @@ class Config:
     streams: int
     interpret: bool
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    tunings: tuple[Tuning, ...] = ()
     embedded: bool = False
+
+
+class Call(NamedTuple):
+    """One call of the primitive: what it runs, and on which operands."""
+
+    call_jaxpr: Any
+    config: Config
+    operands: tuple[Any, ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,7 +120,10 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
     Raises:
         StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
     """
-    return _lowered(call_jaxpr, dataclasses.replace(config, embedded=False))
+    config = dataclasses.replace(config, embedded=False)
+    if config.tunings:
+        _warn_if_stale(call_jaxpr, config)
+    return _lowered(call_jaxpr, config)
 
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
@@ -141,6 +164,47 @@ def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
     return program
 
 
+class Planned(NamedTuple):
+    """A program whose pipelines are to be chosen, what chooses, and what follows."""
+
+    program: Program
+    chooser: ChoosePipelines
+    rest: tuple[Pass, ...]
+
+    def finish(self, program: Program) -> Program:
+        """The program of a candidate, after all passes."""
+        return run_passes(program, self.rest)
+
+
+def planned(call_jaxpr: Any, config: Config) -> Planned:
+    """The program of an annotated jaxpr before anything is chosen for its marks."""
+    strict = True
+    try:
+        _lowered(call_jaxpr, config)
+    except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
+        strict = False  # as for `derived_program`
+    before, chooser, rest = around_choice(_sequence(config, strict))
+    program = chooser.resolved(_lower(call_jaxpr, config, before))
+    return Planned(program, chooser, rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_if_stale(call_jaxpr: Any, config: Config) -> None:
+    """Says once of a program why none of its tunings holds for it."""
+    program = planned(call_jaxpr, config).program
+    mesh, digest = config.mesh, fingerprint(program)
+    found = [changes(tuning, mesh, program, digest) for tuning in config.tunings]
+    if not all(found):
+        return
+    lines = [f"  * {line}" for lines in found for line in lines]
+    warnings.warn(
+        f"The tuning of {config.name} does not hold here and is ignored: its streams "
+        f"are chosen by prediction. Tune again with jhost.tune({config.name}, ...). "
+        "What changed:\n" + "\n".join(lines),
+        stacklevel=2,
+    )
+
+
 def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
     devices = devices_of(config.mesh)
     return passes(
@@ -150,6 +214,7 @@ def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
         strict=strict,
         rates=rates_of(devices.kind, devices.processes),
         device_kind=devices.kind,
+        tuned=tuned_here(config.tunings, config.mesh),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 from jhost import _shardings, errors
 from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._jax import Names, Nums
+from jhost._tuning import Tuning
 from jhost.runtime.mesh import AnyMesh
 
 
@@ -28,6 +29,14 @@ class Settings:
     streams: int
     interpret: bool
     compiler_options: Mapping[str, Any] | None
+    tuning: Tuning | Sequence[Tuning] | None = None
+
+    @property
+    def tunings(self) -> tuple[Tuning, ...]:
+        """The tunings, none or several."""
+        if self.tuning is None:
+            return ()
+        return (self.tuning,) if isinstance(self.tuning, Tuning) else (*self.tuning,)
 
 
 class Options(TypedDict, total=False):
@@ -45,6 +54,7 @@ class Options(TypedDict, total=False):
     streams: int
     interpret: bool
     compiler_options: Mapping[str, Any] | None
+    tuning: Tuning | Sequence[Tuning] | None
 
 
 def check(settings: Settings) -> None:
@@ -56,6 +66,7 @@ def check(settings: Settings) -> None:
     _check_mesh(settings.mesh)
     _check_shardings({"in": settings.in_shardings, "out": settings.out_shardings})
     _check_chunks(settings.chunks)
+    _check_tuning(settings.tuning)
     if settings.pipeline not in get_args(Pipeline):
         raise errors.OptionError(
             f"jhost.jit got pipeline={settings.pipeline!r}, which is none of "
@@ -66,6 +77,15 @@ def check(settings: Settings) -> None:
         raise errors.OptionError(
             f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
             "1."
+        )
+
+
+def _check_tuning(tuning: Any) -> None:
+    several = tuning if isinstance(tuning, list | tuple) else (tuning,)
+    if tuning is not None and not all(isinstance(one, Tuning) for one in several):
+        raise errors.ArgumentError(
+            "jhost.jit takes what jhost.tune returned as tuning, or several in a list, "
+            f"but got {tuning!r}. Read a file with jhost.Tuning.from_json(text)."
         )
 
 

@@ -59,6 +59,15 @@ def named(shardings: Any, mesh: AnyMesh) -> Any:
     return jax.tree.map(one, shardings, is_leaf=is_sharding)
 
 
+def specs(shardings: Any) -> Any:
+    """A tree of shardings with specs alone, which any mesh may have."""
+
+    def one(sharding: Any) -> Any:
+        return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+    return jax.tree.map(one, shardings, is_leaf=is_sharding)
+
+
 def spread(prefix: Any, tree: Any) -> list[Spec | None]:
     """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
     if isinstance(prefix, list):

@@ -42,7 +42,7 @@ class Lowered:
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return _explained(self.host_ir, self._mesh)
+        return explained(self.host_ir, self._mesh)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -125,11 +125,11 @@ class Compiled:
             schedule = str(self.schedule())
         except errors.ScheduleError:
             schedule = "schedule: the backend does not give it"
-        explanation = _explained(self.host_ir, self._mesh)
+        explanation = explained(self.host_ir, self._mesh)
         return dataclasses.replace(explanation, schedule=schedule)
 
 
-def _explained(program: Program, mesh: AnyMesh | None) -> Explanation:
+def explained(program: Program, mesh: AnyMesh | None) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     explanation = explain_program(program)
     options = options_report(program.name, mesh) if explanation.loops else ()

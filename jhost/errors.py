@@ -91,5 +91,14 @@ class IndexRangeError(JhostError, IndexError):
     """An alias in a Host IR program would lie outside its source."""
 
 
+class TuningError(JhostError, ValueError):
+    """A text is not a tuning, or one that this version cannot read."""
+
+
 class VerifyError(JhostError, RuntimeError):
     """A Host IR program breaks an invariant, through jhost's fault or its author's."""
+
+
+def first_line(error: BaseException) -> str:
+    """What is wrong, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -63,7 +63,7 @@ def choose_pipeline(
     else:
         return off(mark.why or "auto, and nothing is known of the devices")
     _check_count(mark, count, extent)
-    return _collective(count, reason, extent, parts)
+    return _collective(count, reason, extent, parts, mark.why)
 
 
 def off(reason: str) -> Choice:
@@ -72,7 +72,7 @@ def off(reason: str) -> Choice:
 
 
 def _collective(
-    count: int, reason: str, extent: int, parts: Mapping[int, Part]
+    count: int, reason: str, extent: int, parts: Mapping[int, Part], why: str
 ) -> Choice:
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
@@ -80,7 +80,7 @@ def _collective(
     if chunks < count:
         reason = (
             f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
-        )
+        ) + (f"; {why}" if why else "")
     if chunks == 1:
         return off("one chunk is no loop")
     return Choice(pipeline="collective", chunks=chunks, reason=reason, parts=parts)

@@ -33,7 +33,8 @@ class StreamReport:
 
     `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
     number of steps that could be cut.  `predicted` has the seconds that the program
-    would take with each choice that was weighed, the best first.
+    would take with each choice that was weighed, the best first; of a stream that
+    follows a `jhost.Tuning`, `measured` has those that it took, the chosen one first.
     """
 
     stream: str
@@ -44,6 +45,7 @@ class StreamReport:
     reason: str
     where: str
     predicted: tuple[tuple[str, float], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"

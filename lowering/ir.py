@@ -313,7 +313,8 @@ class StreamMark:
 
     `by_name` tells the pipeline that the user named from one that a pass chose.  `why`
     is the reason for that choice, and `predicted` the seconds that each candidate would
-    take, the best first.  `streams` is how many the loops take turns on at most.
+    take, the best first, or `measured` those that it took.  `streams` is how many the
+    loops take turns on at most.
     """
 
     buffer: str
@@ -325,6 +326,7 @@ class StreamMark:
     streams: int | None = None
     why: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
 
 
 @_node

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 from jhost.lowering.ir import Program, StreamMark
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What was measured to be best for a mark; None in both: no pipeline."""
+
+    pipeline: str | None = None
+    chunks: int | None = None
+    streams: int | None = None
+    why: str = ""
+    measured: tuple[tuple[str, float], ...] = ()
+
+    def settle(self, mark: StreamMark) -> StreamMark:
+        """`mark` asking for that, as if by name: it stands where it was measured."""
+        return dataclasses.replace(mark, **_fields(self), by_name=True)
+
+
+Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
+"""By fingerprint of a program and number of a mark among all of the program's."""
+
+
+def _fields(tuned: Tuned) -> dict[str, Any]:
+    return {f.name: getattr(tuned, f.name) for f in dataclasses.fields(tuned)}
 
 
 def resolved_mark(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.build import build
 from jhost.lowering.inline_calls import inline_calls
 from jhost.lowering.ir import Program
+from jhost.lowering.marks import Tunings
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
@@ -40,8 +41,11 @@ def passes(
     strict: bool = True,
     rates: Rates | None = None,
     device_kind: str = "unknown",
+    tuned: Tunings | None = None,
 ) -> tuple[Pass, ...]:
     """All passes, in order; `rates` are those of the devices, if they are known.
+
+    `tuned` has what was measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
@@ -66,11 +70,25 @@ def passes(
             pipeline=pipeline,
             rates=rates,
             device_kind=device_kind,
+            tuned=tuned or {},
         ),
         *up_to_units,
         # The life of what the units make.
         InsertDeallocations(),
     )
+
+
+def around_choice(
+    sequence: Sequence[Pass],
+) -> tuple[tuple[Pass, ...], ChoosePipelines, tuple[Pass, ...]]:
+    """The passes before pipelines are chosen, the one that does, those after it.
+
+    The passes that a candidate goes through to be weighed are not among the last.
+    """
+    number = [step.name for step in sequence].index(ChoosePipelines.name)
+    chooser = cast(ChoosePipelines, sequence[number])
+    rest = sequence[number + 1 + len(chooser.following) :]
+    return tuple(sequence[:number]), chooser, tuple(rest)
 
 
 def up_to_layouts(sequence: Sequence[Pass]) -> tuple[Pass, ...]:

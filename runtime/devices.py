@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -43,3 +44,14 @@ def devices_of(mesh: AnyMesh | None) -> Devices:
         count=len(devices),
         processes=len({device.process_index for device in devices}),
     )
+
+
+def ask_for_cpu_devices(count: int) -> None:
+    """Splits the CPU into virtual devices, unless somebody has said how many.
+
+    Raises:
+        RuntimeError: JAX has started, and they are made.
+    """
+    said = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not said and jax.config.jax_num_cpu_devices == -1:
+        jax.config.update("jax_num_cpu_devices", count)

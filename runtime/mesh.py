@@ -89,6 +89,15 @@ def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
     return None
 
 
+def automatic(value: Any) -> Any:
+    """An array as on a mesh with automatic axes, where its type has no sharding."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return value
+    mesh = auto_mesh(sharding.mesh)
+    return jax.device_put(value, NamedSharding(mesh, sharding.spec))
+
+
 @contextmanager
 def automatic_axes() -> Generator[None]:
     """Inside, types say nothing of shardings: `jax.sharding.auto_axes` for tracing."""

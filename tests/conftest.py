@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 # Before jax is imported, which reads both once.
@@ -23,7 +23,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import hypothesis
 import jax
 import pytest
-from jax.sharding import AxisType, Mesh
+
+pytest_plugins = ["jhost.pytest_plugin"]
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -80,17 +81,6 @@ def pytest_report_header() -> str:
     where = Path(jhost.__file__).parent
     devices = f"{jax.device_count()} {jax.default_backend()} devices"
     return f"jhost: {where}, JAX {jax.__version__}, {devices}"
-
-
-@pytest.fixture(scope="session")
-def make_mesh() -> Callable[[Sequence[int], Sequence[str]], Mesh]:
-    """`make_mesh((2, 4), ("dp", "tp"))`: a mesh of the first devices, all axes Auto."""
-
-    def make(sizes: Sequence[int], names: Sequence[str]) -> Mesh:
-        axis_types = (AxisType.Auto,) * len(names)
-        return jax.make_mesh(tuple(sizes), tuple(names), axis_types=axis_types)
-
-    return make
 
 
 @pytest.fixture

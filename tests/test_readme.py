@@ -72,6 +72,18 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
     assert capsys.readouterr().out == shown.text + "\n"
 
 
+@pytest.mark.parametrize("name", ["tuning.md", "testing.md"])
+def test_the_examples_of_a_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path))
+    page, namespace = ROOT / "docs" / name, dict[str, Any]()
+    examples = [block for block in blocks(page) if block.language == "python"]
+    assert examples
+    for example in examples:
+        run(page, example, namespace)
+
+
 def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     commands = [line for line in lines if line.startswith("python3 -m venv .venv && ")]

@@ -1,24 +1,27 @@
 """Choose what the user left open about streams: pipeline, chunk count, or neither.
 
-Each candidate is lowered, and the simulation of `cost.py` says what the program would
-then take.  Not to pipeline is a candidate like any other, and wins unless another gains
-more than the simulation may be wrong by.
+Where a program was tuned, what was measured best is taken.  Otherwise each candidate is
+lowered, and the simulation of `cost.py` says what the program would then take.  Not to
+pipeline is a candidate like any other, and wins unless another gains more than the
+simulation may be wrong by.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, Protocol, cast
 
 from jhost import errors
 from jhost.lowering.cost import predict, seconds_text
+from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Mark, Program, StreamMark
-from jhost.lowering.marks import resolved_mark
+from jhost.lowering.marks import Tuned, Tunings, resolved_mark
 from jhost.lowering.rates import Rates
 
-_GAIN = 0.97
-"""What a pipeline's predicted time must be below, as a share of the time without."""
+GAIN = 0.97
+"""What a pipeline's time must be below, as a share of the time without."""
 
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
@@ -36,7 +39,7 @@ class ChoosePipelines:
     """Marks that leave something open -> marks that say it, with the reason.
 
     `following` are the passes up to the loops; `rates` are those of devices of
-    `device_kind`, if they are known.
+    `device_kind`, if they are known; `tuned` is what was measured.
     """
 
     name: ClassVar[str] = "choose_pipelines"
@@ -46,24 +49,42 @@ class ChoosePipelines:
     pipeline: str = "auto"
     rates: Rates | None = None
     device_kind: str = "unknown"
+    tuned: Tunings = dataclasses.field(default_factory=dict[str, Mapping[int, Tuned]])
 
     def apply(self, program: Program) -> Program:
+        program = self.resolved(program)
+        marks, tuned = list(program.marks), self.tuned_marks(program)
+        why_not = self.nothing_to_gain(program)
+        for number, mark in open_marks(program).items():
+            if number in tuned:
+                marks[number] = tuned[number].settle(mark)
+            elif why_not or self.rates is None:
+                marks[number] = dataclasses.replace(mark, why=_left_open(mark, why_not))
+            else:
+                trial = Trial(program, marks, (number,), self.following, self.rates)
+                marks[number] = trial.best(mark)
+        return dataclasses.replace(program, marks=tuple(marks))
+
+    def resolved(self, program: Program) -> Program:
+        """`program` with the function's settings in the marks that have none."""
         marks = [
             resolved_mark(mark, self.chunks, self.pipeline)
             if isinstance(mark, StreamMark)
             else mark
             for mark in program.marks
         ]
-        why_not = self.nothing_to_gain(program)
-        for number, mark in enumerate(marks):
-            if not isinstance(mark, StreamMark) or _is_settled(mark):
-                continue
-            if why_not or self.rates is None:
-                marks[number] = dataclasses.replace(mark, why=_left_open(mark, why_not))
-            else:
-                trial = _Trial(program, marks, number, self.following, self.rates)
-                marks[number] = trial.best(mark)
         return dataclasses.replace(program, marks=tuple(marks))
+
+    def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
+        """What was measured for the marks of a resolved program, by number."""
+        return self.tuned.get(fingerprint(program), {}) if self.tuned else {}
+
+    def trial(
+        self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
+    ) -> Trial:
+        """A trial of all candidates for some marks of a resolved program, together."""
+        following, rates = self.following, self.rates
+        return Trial(program, marks, numbers, following, rates, to_measure=True)
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""
@@ -76,6 +97,15 @@ class ChoosePipelines:
         ):
             return f"on {self.device_kind} devices no transfer runs beside computation"
         return ""
+
+
+def open_marks(program: Program) -> dict[int, StreamMark]:
+    """The stream marks that leave something open, by their number among all."""
+    return {
+        number: mark
+        for number, mark in enumerate(program.marks)
+        if isinstance(mark, StreamMark) and not _is_settled(mark)
+    }
 
 
 def _is_settled(mark: StreamMark) -> bool:
@@ -91,11 +121,11 @@ def _left_open(mark: StreamMark, why_not: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """One candidate: the mark that asks for it, and the seconds it would take.
 
     `host_share` is the part of them for which launches keep the host, and `program`
-    what it would be.
+    what it would be.  The seconds are NaN where the devices' rates are not known.
     """
 
     mark: StreamMark
@@ -105,23 +135,29 @@ class _Outcome:
     program: Program
 
 
-class _Trial:
-    """The candidates for one of the marks, the others as they are."""
+class Trial:
+    """The candidates for one of the marks, or some alike, the others as they are.
+
+    Those that are `to_measure` include what cannot win by prediction.
+    """
 
     def __init__(
         self,
         program: Program,
         marks: Sequence[Mark],
-        number: int,
+        numbers: Sequence[int],
         following: Sequence[_Pass],
-        rates: Rates,
+        rates: Rates | None,
+        *,
+        to_measure: bool = False,
     ) -> None:
         self.program = program
         self.marks = marks
-        self.number = number
+        self.numbers = numbers
         self.following = following
         self.rates = rates
-        self.outcomes: list[_Outcome] = []
+        self.to_measure = to_measure
+        self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
 
     def best(self, mark: StreamMark) -> StreamMark:
@@ -133,7 +169,7 @@ class _Trial:
             return mark  # the loops will say what is wrong with it
         chosen = self.outcomes[0]
         for outcome in self.outcomes[1:]:
-            if outcome.seconds < _GAIN * chosen.seconds:
+            if outcome.seconds < GAIN * chosen.seconds:
                 chosen = outcome
         others = [outcome for outcome in self.outcomes if outcome is not chosen]
         ranked = [chosen, *sorted(others, key=lambda outcome: outcome.seconds)]
@@ -143,13 +179,21 @@ class _Trial:
             predicted=tuple((o.text, o.seconds) for o in ranked),
         )
 
-    def reason(self, ranked: Sequence[_Outcome]) -> str:
+    def measurable(self, mark: StreamMark) -> list[Outcome]:
+        """All candidates that make different programs."""
+        for candidate in self.candidates(mark):
+            if (outcome := self.weigh(candidate)) is not None:
+                self.outcomes.append(outcome)
+            if outcome is not None and candidate.pipeline == "p2p":
+                fewer = self.weigh(dataclasses.replace(candidate, streams=2))
+                self.outcomes += [fewer] if fewer else []
+        programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
+        return [o for o in self.outcomes if programs[str(o.program)] is o]
+
+    def reason(self, ranked: Sequence[Outcome]) -> str:
         """The prediction for the choice, and for what it was chosen from."""
-        said = [f"{o.text} {seconds_text(o.seconds)}" for o in ranked]
-        first = ranked[0]
-        said[0] = f"{first.text}, predicted to take {seconds_text(first.seconds)}"
-        said[1:2] = [f"runner-up: {text}" for text in said[1:2]]
-        return "; ".join((*said, *self.refusals))
+        rows = [(outcome.text, outcome.seconds) for outcome in ranked]
+        return ranking_text("predicted", rows, self.refusals)
 
     def candidates(self, mark: StreamMark) -> Iterator[StreamMark]:
         """What could be done with a mark, as far as it leaves that open."""
@@ -157,16 +201,22 @@ class _Trial:
         if mark.pipeline is None and not given:
             yield mark
         if mark.pipeline is None or mark.pipeline == "collective":
-            beside = self.rates.collective.beside_compute
+            beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:
                 yield dataclasses.replace(mark, pipeline="collective", chunks=count)
-        if mark.pipeline in (None, "p2p") and self.rates.permute.beside_compute:
-            named = mark.pipeline is not None
+        beside = self.to_measure or self.known.permute.beside_compute
+        if mark.pipeline in (None, "p2p") and beside:
+            named = self.to_measure or mark.pipeline is not None
             p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
             yield p2p
             devices = None if given else self.devices()
             if devices is not None:
                 yield dataclasses.replace(p2p, chunks=2 * devices)
+
+    @property
+    def known(self) -> Rates:
+        assert self.rates is not None, "only candidates to measure need no rates"
+        return self.rates
 
     def devices(self) -> int | None:
         """The chunks that the p2p candidate got, if it is the one weighed last."""
@@ -179,23 +229,36 @@ class _Trial:
                 return cast(int, facts["chunks"])
         return None
 
-    def weigh(self, candidate: StreamMark) -> _Outcome | None:
+    def weigh(self, candidate: StreamMark) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
-        marks[self.number] = candidate
+        for number in self.numbers:
+            marks[number] = dataclasses.replace(
+                cast(StreamMark, marks[number]),
+                pipeline=candidate.pipeline,
+                chunks=candidate.chunks,
+                streams=candidate.streams,
+                by_name=candidate.by_name,
+            )
         program = dataclasses.replace(self.program, marks=tuple(marks))
         text = _text(candidate)
         try:
             for step in self.following:
                 program = step.apply(program)
-        except (errors.PipelineError, errors.ChunksError) as refusal:
+        except (
+            errors.PipelineError,
+            errors.ChunksError,
+            errors.StreamDimError,
+        ) as refusal:
             self.refusals.append(f"not {text}: {str(refusal).splitlines()[0]}")
             return None
+        if self.rates is None:
+            return Outcome(candidate, text, math.nan, math.nan, program)
         predicted = predict(program, self.rates)
         host_share = predicted.host / max(predicted.total, 1e-12)
-        return _Outcome(candidate, text, predicted.total, host_share, program)
+        return Outcome(candidate, text, predicted.total, host_share, program)
 
-    def on_fewer_streams(self, outcome: _Outcome) -> _Outcome:
+    def on_fewer_streams(self, outcome: Outcome) -> Outcome:
         """The same on two streams, where that costs nothing and the host is ahead.
 
         A transfer is then launched an iteration before it is needed, not all of them
@@ -209,6 +272,17 @@ class _Trial:
         if fewer is None or str(fewer.program) == str(outcome.program):
             return outcome
         return fewer if fewer.seconds <= outcome.seconds else outcome
+
+
+def ranking_text(
+    how: str, ranked: Sequence[tuple[str, float]], left_out: Sequence[str]
+) -> str:
+    """The seconds of the choice, and of what it was chosen from; the best first."""
+    (first, seconds), *rest = ranked
+    said = [f"{text} {seconds_text(each)}" for text, each in rest]
+    said[:1] = [f"runner-up: {text}" for text in said[:1]]
+    said = [f"{first}, {how} to take {seconds_text(seconds)}", *said, *left_out]
+    return "; ".join(said)
 
 
 def _text(mark: StreamMark) -> str:

@@ -163,6 +163,7 @@ def stream_remark(stream: str, mark: StreamMark, extent: int, choice: Choice) ->
             ("extent", extent),
             ("reason", choice.reason),
             ("predicted", mark.predicted),
+            ("measured", mark.measured),
         ),
     )
 

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.testing import assert_close
 from tests.lowering.on_mesh import tp
 from tests.lowering.traced import array
 
@@ -57,16 +57,7 @@ def gradients(f: Function, *numbers: int) -> Function:
     return jax.grad(square_loss(f), numbers or (0, 1, 2))
 
 
-def assert_same(given: Any, wanted: Any, atol: float = 0) -> None:
-    """Equal in shapes and types, and in values to `atol` of the largest."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
-    scale = functools.partial(_scaled, wanted) if atol else lambda tree: tree
-    chex.assert_trees_all_close(scale(given), scale(wanted), rtol=0, atol=atol)
-
-
-def _scaled(by: Any, tree: Any) -> Any:
-    # Sums of large values may cancel to small ones.
-    return jax.tree.map(lambda x, y: x / jnp.maximum(jnp.max(jnp.abs(y)), 1), tree, by)
+assert_same = functools.partial(assert_close, tolerance=0)
 
 
 def same(
@@ -77,4 +68,5 @@ def same(
     **more: Any,
 ) -> None:
     """`transform` gives the same of `fun` by jhost as of `fun` itself."""
-    assert_same(transform(hosted(fun, pipeline, **more)), transform(fun), atol)
+    given, wanted = transform(hosted(fun, pipeline, **more)), transform(fun)
+    assert_close(given, wanted, tolerance=atol)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jhost._program import derived_program
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.ir import Program
+from jhost.testing import programs
 
 
 def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,15 +20,6 @@ def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
         return result, pullback(cotangent)
 
     return both
-
-
-def programs(fun: Callable[..., Any], *args: Any) -> list[Program]:
-    """The Host IR of every call of a jhost function in what JAX makes of `fun`."""
-    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    return [
-        derived_program(eqn.params["call_jaxpr"], eqn.params["config"])
-        for eqn in _calls(jaxpr)
-    ]
 
 
 def backward(fun: Callable[..., Any], *args: Any) -> list[Program]:
@@ -44,12 +34,3 @@ def moves(program: Program) -> list[str]:
         f"{row.kind} {','.join(row.axes)} {row.bytes}"
         for row in explanation.communications
     )
-
-
-def _calls(jaxpr: Any) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        if "jhost" in eqn.primitive.name and eqn.outvars:
-            yield eqn
-        elif "jhost" not in eqn.primitive.name:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _calls(getattr(inner, "jaxpr", inner))

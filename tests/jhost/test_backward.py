@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.explain import explain_program
 from jhost.lowering.ir import Program
-from tests.jhost.derived import backward, moves, programs, vjp
+from jhost.testing import programs
+from tests.jhost.derived import backward, moves, vjp
 from tests.lowering.on_mesh import on
 from tests.lowering.traced import array, loops, remarks
 

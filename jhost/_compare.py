@@ -1,0 +1,86 @@
+"""How far two results lie apart, and how far they may for their dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCES = {
+    "float64": 1e-12,
+    "float32": 1e-4,
+    "bfloat16": 2e-2,
+    "float16": 4e-3,
+    "complex64": 1e-4,
+    "complex128": 1e-12,
+}
+"""How far results may lie apart, as a part of the largest: chunks are summed in another
+order, and accelerators may round float32 operands of a matmul to TensorFloat-32."""
+
+_NARROW = 0.125
+"""The same for floats of eight bits and fewer, of which one step may be an eighth."""
+
+
+def tolerance(dtype: Any) -> float:
+    """How far apart values may lie, as a part of the largest; integers: not at all."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return TOLERANCES.get(jnp.dtype(dtype).name, _NARROW)
+
+
+@jax.jit
+def _error(a: jax.Array, b: jax.Array) -> jax.Array:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if not a.size:
+        return jnp.zeros((), jnp.float32)
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return jnp.any(a != b).astype(jnp.float32)
+    if a.dtype.itemsize < 4:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    # What is equal has no distance, infinities and NaN among it.
+    same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+    finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))
+    largest = jnp.max(finite)
+    distance = jnp.where(same, jnp.zeros_like(finite), jnp.abs(a - b))
+    return jnp.max(distance) / jnp.where(largest > 0, largest, jnp.ones_like(largest))
+
+
+def relative_errors(given: Any, wanted: Any) -> list[float]:
+    """For each array of two trees, the largest distance as a part of the largest value.
+
+    Of other dtypes than floats it is 1 if anything differs, and else 0.
+    """
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
+    return [float(np.asarray(_error(a, _beside(b, a)))) for a, b in pairs]
+
+
+def _beside(value: Any, other: Any) -> Any:
+    """`value` on the devices of `other`, if that has any."""
+    there = getattr(other, "sharding", None)
+    return value if there is None else jax.device_put(value, there)
+
+
+def beyond_tolerance(
+    given: Any, wanted: Any, allowed: float | None = None
+) -> list[str]:
+    """A line for each array of two trees of equal types that lies too far apart.
+
+    That is by a part of the largest value, `allowed` or what suits the dtype.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
+    rows = zip(
+        paths,
+        jax.tree.leaves(wanted),
+        relative_errors(given, wanted),
+        strict=True,
+    )
+    return [
+        f"{jax.tree_util.keystr(path) or 'the result'}: they differ by {error:.1e} of "
+        f"the largest value; the tolerance is {limit:.0e}"
+        for path, leaf, error in rows
+        # Not so if it is NaN.
+        if not error <= (limit := tolerance(leaf.dtype) if allowed is None else allowed)
+    ]

@@ -1,0 +1,46 @@
+"""Frozen dataclasses out of parsed JSON, each value checked against its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], value: Any) -> T:
+    """`value` as `kind`, a dataclass of scalars, dataclasses, and tuples of them.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    return _read(kind, value, kind.__name__)
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _fields(kind, value, path)
+    match typing.get_origin(kind):
+        case origin if origin is tuple:
+            if not isinstance(value, list):
+                raise TypeError(f"{path} is no list")
+            (each, _) = typing.get_args(kind)
+            return tuple(_read(each, v, f"{path}[{i}]") for i, v in enumerate(value))
+        case origin if origin is types.UnionType:
+            kinds = typing.get_args(kind)
+        case _:
+            kinds = (kind,)
+    # `True` is an int by accident, and a float may be written without its point.
+    accepted = {int if isinstance(value, int) and k is float else k for k in kinds}
+    if type(value) not in accepted:
+        raise TypeError(f"{path} is {value!r}")
+    return float(value) if float in kinds and isinstance(value, int) else value
+
+
+def _fields(kind: Any, value: Any, path: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    if not isinstance(value, dict) or set(value) != set(hints):
+        raise ValueError(f"{path} needs the fields {', '.join(hints)}")
+    return kind(**{n: _read(hints[n], value[n], f"{path}.{n}") for n in hints})

@@ -1,0 +1,316 @@
+"""Checks of functions that jhost compiles: right, pipelined, and moving no more.
+
+jhost's own tests use them.  They need chex: `pip install 'jhost[testing]'`; the fixture
+and marker for devices are in `jhost.pytest_plugin`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.sharding import AxisType, Mesh
+
+try:
+    import chex
+except ImportError as error:
+    raise ImportError(
+        "jhost.testing needs chex: pip install 'jhost[testing]'"
+    ) from error
+
+from jhost import errors
+from jhost._annotate import Pipeline
+from jhost._api import JitFunction, check_jhost_function
+from jhost._calls import by_floats, gradients_of
+from jhost._compare import beyond_tolerance
+from jhost._primitives import jhost_p
+from jhost._program import derived_program
+from jhost.lowering.explain import explain_program
+from jhost.lowering.ir import Program
+from jhost.runtime.mesh import automatic, mesh_text
+
+Axes: TypeAlias = Mapping[str, int]
+
+PIPELINES: tuple[Pipeline, ...] = ("auto", "off", "collective", "p2p")
+
+
+def mesh_of(axes: Axes) -> Mesh:
+    """A mesh of the first devices with these axes and sizes, all of them automatic.
+
+    Raises:
+        OptionError: there are fewer devices.
+
+    Example:
+        >>> mesh_of({"tp": 1}).shape
+        OrderedDict({'tp': 1})
+    """
+    sizes = tuple(axes.values())
+    try:
+        types = (AxisType.Auto,) * len(sizes)
+        return jax.make_mesh(sizes, tuple(axes), axis_types=types)
+    except ValueError as error:
+        raise errors.OptionError(
+            f"A mesh {dict(axes)} needs more than the {jax.device_count()} "
+            f"{jax.default_backend()} devices that there are. jhost.pytest_plugin "
+            "makes virtual ones of the CPU."
+        ) from error
+
+
+# --- Values ----------------------------------------------------------------------- #
+
+
+def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> None:
+    """Two trees of arrays have equal types, and values as close as can be asked.
+
+    Args:
+        given: arrays, as computed.
+        wanted: arrays, as they should be.
+        tolerance: how far values may lie apart, as a part of the largest one of the
+            array; 0 for not at all.  By default what suits the dtype: 1e-4 for float32,
+            2e-2 for bfloat16, not at all for integers.
+
+    Raises:
+        AssertionError: they do not.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> assert_close({"x": jnp.ones(2)}, {"x": jnp.ones(2) + 1e-6})
+        >>> assert_close(jnp.ones(2), jnp.ones(2) + 1e-6, tolerance=0)
+        Traceback (most recent call last):
+        ...
+        AssertionError: the result: they differ by 9.5e-07 of the largest value; ...
+    """
+    chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
+    problems = beyond_tolerance(given, wanted, tolerance)
+    if problems:
+        raise AssertionError("\n".join(problems))
+
+
+def assert_equals_plain(
+    f: JitFunction[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    gradients: bool = True,
+    tolerance: float | None = None,
+    pipelines: Sequence[Pipeline] | None = None,
+    meshes: Sequence[Mesh | Axes] | None = None,
+) -> None:
+    """A jhost function gives what its plain function gives, however it is pipelined.
+
+    Args:
+        f: a function made by `jhost.jit`.
+        *args: its arguments.  On several meshes these are arrays that are on none.
+        kwargs: its keyword arguments.
+        gradients: compare the gradients by all float arrays among the arguments, too.
+        tolerance: as for `assert_close`.  Integers as floats are computed exactly, if
+            no sum leaves their range, and 0 can be asked.
+        pipelines: as for `jhost.jit`, one after another; marks that name theirs keep
+            it.  By default all that are possible.
+        meshes: meshes, or the sizes of their axes by name, one after another.  By
+            default the function's own.
+
+    Raises:
+        AssertionError: they differ; the text has every case that does.
+        PipelineError: a pipeline in `pipelines` cannot be.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0))
+        >>> assert_equals_plain(f, jnp.ones((8, 2)), meshes=[{"tp": 1}])
+    """
+    check_jhost_function("testing.assert_equals_plain", f)
+    problems: list[str] = []
+    for mesh in meshes or [None]:
+        # The arguments are needed again.
+        there = f.with_options(donate_argnums=None, donate_argnames=None)
+        there = there if mesh is None else there.with_options(mesh=_as_mesh(mesh))
+        case = Case(there, args, kwargs or {}, gradients)
+        for pipeline in pipelines or PIPELINES:
+            try:
+                problems += case.problems(pipeline, tolerance)
+            except (errors.PipelineError, errors.ChunksError):
+                if pipelines is not None:
+                    raise
+    if problems:
+        lines = "\n".join(f"  * {problem}" for problem in problems)
+        raise AssertionError(f"{f.__name__} is not as the plain function:\n{lines}")
+
+
+def _as_mesh(mesh: Mesh | Axes) -> Mesh:
+    return mesh if isinstance(mesh, Mesh) else mesh_of(mesh)
+
+
+class Case:
+    """A function on one mesh, and what the plain one gives there."""
+
+    def __init__(
+        self,
+        f: JitFunction[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        gradients: bool,
+    ) -> None:
+        self.f = f
+        self.args = args
+        self.kwargs = kwargs
+        self.gradients = gradients
+        self.mesh = f.as_call(args, kwargs).config.mesh
+        mesh = self.mesh
+        # Specs without a mesh, in the function, are of the mesh around.
+        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
+            self.wanted = self.results(f.__wrapped__, jax.jit, automatic)
+
+    def results(
+        self,
+        function: Callable[..., Any],
+        wrap: Callable[[Any], Any],
+        place: Callable[[Any], Any],
+    ) -> dict[str, Any]:
+        """The value, and the gradients where they are asked for."""
+        args, kwargs = jax.tree.map(place, (tuple(self.args), dict(self.kwargs)))
+        call, floats = by_floats(function, args, kwargs)
+        found = {"value": wrap(call)(*floats)}
+        if self.gradients:
+            found["gradients"] = wrap(gradients_of(call))(*floats)
+        return found
+
+    def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
+        """What is different with a pipeline, a line each."""
+        f = self.f.with_options(pipeline=pipeline)
+        given = self.results(f, _as_it_is, _as_it_is)
+        where = f"pipeline={pipeline!r} on {self.mesh and mesh_text(self.mesh)}"
+        found: list[str] = []
+        for what, wanted in self.wanted.items():
+            try:
+                assert_close(given[what], wanted, tolerance=tolerance)
+            except AssertionError as error:
+                found += [f"{where}, {what}: {line}" for line in str(error).split("\n")]
+        return found
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+# --- Pipelines ---------------------------------------------------------------------- #
+
+
+def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program]:
+    """The Host IR of every call of a jhost function in what JAX makes of `fun`.
+
+    Args:
+        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        **kwargs: likewise.
+
+    Returns:
+        The programs that jhost makes, in order: of a gradient, those of the forward
+        and of the backward.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
+        >>> len(programs(jax.grad(lambda x: f(x).sum()), jnp.ones(4)))
+        2
+    """
+    if isinstance(fun, JitFunction):
+        call = fun.as_call(args, kwargs)
+        return [derived_program(call.call_jaxpr, call.config)]
+    jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args).jaxpr
+    return [
+        derived_program(eqn.params["call_jaxpr"], eqn.params["config"])
+        for eqn in _calls(jaxpr)
+    ]
+
+
+def _calls(jaxpr: Any) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is jhost_p and eqn.outvars:
+            yield eqn
+        elif eqn.primitive is not jhost_p:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _calls(getattr(inner, "jaxpr", inner))
+
+
+def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Every stream is pipelined, in each program that jhost makes.
+
+    Args:
+        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        **kwargs: likewise.
+
+    Raises:
+        AssertionError: some are not, or there are none; the text has the reason of
+            each, as `jhost.explain` gives it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
+        >>> assert_pipelined(f, jnp.ones(4))
+    """
+    explanations = [explain_program(p) for p in programs(fun, *args, **kwargs)]
+    streams = [stream for each in explanations for stream in each.streams]
+    left = [stream for stream in streams if stream.pipeline == "off"]
+    if left:
+        reasons = "\n".join(f"  * {stream}" for stream in left)
+        raise AssertionError(f"These streams are not pipelined:\n{reasons}")
+    if not streams:
+        said = "\n".join(map(str, explanations)) or "no jhost function is called"
+        raise AssertionError(f"There are no streams to pipeline.\n{said}")
+
+
+def assert_program(
+    fun: Callable[..., Any],
+    *args: Any,
+    loops: int | None = None,
+    communications: Iterable[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """What jhost makes of a function has these loops and communications.
+
+    Those of all programs count together: of a gradient, the forward's and the
+    backward's.
+
+    Args:
+        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        loops: how many loops over chunks there are; None for any number.
+        communications: each communication by kind and mesh axes, in any order, as
+            `"AllGather over tp"`; one in a loop counts once.  None for any.
+        kwargs: keyword arguments of the function.
+
+    Raises:
+        AssertionError: it has others; the text has what is missing, what is too much,
+            and the explanation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
+        >>> assert_program(f, jnp.ones(4), loops=1, communications=[])
+    """
+    explanations = [explain_program(p) for p in programs(fun, *args, **(kwargs or {}))]
+    problems: list[str] = []
+    found = sum(each.loops for each in explanations)
+    if loops not in (None, found):
+        problems.append(f"expected {loops} loops, got {found}")
+    if communications is not None:
+        wanted = Counter(communications)
+        given = Counter(
+            f"{row.kind} over {','.join(row.axes)}"
+            for each in explanations
+            for row in each.communications
+        )
+        problems += [f"missing: {text}" for text in (wanted - given).elements()]
+        problems += [f"too much: {text}" for text in (given - wanted).elements()]
+    if problems:
+        raise AssertionError("\n".join([*problems, *map(str, explanations)]))

@@ -1,0 +1,314 @@
+"""`python -m jhost doctor`, `explain` and `bench`: what they say, and exit statuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import pytest
+
+import jhost
+from jhost import _bench_command, _doctor
+from jhost.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+Problems: TypeAlias = Callable[[str, Any], list[str]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# --- doctor ------------------------------------------------------------------------- #
+
+
+def test_the_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        f"  jax                  {jax.__version__}",
+        f"  jhost                {jhost.__version__}",
+        f"  count                {jax.device_count()}",
+        "  collective           works",
+        "  p2p                  works",
+    ):
+        assert f"\n{line}\n" in out
+    assert out.endswith("0 problems found\n")
+
+
+def test_the_doctor_speaks_json(
+    capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert report["facts"]["devices"]["count"] == jax.device_count()
+    assert report["facts"]["cache"] == {"folder": str(cache), "tunings": 0}
+    assert len(report["facts"]["links"]) == jax.local_device_count() - 1
+
+
+@pytest.fixture
+def problems(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str, Any], list[str]]:
+    """`problems(name, value)`: what the doctor finds wrong with `name` replaced."""
+
+    def found(name: str, value: Any) -> list[str]:
+        monkeypatch.setattr(name, value)
+        assert main(["doctor", "--json"]) == 1
+        report = json.loads(capsys.readouterr().out)
+        return [problem["what"] for problem in report["problems"]]
+
+    return found
+
+
+def test_a_jax_that_is_too_old_is_a_problem(problems: Problems) -> None:
+    (what,) = problems("jax.__version_info__", (0, 4, 30))
+    assert "works with JAX from 0.10 to below 0.13" in what
+
+
+def test_the_versions_are_those_of_the_package() -> None:
+    low, high = (".".join(map(str, version)) for version in _doctor.JAX)
+    assert f'"jax>={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_gpus_that_jax_does_not_use_are_a_problem(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (what,) = problems("shutil.which", lambda _: "/usr/bin/nvidia-smi")
+    assert "has an NVIDIA driver, but JAX runs on the CPU" in what
+
+
+def test_no_devices_are_a_problem(problems: Problems) -> None:
+    def none(_: Any) -> Any:
+        raise RuntimeError("no backend")
+
+    (what,) = problems("jhost._doctor.devices_here", none)
+    assert what == "JAX finds no devices: no backend"
+
+
+def test_options_that_xla_refuses_are_a_problem(problems: Problems) -> None:
+    wanted = {"xla_no_such_option": True}
+    (what,) = problems("jhost._doctor.wanted_options", lambda _: wanted)
+    assert what.startswith("this XLA does not take xla_no_such_option")
+
+
+def test_a_pipeline_that_fails_is_a_problem(problems: Problems) -> None:
+    found = problems("jhost._doctor.beyond_tolerance", lambda *_: ["far"])
+    assert found == [
+        "the collective pipeline fails on these devices: far",
+        "the p2p pipeline fails on these devices: far",
+    ]
+
+
+def test_slow_links_between_gpus_are_a_problem(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = _doctor.devices_of
+
+    def gpus(mesh: Any) -> Any:
+        return dataclasses.replace(right(mesh), platform="gpu")
+
+    monkeypatch.setattr(_doctor, "_SLOW_LINK", float("inf"))
+    (what,) = problems("jhost._doctor.devices_of", gpus)
+    assert what.startswith("copies between GPUs are slow: 0 -> 1, 0 -> 2")
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(problems: Problems) -> None:
+    (what,) = problems("os.access", lambda *_: False)
+    assert what.endswith("cannot be written, so jhost.tune measures every time")
+
+
+# --- explain ------------------------------------------------------------------------ #
+
+MODULE = """
+import jax
+from jax.sharding import AxisType, PartitionSpec as P
+import jhost
+
+def plain(x, up, down):
+    return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
+
+mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+mlp = jhost.jit(
+    plain,
+    mesh=mesh,
+    in_shardings=(P("tp"), P(None, "tp"), P("tp")),
+    out_shardings=P("tp"),
+)
+
+def arguments():
+    kinds = ((16, 8), (8, 16), (16, 8))
+    return tuple(jax.ShapeDtypeStruct(kind, "float32") for kind in kinds)
+"""
+
+SHAPES = ["--shape", "16x8", "8x16", "16x8"]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with jhost functions, in the current folder."""
+    (tmp_path / "a_model_of_mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "a_model_of_mine", raising=False)
+    return "a_model_of_mine"
+
+
+def test_a_function_is_explained(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--pipeline", "collective", "--chunks", "2", "--host-ir"]
+    assert main(["explain", f"{module}:mlp", *SHAPES, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("program plain on tp=4\n  x: f32[4@tp, 8]\n")
+    assert "\n\nplain: 1 loop\n" in out
+    assert "collective pipeline: 2 chunks, as asked [a_model_of_mine.py:7" in out
+
+
+def test_the_mesh_may_be_larger_than_the_machine(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--shape", "8192x4096:bf16", "4096x14336:bf16", "14336x4096:bf16"]
+    mesh = ["--mesh", "tp=64", "--pipeline", "p2p"]
+    assert main(["explain", f"{module}:mlp", *shapes, *mesh]) == 0
+    assert "p2p pipeline: 64 chunks" in capsys.readouterr().out
+
+
+def test_arguments_may_come_from_a_function(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["explain", f"{module}:mlp", "--arguments", f"{module}:arguments"]
+    assert main(command) == 0
+    assert "plain: 0 loops" in capsys.readouterr().out
+
+
+def test_what_jhost_refuses_is_an_exit_status_of_1(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{module}:mlp", "--shape", "15x8", "8x16", "16x8"]) == 1
+    assert "4 does not divide 15" in capsys.readouterr().err
+    assert main(["explain", f"{module}:mlp", "--shape", "16x8"]) == 1
+    assert "missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["MODULE:mlp", "--shape", "8by8"], "'8by8' is no shape; write 8192x4096"),
+        (
+            ["MODULE:mlp", "--shape", "8:bf17"],
+            "unknown dtype 'bf17'; the",
+        ),
+        (["MODULE:mlp", "--mesh", "tp"], "'tp' is no mesh; write dp=2,tp=4"),
+        (["MODULE:mlp", "--mesh", "tp=0"], "'tp=0' is no mesh"),
+        (["MODULE"], "names no function; write module:function"),
+        (["MODULE:nothing"], "MODULE has no nothing"),
+        (["no_such_module:f"], "there is no module 'no_such_module'"),
+        (["MODULE:plain"], "MODULE:plain is no jhost function: decorate it first"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_arguments_of_explain_are_an_exit_status_of_2(
+    module: str,
+    arguments: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["explain", *(each.replace("MODULE", module) for each in arguments)])
+    assert raised.value.code == 2
+    assert text.replace("MODULE", module) in capsys.readouterr().err
+
+
+def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
+    """In a fresh process, without accelerators, from the folder of the module."""
+    unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    environment["PYTHONPATH"] = str(Path(jhost.__file__).parents[1])
+    finished = subprocess.run(
+        [sys.executable, "-m", "jhost", "explain", f"{module}:mlp", *SHAPES],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("plain: 0 loops\n")
+
+
+# --- bench -------------------------------------------------------------------------- #
+
+SMALL = ["--devices", "2", "--rounds", "1", "--tokens", "8", "16"]
+
+
+def test_the_bench_compares_plain_jhost_and_the_limit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.json"
+    assert main(["bench", *SMALL, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("hidden 256, ffn 1024, float32, on 2 x ")
+    figures = json.loads(path.read_text())
+    assert [row["tokens"] for row in figures["rows"]] == [8, 16]
+    for row in figures["rows"]:
+        assert set(row["median"]) == {"plain", "jhost", "compute"}
+        for name, median in row["median"].items():
+            assert 0 < row["minimum"][name] <= median
+        assert f"{row['tokens']:>8}{1e3 * row['median']['plain']:11.3f}" in out
+    assert figures["environment"]["devices"] == 2
+
+
+def test_results_that_disagree_are_an_exit_status_of_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_bench_command, "beyond_tolerance", lambda *_: ["far"])
+    assert main(["bench", *SMALL]) == 1
+    assert "THE RESULTS DISAGREE: far" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--devices", "1000"], "asks for more devices than the"),
+        (["--devices", "2", "--tokens", "7"], "2 does not divide 7"),
+        (["--rounds", "0"], "'0' is not a whole number above 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_arguments_of_bench_are_an_exit_status_of_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", *arguments])
+    assert raised.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
+    def row(plain: float, by_jhost: float, compute: float) -> _bench_command.Row:
+        times = {"plain": plain, "jhost": by_jhost, "compute": compute}
+        return _bench_command.Row(
+            tokens=8,
+            hidden=8,
+            ffn=8,
+            dtype="float32",
+            median=times,
+            minimum=times,
+            choice="",
+            problems=(),
+        )
+
+    assert row(2.0, 1.25, 1.0).hidden_share == 0.75
+    assert row(1.0, 1.0, 0.99).hidden_share is None

@@ -1,0 +1,495 @@
+"""`jhost.tune`: what is measured, what follows it, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost import _tuner, _tuning_cache, errors
+from jhost._compare import beyond_tolerance
+from jhost._program import planned
+from jhost._tuning import Candidate
+from jhost.testing import programs
+from tests.jhost.blocks import ARGS, SPECS, relu_block
+from tests.jhost.derived import backward
+from tests.lowering.hand_built import mesh_of
+from tests.lowering.on_mesh import tp
+
+SETTINGS = tp(4, SPECS, SPECS[0])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def tuned(fun: Any = relu_block, *args: Any, **options: Any) -> jhost.Tuning:
+    f: Any = jhost.jit(fun, **SETTINGS)
+    options = {"rounds": 1, "progress": False, "cache": False, **options}
+    return jhost.tune(f, *(args or ARGS), **options)
+
+
+def favouring(text: str, tuning: jhost.Tuning) -> jhost.Tuning:
+    """`tuning` as if one candidate had been the fastest of each stream."""
+    programs = [
+        dataclasses.replace(
+            program,
+            streams=tuple(
+                dataclasses.replace(
+                    stream,
+                    candidates=tuple(
+                        sorted(stream.candidates, key=lambda c: c.text != text)
+                    ),
+                )
+                for stream in program.streams
+            ),
+        )
+        for program in tuning.programs
+    ]
+    return dataclasses.replace(tuning, programs=tuple(programs))
+
+
+# --- What is measured ------------------------------------------------------------- #
+
+
+def test_every_candidate_is_measured_and_the_best_is_first() -> None:
+    (program,) = tuned().programs
+    (stream,) = program.streams
+    assert {c.text for c in stream.candidates} >= {
+        "not pipelined",
+        "collective with 2 chunks",
+    }
+    for candidate in stream.candidates:
+        assert 0 < candidate.minimum <= candidate.median
+    best, *others = stream.candidates
+    assert [c.median for c in others] == sorted(c.median for c in others)
+    assert best.median <= min(c.median for c in others) / _tuner.GAIN
+    assert program.arguments == ("x: f32[8, 8]", "up: f32[8, 16]", "down: f32[16, 8]")
+    assert stream.where.startswith("blocks.py:")
+
+
+def test_devices_that_nobody_has_measured_are_tuned_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There every candidate is measured, and nothing is predicted."""
+    monkeypatch.setattr("jhost._program.rates_of", lambda *_: None)
+    (stream,) = tuned().programs[0].streams
+    texts = {candidate.text for candidate in stream.candidates}
+    assert {"not pipelined", "p2p with a chunk a device", "p2p with 8 chunks"} <= texts
+    assert {candidate.predicted for candidate in stream.candidates} == {None}
+
+
+def test_what_the_mark_fixes_is_not_tried() -> None:
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream(x @ up @ down, axis=0, pipeline="p2p")
+
+    (stream,) = tuned(block).programs[0].streams
+    assert {candidate.pipeline for candidate in stream.candidates} == {"p2p"}
+
+    def fixed(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream(x @ up @ down, axis=0, pipeline="p2p", chunks=4)
+
+    assert tuned(fixed).programs[0].streams == ()
+
+
+def test_on_one_device_there_is_nothing_to_tune() -> None:
+    f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0))
+    tuning = jhost.tune(f, jnp.ones(4), cache=False, progress=False)
+    assert tuning.programs[0].streams == ()
+
+
+def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    for _ in range(2):
+        x = relu_block(x, up, down)
+    return x
+
+
+def test_marks_of_equal_layers_are_tuned_as_one() -> None:
+    """But a layer on other shapes is not."""
+    call = jhost.jit(layers, **SETTINGS).as_call(ARGS, {})
+    program = planned(call.call_jaxpr, call.config).program
+    first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
+    assert _tuner.marks_alike(program) == [(first, second)]
+
+    def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return relu_block(relu_block(x, up, down)[:4], up, down)
+
+    call = jhost.jit(uneven, **SETTINGS).as_call(ARGS, {})
+    program = planned(call.call_jaxpr, call.config).program
+    assert len(_tuner.marks_alike(program)) == 2
+
+
+def test_a_pipeline_has_to_gain_three_percent() -> None:
+    def timed(text: str, median: float) -> Candidate:
+        return Candidate(
+            text=text,
+            pipeline=None,
+            chunks=None,
+            streams=None,
+            minimum=0.0,
+            median=median,
+            predicted=None,
+        )
+
+    candidates = [timed("off", 1.0), timed("a", 0.98), timed("b", 1.2)]
+    assert [c.text for c in _tuner.best_first(candidates)] == ["off", "a", "b"]
+    faster = [*candidates, timed("c", 0.9)]
+    assert [c.text for c in _tuner.best_first(faster)] == ["c", "a", "off", "b"]
+
+
+def test_a_candidate_that_gives_something_else_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = _tuner.emit
+
+    def wrong(program: Any, mesh: Any) -> Any:
+        function, loops = right(program, mesh), "for " in str(program)
+        return lambda *args: [x + x.dtype.type(loops) for x in function(*args)]
+
+    monkeypatch.setattr(_tuner, "emit", wrong)
+    with pytest.warns(UserWarning, match="does not give what the plain function gives"):
+        (stream,) = tuned().programs[0].streams
+    assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
+    assert any("they differ by" in text for text in stream.left_out)
+
+
+def test_a_candidate_that_does_not_compile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = _tuner.emit
+
+    def fails(program: Any, mesh: Any) -> Any:
+        if "for " in str(program):
+            raise MemoryError("no room")
+        return right(program, mesh)
+
+    monkeypatch.setattr(_tuner, "emit", fails)
+    (stream,) = tuned().programs[0].streams
+    assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
+    assert "not collective with 2 chunks: no room" in stream.left_out
+
+
+# --- What follows it --------------------------------------------------------------- #
+
+
+@pytest.mark.parametrize("text", ["collective with 2 chunks", "not pipelined"])
+def test_a_function_follows_its_tuning_and_says_so(text: str) -> None:
+    tuning = favouring(text, tuned())
+    f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
+    explanation = jhost.explain(f, *ARGS)
+    (stream,) = explanation.streams
+    assert stream.reason.startswith(f"{text}, measured to take ")
+    assert stream.measured == tuning.programs[0].streams[0].times()
+    assert stream.predicted == ()
+    assert explanation.loops == (text != "not pipelined")
+    chex.assert_trees_all_equal(f(*ARGS), relu_block(*ARGS))
+
+
+def test_gradients_follow_theirs() -> None:
+    tuning = tuned(gradients=True)
+    names = [program.name for program in tuning.programs]
+    assert names == [
+        "relu_block",
+        "relu_block, keeping residuals",
+        "relu_block, backward",
+    ]
+    f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
+    pulled = jax.vjp(f, *ARGS)[1](jnp.ones((8, 8)))
+    chex.assert_trees_all_equal(pulled, jax.vjp(relu_block, *ARGS)[1](jnp.ones((8, 8))))
+    for program in backward(f, *ARGS):
+        facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
+        assert all("measured" in str(fact["reason"]) for fact in facts)
+
+
+def test_gradients_by_some_arguments_follow_theirs() -> None:
+    """In a training step: x is no parameter, and the whole is compiled."""
+    tuning = tuned(gradients=(1, 2))
+    f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
+
+    def step(x: jax.Array, *weights: jax.Array) -> Any:
+        def loss(*weights: jax.Array) -> jax.Array:
+            return (f(x, *weights) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(*weights)
+
+    forward, back = programs(jax.jit(step), *ARGS)
+    for program in (forward, back):
+        facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
+        assert facts
+        assert all("measured" in str(fact["reason"]) for fact in facts)
+
+
+def test_layouts_trees_and_static_arguments_are_the_functions() -> None:
+    """Nothing but what the arguments say of shardings; donated ones are kept."""
+    mesh, (x, up, down) = mesh_of(dp=2, tp=4), ARGS
+
+    def block(weights: Any, x: jax.Array, scale: int, act: str) -> Any:
+        hidden = getattr(jax.nn, act)(x @ weights["up"]) * scale
+        return {"y": jhost.stream(hidden @ weights["down"], axis=0)}, x.sum()
+
+    f = jhost.jit(
+        block, mesh=mesh, static_argnums=2, static_argnames="act", donate_argnums=1
+    )
+    weights = {
+        "up": jax.device_put(up, jax.NamedSharding(mesh, P(None, "tp"))),
+        "down": jax.device_put(down, jax.NamedSharding(mesh, P("tp"))),
+    }
+    x = jax.device_put(x, jax.NamedSharding(mesh, P(("dp", "tp"))))
+    how: Any = {"cache": False, "progress": False, "rounds": 1, "gradients": 0}
+    tuning = jhost.tune(f, weights, x, 3, kwargs={"act": "relu"}, **how)
+    fast = f.with_options(tuning=favouring("not pipelined", tuning))
+    reason = jhost.explain(fast, weights, x, 3, act="relu").streams[0].reason
+    assert reason.startswith("not pipelined, measured to take")
+    fast(weights, x, 3, act="relu")  # the first that may take x away
+
+
+def test_meshes_with_explicit_axes_are_fine() -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        f = jhost.jit(relu_block)
+        args = [jax.device_put(a, s) for a, s in zip(ARGS, SPECS, strict=True)]
+        how: Any = {"cache": False, "progress": False, "rounds": 1, "gradients": True}
+        tuning = favouring("collective with 2 chunks", jhost.tune(f, *args, **how))
+        assert all(program.streams for program in tuning.programs)
+        fast = f.with_options(tuning=tuning)
+        assert "measured" in jhost.explain(fast, *args).streams[0].reason
+        chex.assert_trees_all_equal(fast(*args), f(*args))
+
+
+def test_several_tunings_serve_several_shapes() -> None:
+    small, large = ARGS, (jnp.tile(ARGS[0], (2, 1)), *ARGS[1:])
+    tunings = [tuned(relu_block, *args) for args in (small, large)]
+    f = jhost.jit(relu_block, tuning=tunings, **SETTINGS)
+    for args in (small, large):
+        assert "measured" in jhost.explain(f, *args).streams[0].reason
+
+
+def test_the_lines_and_the_name_of_a_function_do_not_count() -> None:
+    def another(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return relu_block(x, up, down)
+
+    f = jhost.jit(another, tuning=tuned(), **SETTINGS)
+    assert "measured" in jhost.explain(f, *ARGS).streams[0].reason
+
+
+# --- What does not hold any more --------------------------------------------------- #
+
+
+def test_other_arguments_are_a_warning_that_says_which() -> None:
+    f = jhost.jit(relu_block, tuning=tuned(), **SETTINGS)
+    with pytest.warns(UserWarning, match=r"arguments: x: f32\[8, 8\].* -> x: f32\[4, "):
+        explanation = jhost.explain(f, ARGS[0][:4], *ARGS[1:])
+    assert explanation.streams[0].measured == ()
+
+
+def test_another_function_is_a_warning_that_says_so() -> None:
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.sin(x @ up) @ down, axis=0)
+
+    f = jhost.jit(block, tuning=tuned(), **SETTINGS)
+    with pytest.warns(UserWarning, match=r"\* the function: what it computes"):
+        f(*ARGS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("jax", "0.0.1"), ("device_kind", "TPU v9"), ("mesh", "dp=4")]
+)
+def test_another_environment_is_a_warning_that_says_what_changed(
+    field: str, value: str
+) -> None:
+    tuning = tuned()
+    environment = dataclasses.replace(tuning.environment, **{field: value})
+    tuning = dataclasses.replace(tuning, environment=environment)
+    f = jhost.jit(relu_block, tuning=tuning, **SETTINGS)
+    with pytest.warns(UserWarning, match=rf"\* {field}: {value} -> "):
+        assert jhost.explain(f, *ARGS).streams[0].measured == ()
+
+
+# --- What is refused --------------------------------------------------------------- #
+
+
+def test_arguments_of_tune_are_checked() -> None:
+    f = jhost.jit(relu_block, **SETTINGS)
+    with pytest.raises(
+        errors.ArgumentError, match=r"jhost\.tune takes a function made"
+    ):
+        jhost.tune(relu_block, *ARGS)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.OptionError, match="rounds=0"):
+        jhost.tune(f, *ARGS, rounds=0)
+    for gradients in (3, (4, 5)):
+        with pytest.raises(errors.ArgumentError, match="no gradients of relu_block"):
+            tuned(gradients=gradients)
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ARGS]
+    with pytest.raises(errors.ArgumentError, match=r"\[0\]\[2\]: ShapeDtypeStruct"):
+        jhost.tune(f, *types)
+    with pytest.raises(errors.ArgumentError, match="as tuning"):
+        jhost.jit(relu_block, tuning="fast")  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+# --- As JSON ----------------------------------------------------------------------- #
+
+
+def test_a_tuning_is_plain_json() -> None:
+    tuning = tuned(gradients=True)
+    assert jhost.Tuning.from_json(tuning.to_json()) == tuning
+    assert json.loads(tuning.to_json())["function"] == "relu_block"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: [], "is no tuning"),
+        (lambda fields: fields.pop("jhost_tuning"), "is no tuning"),
+        (lambda fields: {**fields, "jhost_tuning": 99}, "format 99, and jhost .* 1"),
+        (lambda fields: {**fields, "more": 1}, "Tuning needs the fields function, "),
+        (lambda fields: {**fields, "programs": 1}, r"Tuning\.programs is no list"),
+        (lambda fields: {**fields, "function": None}, r"Tuning\.function is None"),
+        (
+            lambda fields: {**fields, "environment": {}},
+            r"Tuning\.environment needs the fields jhost, ",
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_is_no_tuning_is_refused(change: Any, message: str) -> None:
+    text = json.dumps(change(json.loads(tuned().to_json())))
+    with pytest.raises(errors.TuningError, match=message):
+        jhost.Tuning.from_json(text)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(errors.TuningError, match="is no tuning"):
+        jhost.Tuning.from_json("{")
+
+
+# --- On disk ----------------------------------------------------------------------- #
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_what_was_measured_is_not_measured_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = tuned(cache=True)
+    (path,) = files(cache)
+    assert path.parent.name == "tuning-1"
+    assert jhost.Tuning.from_json(path.read_text()) == tuning
+    monkeypatch.setattr(_tuner, "take_turns", None)
+    assert tuned(cache=True) == tuning
+
+
+def test_without_the_cache_nothing_is_written(cache: Path) -> None:
+    tuned(cache=False)
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "foreign", "binary"])
+def test_a_file_that_is_no_tuning_of_this_is_ignored_and_replaced(
+    cache: Path, kind: str
+) -> None:
+    tuning = tuned(cache=True)
+    (path,) = files(cache)
+    other = dataclasses.replace(tuning, programs=()).to_json()
+    contents = {"corrupt": b'{"jhost', "foreign": other.encode(), "binary": b"\xff\xfe"}
+    path.write_bytes(contents[kind])
+    with pytest.warns(UserWarning, match=r"\.json is ignored: "):
+        again = tuned(cache=True)
+    assert jhost.Tuning.from_json(path.read_text()) == again
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("JHOST_CACHE_DIR", str(blocked))
+    with pytest.warns(UserWarning, match="is not kept|is ignored"):
+        tuned(cache=True)
+
+
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JHOST_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert _tuning_cache.folder() == Path("/somewhere/jhost")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    assert _tuning_cache.folder() == Path.home() / ".cache/jhost"
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from jhost._tuning import Tuning
+from jhost._tuning_cache import Key, load, store
+tuning = Tuning.from_json(Path(sys.argv[1]).read_text())
+key = Key(
+    environment=tuning.environment,
+    fingerprints=tuple(p.fingerprint for p in tuning.programs),
+)
+for _ in range(200):
+    store(key, tuning)
+    assert load(key) == tuning
+"""
+
+
+def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
+    """Each writes and reads two hundred times; none ever sees half a file."""
+    given = tmp_path / "given.json"
+    given.write_text(tuned().to_json())
+    command = [sys.executable, "-W", "error", "-c", _WRITER, str(given)]
+    environment = os.environ | {"PYTHONPATH": str(Path(jhost.__file__).parents[1])}
+    writers = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [writer.communicate(timeout=120)[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0], said
+    assert [path.parent.name for path in files(cache) if path != given] == ["tuning-1"]
+
+
+# --- How far apart results may lie ------------------------------------------------- #
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "fine"),
+    [
+        ([1.0, 2.0], [1.0, 2.0001], True),
+        ([1.0, 2.0], [1.0, 2.001], False),
+        ([0.0], [0.0], True),
+        ([1e-9], [0.0], True),
+        ([np.inf, np.nan], [np.inf, np.nan], True),
+        ([np.inf, 1.0], [1.0, 1.0], False),
+        ([np.nan, 1.0], [1.0, 1.0], False),
+        ([1.0, 1.0], [np.nan, 1.0], False),
+        ([], [], True),
+    ],
+)
+def test_floats_may_differ_by_a_part_of_the_largest(
+    given: list[float], wanted: list[float], fine: bool
+) -> None:
+    pair = np.array(given, np.float32), np.array(wanted, np.float32)
+    assert (beyond_tolerance(*pair) == []) == fine
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_others_may_not_differ(dtype: str) -> None:
+    x = np.array([0, 1], dtype)
+    assert beyond_tolerance({"n": x}, {"n": x}) == []
+    (line,) = beyond_tolerance({"n": x}, {"n": x[::-1]})
+    assert line.startswith("['n']: they differ by 1.0e+00")
