@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Event:
 
     `operation` is XLA's instruction, in the module of that name; both are empty where
     the profiler does not know.  `name` is the kernel's, or the profiler's word.
+    `stream` is empty where the device has none.
     """
 
     device: int
@@ -51,8 +53,8 @@ class Trace:
     events: tuple[Event, ...]
 
 
-def record(run: Callable[[], Any], calls: int) -> ProfileData:
-    """The profile of that many calls of `run`, each waited for before the next.
+def record(calls: Iterable[Callable[[], Any]]) -> Any:
+    """The `jax.profiler.ProfileData` of `calls`, each waited for before the next.
 
     Raises:
         ProfileError: another profile is being recorded, or none can be.
@@ -69,16 +71,16 @@ def record(run: Callable[[], Any], calls: int) -> ProfileData:
                 [str(error)],
             ) from error
         try:
-            _run(run, calls)
+            _run(calls)
         finally:
             jax.profiler.stop_trace()
         return ProfileData.from_file(str(_file(Path(folder))))
 
 
-def _run(run: Callable[[], Any], calls: int) -> None:
-    for _ in range(calls):
+def _run(calls: Iterable[Callable[[], Any]]) -> None:
+    for call in calls:
         with TraceAnnotation(_CALL):
-            jax.block_until_ready(run())
+            jax.block_until_ready(call())
 
 
 def _file(folder: Path) -> Path:
@@ -87,8 +89,15 @@ def _file(folder: Path) -> Path:
     raise errors.ProfileError("jax.profiler has written no profile.", [str(folder)])
 
 
-def read_trace(profile: ProfileData) -> Trace:
-    """What the devices of a profile ran, and when its calls began."""
+def read_trace(profile: Any) -> Trace:
+    """What the devices of a `ProfileData` ran, and when its calls began."""
+    # jaxlib makes its types when they are first used; before 0.12 each says that it has
+    # no module, and ends the process where warnings are errors.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return _read(profile)
+
+
+def _read(profile: Any) -> Trace:
     events: list[Event] = []
     host: list[Event] = []
     calls: list[float] = []
@@ -103,7 +112,7 @@ def read_trace(profile: ProfileData) -> Trace:
     return Trace(
         platform="gpu" if events else "cpu",
         calls=tuple(sorted(calls)),
-        events=tuple(events or _in_lanes(sorted(host, key=_start))),
+        events=tuple(events or sorted(host, key=_start)),
     )
 
 
@@ -139,13 +148,16 @@ def _event(event: Any, stats: dict[str, Any], device: int, stream: str) -> Event
     )
 
 
-def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
-    """Events of CPU devices, which have no streams, in as few lanes as hold them.
+def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+    """Events in order, those without a stream in as few lanes as hold a device's.
 
-    XLA's threads take turns: which of them ran something says nothing.
+    XLA's threads take turns on the CPU: which of them ran something says nothing.
     """
     free: dict[int, list[float]] = {}
     for event in events:
+        if event.stream:
+            yield event
+            continue
         ends = free.setdefault(event.device, [])
         lane = next((n for n, end in enumerate(ends) if end <= event.start), len(ends))
         ends[lane : lane + 1] = [event.end]

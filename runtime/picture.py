@@ -1,0 +1,124 @@
+"""A timeline as a picture: a lane a stream, chunks apart by shade, exposure in red."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jhost import errors
+from jhost.runtime.intervals import Interval
+from jhost.runtime.timeline import Span, Timeline
+
+# Of the palette of Okabe and Ito, which color-blind readers can tell apart; the lighter
+# of two is for every other chunk.
+_COMPUTATION = ("#0072b2", "#4c9fd4")
+_COMMUNICATION = ("#009e73", "#5bc2a5")
+_EXPOSED = "#d55e00"
+_INK, _RULE = "#303030", "#c8c8c8"
+_NUMBER = {"color": "white", "ha": "center", "va": "center", "fontsize": 8}
+_LANE = 0.28  # inches
+_WIDTH = 9.0
+_LABELLED = 0.015  # of the width: shorter spans have no room for a number
+_UNIT = 1e3  # seconds are drawn as milliseconds
+
+
+def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
+    """Draws the lanes of all devices in `timeline`, one below another.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    figure_type, style = _matplotlib()
+    lanes = [
+        (device, stream)
+        for device in timeline.devices
+        for stream in timeline.streams(device)
+    ]
+    with style({"svg.hashsalt": "jhost", "font.size": 9}):
+        figure = figure_type(figsize=(_WIDTH, 1.25 + _LANE * len(lanes)))
+        axes = figure.add_subplot()
+        for row, lane in enumerate(lanes):
+            _draw_lane(axes, row, _of_lane(timeline, *lane), timeline.total)
+        _finish(axes, timeline, lanes, title)
+        figure.tight_layout()
+        figure.savefig(path, dpi=200, metadata=_metadata(path))
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """What is needed of it; no global state of it is touched."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise errors.MissingPackageError(
+            "A picture is drawn by matplotlib, which is not installed: "
+            "`pip install 'jhost[bench]'` brings it. A trace (.json) needs nothing.",
+            [str(error)],
+        ) from error
+    return Figure, rc_context
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """None of the day, so that the same timeline makes the same file."""
+    return {"Date": None} if path.suffix.lower() == ".svg" else {}
+
+
+def _of_lane(timeline: Timeline, device: int, stream: str) -> list[Span]:
+    return [span for span in timeline.of_device(device) if span.stream == stream]
+
+
+def _draw_lane(axes: Any, row: int, spans: Sequence[Span], total: float) -> None:
+    for span in spans:
+        shades = _COMPUTATION if span.activity == "computation" else _COMMUNICATION
+        shade = shades[sum(span.iterations) % len(shades)]
+        place = row - 0.4, 0.8
+        axes.broken_barh(_drawn([(span.start, span.end)]), place, facecolors=shade)
+        axes.broken_barh(_drawn(span.exposed), place, facecolors=_EXPOSED)
+        if span.iterations and span.end - span.start > _LABELLED * total:
+            label = ".".join(map(str, span.iterations))
+            axes.text((span.start + span.end) / 2 * _UNIT, row, label, **_NUMBER)
+
+
+def _drawn(parts: Sequence[Interval]) -> list[tuple[float, float]]:
+    """Their starts and widths in the units of the picture."""
+    return [(start * _UNIT, (end - start) * _UNIT) for start, end in parts]
+
+
+def _finish(
+    axes: Any, timeline: Timeline, lanes: Sequence[tuple[int, str]], title: str
+) -> None:
+    """Names, units, legend, and a rule between devices."""
+    axes.set_title(title, loc="left", color=_INK, fontsize=9, pad=24)
+    axes.set_xlim(0, timeline.total * _UNIT)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlabel("milliseconds since the call began; the numbers are chunks")
+    names = [f"{timeline.platform} {device}, {stream}" for device, stream in lanes]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.tick_params(left=False, color=_RULE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_RULE)
+    for row in range(1, len(lanes)):
+        if lanes[row][0] != lanes[row - 1][0]:
+            axes.axhline(row - 0.5, color=_RULE, linewidth=0.8)
+    keys = {
+        "computation": _COMPUTATION[0],
+        "communication, hidden": _COMMUNICATION[0],
+        "communication, exposed": _EXPOSED,
+    }
+    axes.legend(
+        [_patch(color) for color in keys.values()],
+        list(keys),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(keys),
+        frameon=False,
+        borderaxespad=0.2,
+        handlelength=1.2,
+    )
+
+
+def _patch(color: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=color)
