@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._api import JitFunction, check_jhost_function
+from jhost._arguments import by_name
 from jhost._stages import Compiled
 from jhost.lowering.cost import predict
 from jhost.lowering.rates import rates_of
@@ -29,13 +30,13 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
 
     It is compiled, called twice to warm up, and then recorded by `jax.profiler` for
     five calls, each waited for before the next.  The report is of the one that took
-    the middle of the five times.  In a job of several processes each calls this, and
+    the median of the five times.  In a job of several processes each calls this, and
     gets a report of its own devices.
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: arrays, anywhere: they are moved where the function wants them before
-            anything is measured.  Donated ones are copied, and stay.
+        *args: arrays, as `f` takes them.  They are moved to its devices before anything
+            is measured; donated ones are copied, and stay.
         **kwargs: likewise.
 
     Returns:
@@ -60,7 +61,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
         [2]
     """
     check_jhost_function(f, "profile")
-    _check_arrays(args, kwargs)
+    _check_arrays(by_name(f.__wrapped__, args, kwargs))
     compiled = f.lower(*args, **kwargs).compile()
     calls = _calls(compiled, *f.without_static(args, kwargs))
     for _ in range(_WARM_UP):
@@ -84,11 +85,11 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     )
 
 
-def _check_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_arrays(leaves: Mapping[str, Any]) -> None:
     """Refuse types: they are enough to lower a function, and not to run it."""
     types = [
-        f"{jax.tree_util.keystr(path)}: {leaf}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
+        f"{name}: {leaf}"
+        for name, leaf in leaves.items()
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if types:

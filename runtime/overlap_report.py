@@ -133,7 +133,7 @@ def _title(report: OverlapReport) -> str:
     where = f" on {report.mesh}" if report.mesh else ""
     return (
         f"{report.name}{where}, {report.device_kind}: "
-        f"{seconds_text(report.timeline.total)}, the middle of {len(calls)} calls "
+        f"{seconds_text(report.timeline.total)}, the median of {len(calls)} calls "
         f"({seconds_text(min(calls))} to {seconds_text(max(calls))})"
     )
 
