@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jhost.lowering.rates import rates_of
 from jhost.lowering.scopes import statement_texts
 from jhost.runtime.devices import devices_of
 from jhost.runtime.hlo_text import parse_module
-from jhost.runtime.origins import operations
+from jhost.runtime.origins import Operations
 from jhost.runtime.overlap_report import OverlapReport, overlap_report
 from jhost.runtime.timeline import timeline
 from jhost.runtime.trace import read_trace, record
@@ -29,9 +29,10 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     """Runs a function a few times, and reports what ran when on which device.
 
     It is compiled, called twice to warm up, and then recorded by `jax.profiler` for
-    five calls, each waited for before the next.  The report is of the one that took
-    the median of the five times.  In a job of several processes each calls this, and
-    gets a report of its own devices.
+    five calls in a row, made as in a training loop: on GPUs the host does not wait for
+    one before it makes the next.  The report is of the call that took the median of the
+    five times.  In a job of several processes each of them calls this, and gets a
+    report of its own devices.
 
     Args:
         f: a function made by `jhost.jit`.
@@ -63,18 +64,19 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     check_jhost_function(f, "profile")
     _check_arrays(by_name(f.__wrapped__, args, kwargs))
     compiled = f.lower(*args, **kwargs).compile()
-    calls = _calls(compiled, *f.without_static(args, kwargs))
-    for _ in range(_WARM_UP):
-        jax.block_until_ready(next(calls)())
-    trace = read_trace(record(next(calls) for _ in range(_CALLS)))
+    devices, program = devices_of(compiled.mesh), compiled.host_ir
+    call = _caller(compiled, *f.without_static(args, kwargs))
+    # XLA's CPU devices share their threads: two calls at once would hinder each other.
+    wait = devices.platform == "cpu"
+    _repeat(call, _WARM_UP, wait)
+    trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
     module = parse_module(compiled.as_text())
-    program = compiled.host_ir
-    devices = devices_of(compiled.mesh)
     rates = rates_of(devices.kind, devices.processes)
     return overlap_report(
         timeline(
             trace,
-            operations(module),
+            Operations(module),
+            calls=_CALLS,
             name=program.name,
             module=module.name,
             statements=statement_texts(program),
@@ -100,16 +102,29 @@ def _check_arrays(leaves: Mapping[str, Any]) -> None:
         )
 
 
-def _calls(
-    compiled: Compiled, args: Any, kwargs: Mapping[str, Any]
-) -> Iterator[Callable[[], Any]]:
-    """Calls without end, each with its arguments in place before it is made."""
-    infos, shardings = compiled.args_info, compiled.input_shardings
-    placed = jax.tree.map(_placed, (tuple(args), dict(kwargs)), shardings)
-    while True:
+def _caller(
+    compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """A call of what was compiled, with its arguments in place."""
+    operands = tuple(args), dict(kwargs)
+    placed = jax.tree.map(_placed, operands, compiled.input_shardings)
+    infos = compiled.args_info
+
+    def call() -> Any:
         args, kwargs = jax.tree.map(_kept, placed, infos)
-        jax.block_until_ready((args, kwargs))
-        yield lambda args=args, kwargs=kwargs: compiled(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _repeat(call: Callable[[], Any], times: int, wait: bool) -> Any:
+    """Calls again and again, and waits for each or for the last; its results."""
+    results: Any = None
+    for _ in range(times):
+        results = call()
+        if wait:
+            jax.block_until_ready(results)
+    return jax.block_until_ready(results)
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias
 
@@ -26,15 +27,32 @@ class Operation:
     origin: Origin | None
 
 
-def operations(module: Module) -> Mapping[str, Operation]:
-    """What the instructions of `module` do, by their names.
+class Operations:
+    """What the instructions of a module do."""
 
-    A name that ends a communication counts as the one that started it.
-    """
-    found: dict[str, Operation] = {}
-    for instruction in itertools.chain(*module.computations.values()):
-        found[instruction.name] = _operation(module, instruction, found)
-    return found
+    def __init__(self, module: Module) -> None:
+        self._by_name: dict[str, Operation] = {}
+        self._started: dict[str, Operation] = {}
+        for instruction in itertools.chain(*module.computations.values()):
+            found = _operation(module, instruction, self._by_name)
+            self._by_name[instruction.name] = found
+            if instruction.opcode.endswith("-start"):
+                self._started[attribute("op_name", instruction)] = found
+
+    def find(self, name: str, op_name: str, kernel: str) -> Operation:
+        """What ran as `kernel` for an instruction of that name and metadata.
+
+        Where an instruction is asynchronous, what runs is one inside it, of a name that
+        the module's text does not show; the metadata of the two is the same.
+        """
+        if found := self._by_name.get(name) or self._started.get(op_name):
+            return found
+        activity = "communication" if _MOVES.search(kernel) else "computation"
+        return Operation(activity, origin_of(op_name))
+
+
+# NCCL's kernels, and copies between GPUs.
+_MOVES = re.compile(r"nccl|P2P", re.IGNORECASE)
 
 
 def _operation(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.cost import Prediction
-from jhost.runtime.intervals import length, union
+from jhost.runtime.intervals import Cover, length, subtract, union
 from jhost.runtime.origins import Activity
 from jhost.runtime.timeline import Span, Timeline
+
+TIMES = ("total", "computation", "communication", "hidden", "exposed", "idle")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,25 +24,17 @@ class DeviceOverlap:
     """The seconds of a call on one device.
 
     `total` is from the call's first event on any device to its last: the sum of
-    `computation`, `exposed` and `idle`.  `communication` is that of `hidden` and
-    `exposed`.
+    `computation`, `exposed` and `idle`, in which nothing runs.  `communication` is the
+    sum of `hidden` and `exposed`.
     """
 
     device: str
     total: float
     computation: float
     communication: float
+    hidden: float
     exposed: float
-
-    @property
-    def hidden(self) -> float:
-        """The communication beside which something computes, in seconds."""
-        return max(0.0, round(self.communication - self.exposed, 12))
-
-    @property
-    def idle(self) -> float:
-        """The seconds in which nothing runs: it waits, for the host or for others."""
-        return max(0.0, round(self.total - self.computation - self.exposed, 12))
+    idle: float
 
     @property
     def efficiency(self) -> float | None:
@@ -72,15 +66,22 @@ class StatementOverlap:
 
 def device_overlap(timeline: Timeline, number: int) -> DeviceOverlap:
     """What the call spent on the device of that number."""
-    computing = timeline.of_device(number, "computation")
-    moving = timeline.of_device(number, "communication")
+    computing = _cover(timeline.of_device(number, "computation"))
+    moving = _cover(timeline.of_device(number, "communication"))
+    exposed = subtract(moving, computing)
     return DeviceOverlap(
         device=f"{timeline.platform} {number}",
         total=timeline.total,
-        computation=length(union((s.start, s.end) for s in computing)),
-        communication=length(union((s.start, s.end) for s in moving)),
-        exposed=length(union(part for s in moving for part in s.exposed)),
+        computation=length(computing),
+        communication=length(moving),
+        hidden=length(subtract(moving, exposed)),
+        exposed=length(exposed),
+        idle=timeline.total - length(union((*computing, *moving))),
     )
+
+
+def _cover(spans: Iterable[Span]) -> Cover:
+    return union((span.start, span.end) for span in spans)
 
 
 def mean_overlap(devices: Sequence[DeviceOverlap]) -> DeviceOverlap:
@@ -89,19 +90,25 @@ def mean_overlap(devices: Sequence[DeviceOverlap]) -> DeviceOverlap:
     def mean(field: str) -> float:
         return statistics.fmean(getattr(device, field) for device in devices)
 
-    names = ("total", "computation", "communication", "exposed")
-    return DeviceOverlap(device="mean", **{name: mean(name) for name in names})
+    return DeviceOverlap(device="mean", **{name: mean(name) for name in TIMES})
 
 
 def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
-    """The model's numbers: what the total is over the computation is not hidden."""
+    """The cost model's numbers.
+
+    What its total is over the computation is exposed communication, and idle time where
+    the total is that of the host.
+    """
     over = prediction.total - prediction.compute
+    exposed = min(over, prediction.communication)
     return DeviceOverlap(
         device="predicted",
         total=prediction.total,
         computation=prediction.compute,
         communication=prediction.communication,
-        exposed=min(over, prediction.communication),
+        hidden=prediction.communication - exposed,
+        exposed=exposed,
+        idle=over - exposed,
     )
 
 

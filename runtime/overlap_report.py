@@ -12,6 +12,7 @@ from typing import Any
 from jhost import errors
 from jhost.lowering.cost import Prediction, seconds_text
 from jhost.runtime.overlap import (
+    TIMES,
     DeviceOverlap,
     StatementOverlap,
     device_overlap,
@@ -41,6 +42,17 @@ class OverlapReport:
     predicted: DeviceOverlap | None
     statements: tuple[StatementOverlap, ...]
     timeline: Timeline
+
+    @property
+    def title(self) -> str:
+        """What ran where, and how long it took."""
+        calls = self.timeline.calls
+        where = f" on {self.mesh}" if self.mesh else ""
+        return (
+            f"{self.name}{where}, {self.device_kind}: "
+            f"{seconds_text(self.timeline.total)}, the median of {len(calls)} calls "
+            f"({seconds_text(min(calls))} to {seconds_text(max(calls))})"
+        )
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -91,7 +103,7 @@ class OverlapReport:
         path, shown = Path(path), self.timeline.only(devices)
         match path.suffix.lower():
             case ".png" | ".svg":
-                save_picture(shown, path, title=_title(self))
+                save_picture([(self.title, shown)], path)
             case ".json":
                 path.write_text(json.dumps(perfetto_trace(shown)))
             case suffix:
@@ -120,33 +132,17 @@ def overlap_report(
 
 
 def _numbers(overlap: DeviceOverlap) -> dict[str, Any]:
-    """Its fields, and what follows from them."""
-    derived = {name: getattr(overlap, name) for name in ("hidden", "idle")}
-    return dataclasses.asdict(overlap) | derived | {"efficiency": overlap.efficiency}
+    return dataclasses.asdict(overlap) | {"efficiency": overlap.efficiency}
 
 
 # --- The table -------------------------------------------------------------------- #
 
 
-def _title(report: OverlapReport) -> str:
-    calls = report.timeline.calls
-    where = f" on {report.mesh}" if report.mesh else ""
-    return (
-        f"{report.name}{where}, {report.device_kind}: "
-        f"{seconds_text(report.timeline.total)}, the median of {len(calls)} calls "
-        f"({seconds_text(min(calls))} to {seconds_text(max(calls))})"
-    )
-
-
-_WIDTH = 64
-_TIMES = ("total", "computation", "communication", "hidden", "exposed", "idle")
-
-
 def _lines(report: OverlapReport) -> Iterator[str]:
-    yield _title(report)
+    yield report.title
     rows = [*report.devices, *([report.mean] if len(report.devices) > 1 else [])]
     rows += [report.predicted] if report.predicted else []
-    yield from _table([["", *_TIMES, "efficiency"], *map(_overlap_cells, rows)])
+    yield from _table([["", *TIMES, "efficiency"], *map(_overlap_cells, rows)])
     if report.predicted is None:
         yield f"  predicted  nothing: the rates of {report.device_kind} are not known"
     rows = [statement for statement in report.statements if statement.seconds]
@@ -156,22 +152,23 @@ def _lines(report: OverlapReport) -> Iterator[str]:
 
 def _overlap_cells(overlap: DeviceOverlap) -> list[str]:
     share = overlap.efficiency
-    times = [seconds_text(getattr(overlap, name)) for name in _TIMES]
+    times = [_time(getattr(overlap, name)) for name in TIMES]
     return [overlap.device, *times, "-" if share is None else f"{share:.0%}"]
+
+
+_WIDTH = 64  # of a statement
 
 
 def _statement_cells(statement: StatementOverlap) -> list[str]:
     text = statement.text
     shown = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-    moves = statement.activity == "communication"
-    exposed = seconds_text(statement.exposed) if moves else ""
-    return [
-        shown,
-        statement.activity,
-        f"{statement.times}",
-        seconds_text(statement.seconds),
-        exposed,
-    ]
+    exposed = statement.exposed if statement.activity == "communication" else None
+    cells = [shown, statement.activity, str(statement.times), _time(statement.seconds)]
+    return [*cells, "" if exposed is None else _time(exposed)]
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(round(seconds, 12))  # what is left of a difference is no time
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""A timeline as a picture: a lane a stream, chunks apart by shade, exposure in red."""
+"""Timelines as a picture: a lane a stream, chunks apart by shade, exposure in red."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,31 +19,44 @@ _EXPOSED = "#d55e00"
 _INK, _RULE = "#303030", "#c8c8c8"
 _NUMBER = {"color": "white", "ha": "center", "va": "center", "fontsize": 8}
 _LANE = 0.28  # inches
+_HEAD = 0.35
 _WIDTH = 9.0
 _LABELLED = 0.015  # of the width: shorter spans have no room for a number
 _UNIT = 1e3  # seconds are drawn as milliseconds
 
 
-def save_picture(timeline: Timeline, path: Path, *, title: str) -> None:
-    """Draws the lanes of all devices in `timeline`, one below another.
+def save_picture(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
+    """Draws timelines one below another, each under its title, to one scale.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     figure_type, style = _matplotlib()
-    lanes = [
+    lanes = [_lanes(timeline) for _, timeline in panels]
+    heights = [_HEAD + _LANE * len(rows) for rows in lanes]
+    with style({"svg.hashsalt": "jhost", "font.size": 9}):
+        figure = figure_type(figsize=(_WIDTH, 0.8 + sum(heights)), layout="constrained")
+        column = figure.subplots(
+            len(panels), sharex=True, squeeze=False, height_ratios=heights
+        )[:, 0]
+        longest = max(timeline.total for _, timeline in panels)
+        for axes, rows, (title, timeline) in zip(column, lanes, panels, strict=True):
+            for row, lane in enumerate(rows):
+                _draw_lane(axes, row, _of_lane(timeline, *lane), longest)
+            _finish(axes, timeline, rows, title)
+        column[0].set_xlim(0, longest * _UNIT)
+        column[-1].set_xlabel("milliseconds since the call began; numbers are chunks")
+        _add_legend(figure)
+        figure.savefig(path, dpi=200, metadata=_metadata(path))
+
+
+def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
+    """A device and a stream each."""
+    return [
         (device, stream)
         for device in timeline.devices
         for stream in timeline.streams(device)
     ]
-    with style({"svg.hashsalt": "jhost", "font.size": 9}):
-        figure = figure_type(figsize=(_WIDTH, 1.25 + _LANE * len(lanes)))
-        axes = figure.add_subplot()
-        for row, lane in enumerate(lanes):
-            _draw_lane(axes, row, _of_lane(timeline, *lane), timeline.total)
-        _finish(axes, timeline, lanes, title)
-        figure.tight_layout()
-        figure.savefig(path, dpi=200, metadata=_metadata(path))
 
 
 def _matplotlib() -> tuple[Any, Any]:
@@ -88,37 +102,32 @@ def _drawn(parts: Sequence[Interval]) -> list[tuple[float, float]]:
 def _finish(
     axes: Any, timeline: Timeline, lanes: Sequence[tuple[int, str]], title: str
 ) -> None:
-    """Names, units, legend, and a rule between devices."""
-    axes.set_title(title, loc="left", color=_INK, fontsize=9, pad=24)
-    axes.set_xlim(0, timeline.total * _UNIT)
+    """Names, and rules between devices."""
+    axes.set_title(title, loc="left", color=_INK, fontsize=9)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlabel("milliseconds since the call began; the numbers are chunks")
     names = [f"{timeline.platform} {device}, {stream}" for device, stream in lanes]
     axes.set_yticks(range(len(lanes)), names)
     axes.tick_params(left=False, color=_RULE)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_RULE)
-    for row in range(1, len(lanes)):
-        if lanes[row][0] != lanes[row - 1][0]:
-            axes.axhline(row - 0.5, color=_RULE, linewidth=0.8)
+    for row, (before, after) in enumerate(itertools.pairwise(lanes)):
+        if before[0] != after[0]:
+            axes.axhline(row + 0.5, color=_RULE, linewidth=0.8)
+
+
+def _add_legend(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
     keys = {
         "computation": _COMPUTATION[0],
         "communication, hidden": _COMMUNICATION[0],
         "communication, exposed": _EXPOSED,
     }
-    axes.legend(
-        [_patch(color) for color in keys.values()],
+    figure.legend(
+        [Patch(color=color) for color in keys.values()],
         list(keys),
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
+        loc="outside upper right",
         ncols=len(keys),
         frameon=False,
-        borderaxespad=0.2,
         handlelength=1.2,
     )
-
-
-def _patch(color: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=color)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from jhost import errors
 from jhost.runtime.intervals import Cover, Interval, subtract, union
-from jhost.runtime.origins import Activity, Operation
+from jhost.runtime.origins import Activity, Operation, Operations
 from jhost.runtime.trace import Event, Trace, in_lanes
 
 
@@ -95,8 +94,9 @@ class Timeline:
 
 def timeline(
     trace: Trace,
-    operations: Mapping[str, Operation],
+    operations: Operations,
     *,
+    calls: int,
     name: str,
     module: str,
     statements: Sequence[str],
@@ -106,23 +106,24 @@ def timeline(
     Args:
         trace: what was recorded.
         operations: what the instructions of the compiled module do.
+        calls: how many were made.
         name: the function's.
         module: the compiled module's name; events of others are left out.
         statements: the text of each statement of the Host IR program.
 
     Raises:
-        ProfileError: the trace has nothing of the module.
+        ProfileError: the trace has nothing of the module, or has lost much of it.
     """
-    calls = [_spans(call, operations) for call in _calls(trace, module)]
-    calls = [spans for spans in calls if spans]
-    if not calls:
+    events = [event for event in trace.events if event.module in ("", module)]
+    if not events:
         raise errors.ProfileError(
             f"The profile of {name} has no event of a device. On GPUs, jax.profiler "
-            "needs NVIDIA's CUPTI, and the right to use it (NVreg_"
-            "RestrictProfilingToAdminUsers=0, or a container with SYS_ADMIN).",
+            "needs NVIDIA's CUPTI, and the right to use it (the driver's option "
+            "NVreg_RestrictProfilingToAdminUsers=0, or SYS_ADMIN in a container).",
             [f"{len(trace.events)} events, none of {module}"],
         )
-    times = tuple(max(span.end for span in spans) for spans in calls)
+    found = [_spans(call, operations) for call in _by_call(events, calls, name)]
+    times = tuple(max(span.end for span in spans) for spans in found)
     middle = times.index(statistics.median_low(times))
     return Timeline(
         name=name,
@@ -130,21 +131,40 @@ def timeline(
         statements=tuple(statements),
         calls=times,
         total=times[middle],
-        spans=_with_exposed(calls[middle]),
+        spans=_with_exposed(found[middle]),
     )
 
 
-def _calls(trace: Trace, module: str) -> list[list[Event]]:
-    """The events of `module` by the call that they are of."""
-    calls: list[list[Event]] = [[] for _ in trace.calls]
-    for event in trace.events:
-        number = bisect.bisect_right(trace.calls, event.start) - 1
-        if number >= 0 and event.module in ("", module):
-            calls[number].append(event)
-    return calls
+def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]]:
+    """The events of each call, on all devices.
+
+    Calls follow one another on a device, but each device may be in another of them.
+    """
+    found: list[list[Event]] = [[] for _ in range(calls)]
+    for device in {event.device for event in events}:
+        mine = [event for event in events if event.device == device]
+        begins = _begins(mine, calls)
+        if not begins:
+            raise errors.ProfileError(
+                f"The profile of {name} has lost events: nothing in it ran as often as "
+                f"it was called. Close what else uses the devices, and try again.",
+                [f"device {device}: {len(mine)} events of {calls} calls"],
+            )
+        for event in mine:
+            found[max(bisect.bisect(begins, event.start) - 1, 0)].append(event)
+    return found
 
 
-def _spans(call: Sequence[Event], operations: Mapping[str, Operation]) -> list[Span]:
+def _begins(events: Sequence[Event], calls: int) -> list[float]:
+    """When each call began on a device, by what ran once in each of them."""
+    starts: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        starts.setdefault((event.operation, event.name), []).append(event.start)
+    once = [times for times in starts.values() if len(times) == calls]
+    return [min(times) for times in zip(*once, strict=True)]
+
+
+def _spans(call: Sequence[Event], operations: Operations) -> list[Span]:
     """What works in a call, since its first event; loops and the like only hold it."""
     works = [(event, _operation(event, operations)) for event in call]
     works = [(event, operation) for event, operation in works if operation.activity]
@@ -156,15 +176,8 @@ def _spans(call: Sequence[Event], operations: Mapping[str, Operation]) -> list[S
     ]
 
 
-# The names of what no instruction is known for: NCCL's kernels, copies between GPUs.
-_COMMUNICATES = re.compile(r"nccl|P2P|peer", re.IGNORECASE)
-
-
-def _operation(event: Event, operations: Mapping[str, Operation]) -> Operation:
-    if event.operation in operations:
-        return operations[event.operation]
-    moves = _COMMUNICATES.search(event.name)
-    return Operation("communication" if moves else "computation", None)
+def _operation(event: Event, operations: Operations) -> Operation:
+    return operations.find(event.operation, event.op_name, event.name)
 
 
 def _span(event: Event, operation: Operation, first: float) -> Span:

@@ -16,26 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
+from jax.profiler import ProfileData, ProfileOptions
 
 from jhost import errors
-
-_CALL = "jhost.profile"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that ran on a device; `start` and `end` are seconds of one clock.
 
-    `operation` is XLA's instruction, in the module of that name; both are empty where
-    the profiler does not know.  `name` is the kernel's, or the profiler's word.
-    `stream` is empty where the device has none.
+    `operation` is XLA's instruction, `op_name` its metadata, `module` what it is in;
+    each is empty where the profiler does not know it.  `name` is the kernel's, and
+    `stream` empty where the device has none.
     """
 
     device: int
     stream: str
     name: str
     operation: str
+    op_name: str
     module: str
     start: float
     end: float
@@ -43,18 +42,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The events of several calls in a row; `calls` are the times at which they began.
-
-    A call begins after the one before has ended on all devices.
-    """
+    """What the devices of a `platform` ran, in the order of the starts."""
 
     platform: str
-    calls: tuple[float, ...]
     events: tuple[Event, ...]
 
 
-def record(calls: Iterable[Callable[[], Any]]) -> Any:
-    """The `jax.profiler.ProfileData` of `calls`, each waited for before the next.
+def record(run: Callable[[], Any]) -> Any:
+    """The `jax.profiler.ProfileData` of a run, until its results are there.
 
     Raises:
         ProfileError: another profile is being recorded, or none can be.
@@ -71,16 +66,10 @@ def record(calls: Iterable[Callable[[], Any]]) -> Any:
                 [str(error)],
             ) from error
         try:
-            _run(calls)
+            jax.block_until_ready(run())
         finally:
             jax.profiler.stop_trace()
         return ProfileData.from_file(str(_file(Path(folder))))
-
-
-def _run(calls: Iterable[Callable[[], Any]]) -> None:
-    for call in calls:
-        with TraceAnnotation(_CALL):
-            jax.block_until_ready(call())
 
 
 def _file(folder: Path) -> Path:
@@ -90,34 +79,28 @@ def _file(folder: Path) -> Path:
 
 
 def read_trace(profile: Any) -> Trace:
-    """What the devices of a `ProfileData` ran, and when its calls began."""
+    """What the devices of a `ProfileData` ran."""
     # jaxlib makes its types when they are first used; before 0.12 each says that it has
     # no module, and ends the process where warnings are errors.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return _read(profile)
-
-
-def _read(profile: Any) -> Trace:
-    events: list[Event] = []
-    host: list[Event] = []
-    calls: list[float] = []
-    for plane in profile.planes:
-        if match := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
-            events += _of_gpu(plane.lines, int(match[1]))
-        elif plane.name == "/host:CPU":
-            for line in plane.lines:
-                calls += [e.start_ns * 1e-9 for e in line.events if e.name == _CALL]
-                host += _of_cpu(line.events)
-    events.sort(key=_start)
+        of_gpus, of_host = _events(profile)
     return Trace(
-        platform="gpu" if events else "cpu",
-        calls=tuple(sorted(calls)),
-        events=tuple(events or sorted(host, key=_start)),
+        platform="gpu" if of_gpus else "cpu",
+        events=tuple(sorted(of_gpus or of_host, key=lambda event: event.start)),
     )
 
 
-def _start(event: Event) -> float:
-    return event.start
+def _events(profile: Any) -> tuple[list[Event], list[Event]]:
+    """Those of GPUs, and those of the host's threads."""
+    of_gpus: list[Event] = []
+    of_host: list[Event] = []
+    for plane in profile.planes:
+        if match := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
+            of_gpus += _of_gpu(plane.lines, int(match[1]))
+        elif plane.name == "/host:CPU":
+            for line in plane.lines:
+                of_host += _of_cpu(line.events)
+    return of_gpus, of_host
 
 
 def _of_gpu(lines: Iterable[Any], device: int) -> Iterator[Event]:
@@ -142,6 +125,7 @@ def _event(event: Any, stats: dict[str, Any], device: int, stream: str) -> Event
         stream=stream,
         name=event.name,
         operation=str(stats.get("hlo_op", "")),
+        op_name=str(stats.get("name", "")),
         module=str(stats.get("hlo_module", "")),
         start=event.start_ns * 1e-9,
         end=event.end_ns * 1e-9,

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost.lowering.ir import walk
+from jhost.runtime.origins import Activity
 
 SHARDINGS = (P("tp", None), P(None, "tp"), P("tp", None))
 CHUNKS = 4
@@ -61,11 +62,12 @@ def test_every_device_communicates_and_computes(report: jhost.OverlapReport) -> 
 def test_each_chunk_of_each_statement_is_found(report: jhost.OverlapReport) -> None:
     """The gather, the two matmuls in one unit, the reduce-scatter; on both devices."""
     chunks = {(i,) for i in range(CHUNKS)}
-    for word, activity in (
-        ("AllGather", "communication"),
-        ("compute unit", "computation"),
-        ("ReduceScatter", "communication"),
-    ):
+    expected: dict[str, Activity] = {
+        "AllGather": "communication",
+        "compute unit": "computation",
+        "ReduceScatter": "communication",
+    }
+    for word, activity in expected.items():
         (found,) = (
             row
             for row in report.statements
