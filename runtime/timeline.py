@@ -114,7 +114,9 @@ def timeline(
     Raises:
         ProfileError: the trace has nothing of the module, or has lost much of it.
     """
-    events = [event for event in trace.events if event.module in ("", module)]
+    events = [
+        event for event in trace.events if not module or event.module in ("", module)
+    ]
     if not events:
         raise errors.ProfileError(
             f"The profile of {name} has no event of a device. On GPUs, jax.profiler "

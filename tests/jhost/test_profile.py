@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 import xml.etree.ElementTree
@@ -20,6 +21,7 @@ from jhost import errors
 from jhost.lowering.ir import walk
 from jhost.runtime.origins import Activity
 
+PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
 SHARDINGS = (P("tp", None), P(None, "tp"), P("tp", None))
 CHUNKS = 4
 
@@ -170,6 +172,38 @@ def test_arguments_may_have_names_and_be_unused() -> None:
 
     report = jhost.profile(f, jnp.ones((8, 4)), scale=2.0, times=3, unused=jnp.ones(3))
     assert report.mean.computation > 0
+
+
+# --- The page ---------------------------------------------------------------------- #
+
+
+def fences(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def form(text: str) -> list[str]:
+    """Its lines without times, shares and alignment; copies differ between XLAs."""
+    lines = [re.sub(r"[\d.e-]+ [um]?s\b|\d+%", "#", line) for line in text.splitlines()]
+    return [
+        " ".join(line.split())
+        for line in lines
+        if " computation  " not in line or "compute" in line or "hidden" in line
+    ]
+
+
+def test_the_page_shows_what_its_example_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    example, saving = fences("python")
+    namespace: dict[str, Any] = {}
+    exec(example, namespace)
+    (shown,) = fences("text")
+    assert form(capsys.readouterr().out) == form(shown)
+    exec(saving, namespace)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"mlp.svg", "first.svg", "mlp.json"}
 
 
 # --- Files ------------------------------------------------------------------------ #

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.runtime.profiles import Lines, Ran, kernel, profile
 
 # Two chunks: each is received, multiplied, and XLA adds a copy of its own.  The second
 # matmul is a fusion with a slice in it; the loop around a kernel does nothing itself.
-MODULE = """HloModule jit_f, is_scheduled=true, num_partitions=2
+TEMPLATE = """HloModule jit_f, is_scheduled=true, num_partitions=2
 
 %multiply (p: f32[8,16], q: f32[16,16]) -> f32[8,16] {
   %p = f32[8,16]{1,0} parameter(0)
@@ -45,9 +46,13 @@ ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[8,16] {
 }
 """
 RECEIVE = "jit(f)/shard_map/host_ir.1[{}].x_i/ppermute"
-for chunk in (0, 1):
-    metadata = f'metadata={{op_name="{RECEIVE.format(chunk)}"}}'
-    MODULE = MODULE.replace(f"METADATA_{chunk}", metadata)
+MODULE = functools.reduce(
+    lambda text, chunk: text.replace(
+        f"METADATA_{chunk}", f'metadata={{op_name="{RECEIVE.format(chunk)}"}}'
+    ),
+    (0, 1),
+    TEMPLATE,
+)
 
 STATEMENTS = ("part = Select(x)", "x_i <- Recv(x)", "y_i <- dot_general(x_i, w)", "z")
 
