@@ -14,8 +14,8 @@ class Ran:
     """An event on a line, from `start` to `end` in microseconds."""
 
     name: str
-    start: int
-    end: int
+    start: float
+    end: float
     stats: Mapping[str, str | int] = dataclasses.field(default_factory=dict[str, Any])
 
 
@@ -23,7 +23,12 @@ Lines = Mapping[str, Sequence[Ran]]
 
 
 def kernel(
-    operation: str, start: int, end: int, *, module: str = "jit_f", op_name: str = ""
+    operation: str,
+    start: float,
+    end: float,
+    *,
+    module: str = "jit_f",
+    op_name: str = "",
 ) -> Ran:
     """A kernel of an instruction, as a GPU's profile has it."""
     stats = {
@@ -74,8 +79,8 @@ def _events(
         )
         yield (
             f"events {{ metadata_id: {names.index(event.name) + 1} "
-            f"offset_ps: {event.start * 10**6} "
-            f"duration_ps: {(event.end - event.start) * 10**6} {values} }}"
+            f"offset_ps: {round(event.start * 1e6)} "
+            f"duration_ps: {round((event.end - event.start) * 1e6)} {values} }}"
         )
 
 
