@@ -36,8 +36,9 @@ class Operations:
         for instruction in itertools.chain(*module.computations.values()):
             found = _operation(module, instruction, self._by_name)
             self._by_name[instruction.name] = found
-            if instruction.opcode.endswith("-start"):
-                self._started[attribute("op_name", instruction)] = found
+            op_name = attribute("op_name", instruction)
+            if op_name and instruction.opcode.endswith("-start"):
+                self._started[op_name] = found
 
     def find(self, name: str, op_name: str, kernel: str) -> Operation:
         """What ran as `kernel` for an instruction of that name and metadata.

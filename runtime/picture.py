@@ -82,16 +82,23 @@ def _of_lane(timeline: Timeline, device: int, stream: str) -> list[Span]:
     return [span for span in timeline.of_device(device) if span.stream == stream]
 
 
-def _draw_lane(axes: Any, row: int, spans: Sequence[Span], total: float) -> None:
+def _draw_lane(axes: Any, row: int, spans: Sequence[Span], longest: float) -> None:
+    parts: dict[str, list[Interval]] = {}
     for span in spans:
-        shades = _COMPUTATION if span.activity == "computation" else _COMMUNICATION
-        shade = shades[sum(span.iterations) % len(shades)]
-        place = row - 0.4, 0.8
-        axes.broken_barh(_drawn([(span.start, span.end)]), place, facecolors=shade)
-        axes.broken_barh(_drawn(span.exposed), place, facecolors=_EXPOSED)
-        if span.iterations and span.end - span.start > _LABELLED * total:
+        parts.setdefault(_shade(span), []).append((span.start, span.end))
+    parts[_EXPOSED] = [part for span in spans for part in span.exposed]
+    for color, intervals in parts.items():
+        axes.broken_barh(_drawn(intervals), (row - 0.4, 0.8), facecolors=color)
+    for span in spans:
+        if span.iterations and span.end - span.start > _LABELLED * longest:
             label = ".".join(map(str, span.iterations))
             axes.text((span.start + span.end) / 2 * _UNIT, row, label, **_NUMBER)
+
+
+def _shade(span: Span) -> str:
+    computes = span.activity == "computation"
+    shades = _COMPUTATION if computes else _COMMUNICATION
+    return shades[sum(span.iterations) % len(shades)]
 
 
 def _drawn(parts: Sequence[Interval]) -> list[tuple[float, float]]:

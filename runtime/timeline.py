@@ -115,12 +115,16 @@ def timeline(
         ProfileError: the trace has nothing of the module, or has lost much of it.
     """
     events = [
-        event for event in trace.events if not module or event.module in ("", module)
+        event
+        for event in trace.events
+        if not module or event.module in ("", module)
+        if _operation(event, operations).activity  # loops only hold what works
     ]
     if not events:
         raise errors.ProfileError(
-            f"The profile of {name} has no event of a device. On GPUs, jax.profiler "
-            "needs NVIDIA's CUPTI, and the right to use it (the driver's option "
+            f"The profile of {name} has no event of a device: nothing ran there, or "
+            "the profiler cannot see it. On GPUs, jax.profiler needs NVIDIA's CUPTI, "
+            "and the right to use it (the driver's option "
             "NVreg_RestrictProfilingToAdminUsers=0, or SYS_ADMIN in a container).",
             [f"{len(trace.events)} events, none of {module}"],
         )
@@ -158,23 +162,25 @@ def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]
 
 
 def _begins(events: Sequence[Event], calls: int) -> list[float]:
-    """When each call began on a device, by what ran once in each of them."""
+    """When each call began on a device, by what ran once in each of them.
+
+    Where nothing did, by what may have run several times in each.
+    """
     starts: dict[tuple[str, str], list[float]] = {}
     for event in events:
         starts.setdefault((event.operation, event.name), []).append(event.start)
     once = [times for times in starts.values() if len(times) == calls]
-    return [min(times) for times in zip(*once, strict=True)]
+    often = [t[:: len(t) // calls] for t in starts.values() if not len(t) % calls]
+    return [min(times) for times in zip(*(once or often), strict=True)]
 
 
 def _spans(call: Sequence[Event], operations: Operations) -> list[Span]:
-    """What works in a call, since its first event; loops and the like only hold it."""
-    works = [(event, _operation(event, operations)) for event in call]
-    works = [(event, operation) for event, operation in works if operation.activity]
-    events = in_lanes(event for event, _ in works)
-    first = min((event.start for event, _ in works), default=0.0)
+    """The events of a call, since the first of them."""
+    ordered = sorted(call, key=lambda event: event.start)
+    first = ordered[0].start
     return [
-        _span(event, operation, first)
-        for event, (_, operation) in zip(events, works, strict=True)
+        _span(event, _operation(event, operations), first)
+        for event in in_lanes(ordered)
     ]
 
 

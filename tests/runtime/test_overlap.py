@@ -214,6 +214,14 @@ def test_loops_that_turn_as_often_as_they_like_stay_in_their_call() -> None:
     assert [span.operation for span in found.spans] == ["gemm.0", "inner"]
 
 
+def test_calls_of_nothing_but_loops_are_told_apart() -> None:
+    """Two calls of three rounds each: 100 to 130, 200 to 240."""
+    starts = (100, 110, 120, 200, 210, 230)
+    ran = [kernel("inner", start, start + 10) for start in starts]
+    found = timeline_of({"/device:GPU:0": {COMPUTE: ran}}, 2)
+    assert found.calls == pytest.approx((30 * US, 40 * US))
+
+
 def test_what_is_of_another_module_is_left_out() -> None:
     ran = [kernel("gemm.0", 100, 130), kernel("copy.7", 140, 190, module="jit_copy")]
     found = timeline_of(one_call(gpu0={COMPUTE: ran}))
