@@ -1,4 +1,4 @@
-"""Timelines as a picture: a lane a stream, chunks apart by shade, exposure in red."""
+"""Timelines as a picture: a lane a stream, a shade a chunk, exposure in orange."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def _draw_lane(axes: Any, row: int, spans: Sequence[Span], longest: float) -> No
         parts.setdefault(_shade(span), []).append((span.start, span.end))
     parts[_EXPOSED] = [part for span in spans for part in span.exposed]
     for color, intervals in parts.items():
-        axes.broken_barh(_drawn(intervals), (row - 0.4, 0.8), facecolors=color)
+        # A hair between parts of the exposed color, which has no shades.
+        edge = {"edgecolors": "white", "linewidth": 0.3 if color == _EXPOSED else 0}
+        place = row - 0.4, 0.8
+        axes.broken_barh(_drawn(intervals), place, facecolors=color, **edge)
     for span in spans:
         if span.iterations and span.end - span.start > _LABELLED * longest:
             label = ".".join(map(str, span.iterations))
