@@ -333,13 +333,19 @@ class JitFunction(Generic[P, R]):
             return None
         return resolve_mesh(self._settings.mesh, self._given)
 
-    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of the arguments that are not static, in order."""
+    def without_static(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments that what is compiled takes."""
         nums, names = self._static
         if nums or names:
             args = [arg for number, arg in enumerate(args) if number not in nums]
             kwargs = {name: arg for name, arg in kwargs.items() if name not in names}
-        return jax.tree.leaves((args, kwargs))
+        return args, kwargs
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the arguments that are not static, in order."""
+        return jax.tree.leaves(self.without_static(args, kwargs))
 
     def _make_jitted(self, key: Key, args: Any, kwargs: Any) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""

@@ -91,6 +91,21 @@ class Compiled:
         """XLA's scheduled module (HLO)."""
         return self._compiled.as_text() or ""
 
+    @property
+    def mesh(self) -> AnyMesh | None:
+        """The mesh that it runs on; None for one device."""
+        return self._mesh
+
+    @property
+    def args_info(self) -> Any:
+        """As `jax.stages.Compiled.args_info`."""
+        return self._compiled.args_info
+
+    @property
+    def input_shardings(self) -> Any:
+        """As `jax.stages.Compiled.input_shardings`."""
+        return self._compiled.input_shardings
+
     def memory_analysis(self) -> Any:
         """As `jax.stages.Compiled.memory_analysis`."""
         return self._compiled.memory_analysis()

@@ -87,6 +87,14 @@ class ScheduleError(JhostError, ValueError):
     """A text is not that of a module that XLA has scheduled."""
 
 
+class ProfileError(JhostError, RuntimeError):
+    """No profile can be recorded, or there is nothing of the function in it."""
+
+
+class MissingPackageError(JhostError, ImportError):
+    """A package that jhost does not depend on is needed, and is not installed."""
+
+
 class IndexRangeError(JhostError, IndexError):
     """An alias in a Host IR program would lie outside its source."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -48,6 +49,7 @@ from jhost.lowering.place import ChunkAt, Site, evaluate_unit
 from jhost.lowering.printer import program_text, written
 from jhost.lowering.ranks import Ranks
 from jhost.lowering.rules import COMBINE
+from jhost.lowering.scopes import Scopes
 from jhost.lowering.stages import Turn, set_aside, turns
 from jhost.lowering.transfers import match_transfers
 from jhost.lowering.verify_memory import is_reshard
@@ -109,6 +111,7 @@ class _Emitter:
         self.program = program
         self.ranks = Ranks(program.mesh.shape)
         self.read_whole = _read_whole(program)
+        self.scopes = Scopes(program)
         self.views: dict[str, View] = {}
         self.loops: dict[str, int] = {}
         self.moving: frozenset[str] = frozenset()
@@ -120,11 +123,14 @@ class _Emitter:
         for buffer, value in zip(self.program.params, params, strict=True):
             self.write(buffer, value)
         self.body(self.program.body)
-        return tuple(self.read(buffer) for buffer in self.program.results)
+        with jax.named_scope(self.scopes.results):
+            return tuple(self.read(buffer) for buffer in self.program.results)
 
     def body(self, body: Iterable[Stmt]) -> None:
         for stmt in body:
-            self.statement(stmt)
+            scope = self.scopes.name(stmt, tuple(self.loops.values()))
+            with jax.named_scope(scope) if scope else nullcontext():
+                self.statement(stmt)
 
     def statement(self, stmt: Stmt) -> None:
         match stmt:

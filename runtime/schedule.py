@@ -97,7 +97,7 @@ _KINDS: Mapping[str, CommunicationKind] = {
 }
 
 # What they call is issued as it stands; what others call is a part of one kernel.
-_CONTROL = frozenset({"call", "while", "conditional"})
+CONTROL = frozenset({"call", "while", "conditional"})
 
 
 def _communications(
@@ -106,14 +106,14 @@ def _communications(
     """Those of a computation, and of what it calls, in the order of their starts."""
     instructions = module.computations[computation]
     for position, instruction in enumerate(instructions):
-        if instruction.opcode in _CONTROL:
+        if instruction.opcode in CONTROL:
             for name in instruction.called:
                 yield from _communications(module, name)
-        elif parts := list(_collectives(module, instruction)):
+        elif parts := list(collectives(module, instruction)):
             matmuls, others = _kernels(module, _beside(instructions, position))
             yield ScheduledCommunication(
                 name=instruction.name,
-                operation=_attribute("op_name", parts[0]),
+                operation=attribute("op_name", parts[0]),
                 kind=_KINDS[_base(parts[0])],
                 computation="" if computation == module.entry else computation,
                 bytes=sum(_received(module, part) for part in parts),
@@ -124,7 +124,7 @@ def _communications(
             )
 
 
-def _collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+def collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """The collective that an instruction is, or those that it wraps.
 
     `async-start` has its collective in a computation of its own, and XLA puts some into
@@ -135,7 +135,7 @@ def _collectives(module: Module, instruction: Instruction) -> Iterator[Instructi
     elif not _ends(instruction):
         for name in instruction.called:
             for inner in module.computations[name]:
-                yield from _collectives(module, inner)
+                yield from collectives(module, inner)
 
 
 def _base(instruction: Instruction) -> str:
@@ -207,7 +207,7 @@ def _kernels(
     module: Module, instructions: Iterable[Instruction]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the kernels among them: matmuls, and others."""
-    found = [(k.name, _is_matmul(module, k)) for k in _issued(module, instructions)]
+    found = [(k.name, is_matmul(module, k)) for k in _issued(module, instructions)]
     return (
         tuple(name for name, is_matmul in found if is_matmul),
         tuple(name for name, is_matmul in found if not is_matmul),
@@ -219,10 +219,10 @@ def _issued(
 ) -> Iterator[Instruction]:
     """What computes or copies, also in what is called, in order."""
     for instruction in instructions:
-        if instruction.opcode in _CONTROL:
+        if instruction.opcode in CONTROL:
             for name in instruction.called:
                 yield from _issued(module, module.computations[name])
-        elif not _is_free(instruction) and not any(_collectives(module, instruction)):
+        elif not _is_free(instruction) and not any(collectives(module, instruction)):
             yield instruction
 
 
@@ -230,20 +230,21 @@ def _is_free(instruction: Instruction) -> bool:
     if _ends(instruction) or instruction.opcode in _FREE:
         return True
     # What `jax.lax.empty` becomes.
-    return _attribute("custom_call_target", instruction) == "AllocateBuffer"
+    return attribute("custom_call_target", instruction) == "AllocateBuffer"
 
 
-def _is_matmul(module: Module, kernel: Instruction) -> bool:
+def is_matmul(module: Module, kernel: Instruction) -> bool:
     """Whether it is one, calls a library's, or is a fusion with one in it."""
     if kernel.opcode in _MATMULS:
         return True
-    if _MATMUL_TARGET.search(_attribute("custom_call_target", kernel)):
+    if _MATMUL_TARGET.search(attribute("custom_call_target", kernel)):
         return True
     inner = (i for name in kernel.called for i in module.computations[name])
-    return any(_is_matmul(module, instruction) for instruction in inner)
+    return any(is_matmul(module, instruction) for instruction in inner)
 
 
-def _attribute(name: str, instruction: Instruction) -> str:
+def attribute(name: str, instruction: Instruction) -> str:
+    """What stands in quotes behind an attribute's name; "" without it."""
     match = re.search(rf'\b{name}="([^"]*)"', instruction.attributes)
     return match[1] if match else ""
 

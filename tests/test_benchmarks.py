@@ -36,6 +36,7 @@ from benchmarks import (  # noqa: E402
     report,
     runner,
     targets,
+    timelines,
     timing,
     torch_pool,
 )
@@ -439,6 +440,20 @@ def test_a_plot_is_drawn_and_stays_the_same(tmp_path: Path) -> None:
         drawn.append((tmp_path / name).read_text())
     assert drawn[0] == drawn[1]
     assert "<svg" in drawn[0]
+
+
+def test_timelines_before_and_after_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "mlp.svg"
+    wanted = ["--small", "--devices", "2", "--pipelines", "off,p2p", "--traces"]
+    timelines.main([*wanted, "--out", str(out)])
+    assert "<svg" in out.read_text()
+    assert (tmp_path / "mlp-off.json").exists()
+    shown = capsys.readouterr().out
+    assert "off: mlp on tp=2" in shown
+    assert "p2p: mlp on tp=2" in shown
 
 
 # --- What a call costs ----------------------------------------------------------------

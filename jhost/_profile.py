@@ -1,0 +1,137 @@
+"""`jhost.profile`: a function's calls recorded, and what of them overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jhost import errors
+from jhost._api import JitFunction, check_jhost_function
+from jhost._arguments import by_name
+from jhost._stages import Compiled
+from jhost.lowering.cost import predict
+from jhost.lowering.rates import rates_of
+from jhost.lowering.scopes import statement_texts
+from jhost.runtime.devices import devices_of
+from jhost.runtime.hlo_text import parse_module
+from jhost.runtime.origins import Operations
+from jhost.runtime.overlap_report import OverlapReport, overlap_report
+from jhost.runtime.timeline import timeline
+from jhost.runtime.trace import read_trace, record
+
+_WARM_UP, _CALLS = 2, 5
+
+
+def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapReport:
+    """Runs a function a few times, and reports what ran when on which device.
+
+    It is compiled, called twice to warm up, and then recorded by `jax.profiler` for
+    five calls in a row, made as in a training loop: on GPUs the host does not wait for
+    one before it makes the next.  The report is of the call that took the median of the
+    five times.  In a job of several processes each of them calls this, and gets a
+    report of its own devices.
+
+    Args:
+        f: a function made by `jhost.jit`.
+        *args: arrays, as `f` takes them.  They are moved to its devices before anything
+            is measured; donated ones are copied, and stay.
+        **kwargs: likewise.
+
+    Returns:
+        For each device, in seconds: the call's time, computation, communication, how
+        much of the latter was hidden and exposed, idle time, the efficiency of the
+        overlap, and what the cost model predicted.  For each statement of the Host IR
+        program, how long its chunks took and what of it was exposed.  Prints as a
+        table; `save` writes it as a picture or a trace for Perfetto.
+
+    Raises:
+        ArgumentError: `f` is not a jhost function, or a type was given for an array.
+        ProfileError: another profile is being recorded, or the profiler saw nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> f = jhost.jit(lambda x: jhost.stream(x @ x, axis=0, chunks=2))
+        >>> report = jhost.profile(f, jnp.ones((128, 128)))
+        >>> report.mean.communication, report.mean.efficiency
+        (0.0, None)
+        >>> [s.times for s in report.statements if "dot_general" in s.text]
+        [2]
+    """
+    check_jhost_function("profile", f)
+    _check_arrays(by_name(f.__wrapped__, args, kwargs))
+    compiled = f.lower(*args, **kwargs).compile()
+    devices, program = devices_of(compiled.mesh), compiled.host_ir
+    call = _caller(compiled, *f.without_static(args, kwargs))
+    # XLA's CPU devices share their threads: two calls at once would hinder each other.
+    wait = devices.platform == "cpu"
+    _repeat(call, _WARM_UP, wait)
+    trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
+    module = parse_module(compiled.as_text())
+    rates = rates_of(devices.kind, devices.processes)
+    return overlap_report(
+        timeline(
+            trace,
+            Operations(module),
+            calls=_CALLS,
+            name=program.name,
+            module=module.name,
+            statements=statement_texts(program),
+        ),
+        mesh=", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items()),
+        device_kind=devices.kind,
+        prediction=None if rates is None else predict(program, rates),
+    )
+
+
+def _check_arrays(leaves: Mapping[str, Any]) -> None:
+    """Refuse types: they are enough to lower a function, and not to run it."""
+    types = [
+        f"{name}: {leaf}"
+        for name, leaf in leaves.items()
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if types:
+        raise errors.ArgumentError(
+            "jhost.profile runs the function, and needs arrays; jnp.ones(x.shape, "
+            "x.dtype) will do.",
+            types,
+        )
+
+
+def _caller(
+    compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """A call of what was compiled, with its arguments in place."""
+    operands = tuple(args), dict(kwargs)
+    placed = jax.tree.map(_placed, operands, compiled.input_shardings)
+    infos = compiled.args_info
+
+    def call() -> Any:
+        args, kwargs = jax.tree.map(_kept, placed, infos)
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _repeat(call: Callable[[], Any], times: int, wait: bool) -> Any:
+    """Calls again and again, and waits for each or for the last; its results."""
+    results: Any = None
+    for _ in range(times):
+        results = call()
+        if wait:
+            jax.block_until_ready(results)
+    return jax.block_until_ready(results)
+
+
+def _placed(leaf: Any, sharding: Any) -> Any:
+    """The leaf on its devices; the program has no place for one that it never uses."""
+    return leaf if sharding is None else jax.device_put(leaf, sharding)
+
+
+def _kept(leaf: Any, info: Any) -> Any:
+    """The leaf, or a copy where the call gives its memory away."""
+    return jnp.copy(leaf) if info.donated else leaf

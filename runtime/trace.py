@@ -1,0 +1,148 @@
+"""What the devices ran and when, from a profile that `jax.profiler` recorded.
+
+A GPU has a plane of its own, with a line a stream; XLA's CPU devices share the host's
+plane, where each event says which device it is of.  Both name the instruction of the
+compiled module that an event belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData, ProfileOptions
+
+from jhost import errors
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that ran on a device; `start` and `end` are seconds of one clock.
+
+    `operation` is XLA's instruction, `op_name` its metadata, `module` what it is in;
+    each is empty where the profiler does not know it.  `name` is the kernel's, and
+    `stream` empty where the device has none.
+    """
+
+    device: int
+    stream: str
+    name: str
+    operation: str
+    op_name: str
+    module: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What the devices of a `platform` ran, in the order of the starts."""
+
+    platform: str
+    events: tuple[Event, ...]
+
+
+def record(run: Callable[[], Any]) -> Any:
+    """The `jax.profiler.ProfileData` of a run, until its results are there.
+
+    Raises:
+        ProfileError: another profile is being recorded, or none can be.
+    """
+    options = ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down what is measured
+    with tempfile.TemporaryDirectory(prefix="jhost-profile-") as folder:
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            raise errors.ProfileError(
+                "jhost.profile records with jax.profiler, which cannot start: end the "
+                "jax.profiler.trace around it first.",
+                [str(error)],
+            ) from error
+        try:
+            jax.block_until_ready(run())
+        finally:
+            jax.profiler.stop_trace()
+        return ProfileData.from_file(str(_file(Path(folder))))
+
+
+def _file(folder: Path) -> Path:
+    for path in folder.rglob("*.xplane.pb"):
+        return path
+    raise errors.ProfileError("jax.profiler has written no profile.", [str(folder)])
+
+
+def read_trace(profile: Any) -> Trace:
+    """What the devices of a `ProfileData` ran."""
+    # jaxlib makes its types when they are first used; before 0.12 each says that it has
+    # no module, and ends the process where warnings are errors.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        of_gpus, of_host = _events(profile)
+    return Trace(
+        platform="gpu" if of_gpus else "cpu",
+        events=tuple(sorted(of_gpus or of_host, key=lambda event: event.start)),
+    )
+
+
+def _events(profile: Any) -> tuple[list[Event], list[Event]]:
+    """Those of GPUs, and those of the host's threads."""
+    of_gpus: list[Event] = []
+    of_host: list[Event] = []
+    for plane in profile.planes:
+        if match := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
+            of_gpus += _of_gpu(plane.lines, int(match[1]))
+        elif plane.name == "/host:CPU":
+            for line in plane.lines:
+                of_host += _of_cpu(line.events)
+    return of_gpus, of_host
+
+
+def _of_gpu(lines: Iterable[Any], device: int) -> Iterator[Event]:
+    """The events on the streams of a GPU; other lines sum them up."""
+    for line in lines:
+        if match := re.match(r"Stream #(\d+)", line.name):
+            for event in line.events:
+                yield _event(event, dict(event.stats), device, f"stream {match[1]}")
+
+
+def _of_cpu(events: Iterable[Any]) -> Iterator[Event]:
+    """The events in a host's thread that a device of XLA's CPU backend ran there."""
+    for event in events:
+        stats = dict(event.stats)
+        if "hlo_op" in stats and "device_ordinal" in stats:
+            yield _event(event, stats, stats["device_ordinal"], "")
+
+
+def _event(event: Any, stats: dict[str, Any], device: int, stream: str) -> Event:
+    return Event(
+        device=device,
+        stream=stream,
+        name=event.name,
+        operation=str(stats.get("hlo_op", "")),
+        op_name=str(stats.get("name", "")),
+        module=str(stats.get("hlo_module", "")),
+        start=event.start_ns * 1e-9,
+        end=event.end_ns * 1e-9,
+    )
+
+
+def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+    """Events in order, those without a stream in as few lanes as hold a device's.
+
+    XLA's threads take turns on the CPU: which of them ran something says nothing.
+    """
+    free: dict[int, list[float]] = {}
+    for event in events:
+        if event.stream:
+            yield event
+            continue
+        ends = free.setdefault(event.device, [])
+        lane = next((n for n, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[lane : lane + 1] = [event.end]
+        yield dataclasses.replace(event, stream=f"lane {lane}")
