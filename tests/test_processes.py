@@ -1,34 +1,48 @@
-"""One program in several processes, as `jax.distributed` runs it, on CPUs."""
+"""Programs in several processes, as `jax.distributed` runs them, on CPUs."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
+from jhost import distributed, errors
+from jhost.runtime.overlap_options import ONE_GPU_A_PROCESS
+
 SCRIPT = Path(__file__).parent / "run_in_processes.py"
+LIMIT = 240
+
+Process: TypeAlias = "subprocess.Popen[str]"
+
+pytestmark = pytest.mark.slow
+each_count = pytest.mark.parametrize("count", [2, 4])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_all_processes_get_what_the_plain_function_gives(count: int) -> None:
-    """Two devices each; forward and backward, integers, exactly."""
+@contextlib.contextmanager
+def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Process]]:
+    """Processes of some devices each, that end at the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "",
     }
+    # -P: beside the script stands tests/jhost, which is not jhost.
+    command = [sys.executable, "-P", str(SCRIPT), scenario, str(port), str(count)]
     processes = [
         subprocess.Popen(
-            # -P: beside the script stands tests/jhost, which is not jhost.
-            [sys.executable, "-P", str(SCRIPT), str(port), str(count), str(number)],
+            [*command, str(number)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -37,14 +51,146 @@ def test_all_processes_get_what_the_plain_function_gives(count: int) -> None:
         for number in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        yield processes
     finally:
         for process in processes:
             process.kill()
-    for out, err in outputs:
-        said = [line for line in out.splitlines() if "True" in line or "False" in line]
-        assert said == [
-            "p2p: (True, True)",
-            "collective: (True, True)",
-            "off: (True, True)",
-        ], err
+            process.communicate()
+
+
+def said(scenario: str, count: int, devices: int = 2) -> list[list[dict[str, Any]]]:
+    """What each process said; all of them ended well."""
+    with started(scenario, count, devices) as processes:
+        ends = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, ends
+    return [spoken(out) for out, _ in ends]
+
+
+def spoken(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: found for line in lines for name, found in line.items()}
+
+
+# --- Right ------------------------------------------------------------------------ #
+
+
+@each_count
+def test_patterns_give_the_bits_that_one_process_gives(count: int) -> None:
+    """Values, and gradients in an outer jit, on two devices a process."""
+    several = [merged(lines) for lines in said("patterns", count)]
+    (wanted,) = (merged(lines) for lines in said("patterns", 1, devices=2 * count))
+    assert len(wanted) == 2 * (2 * 10 + 1)
+    for name, parts in wanted.items():
+        together: dict[str, str] = {}
+        for found in several:
+            for part, digest in found[name].items():
+                assert together.setdefault(part, digest) == digest, (name, part)
+        assert together == parts, name
+
+
+def test_processes_meet_once_for_a_program() -> None:
+    found = [merged(lines) for lines in said("meetings", 4)]
+    for number, counts in enumerate(found):
+        inner = 1 if number < 2 else 0
+        assert counts == {
+            "explained, lowered, compiled and traced": 0,
+            "called": 1,
+            "compiled twice": 1,
+            "called on half of the devices": 1 + inner,
+            "called on its own devices": 1 + inner,
+        }
+
+
+# --- Different programs ------------------------------------------------------------ #
+
+
+@each_count
+def test_a_process_with_another_statement_is_named_by_all(count: int) -> None:
+    ends = said("another_statement", count)
+    assert all(lines == ends[0] for lines in ends)
+    *different, last = ends[0]
+    assert len(different) == 4
+    assert last["error"] is None
+    for said_of in different:
+        assert said_of["error"] == "ProcessMismatchError"
+        usual = "process 0" if count == 2 else "processes 0, 1, 2"
+        assert f"not all run the mine of {usual}" in said_of["text"]
+        assert f"* process {count - 1}, in mine: `" in said_of["text"]
+        assert "tanh" in said_of["text"]
+        assert f"`, where {usual} has `" in said_of["text"]
+
+
+def test_parameters_and_options_that_differ_are_named() -> None:
+    ends = said("another_parameter", 2)
+    assert ends[0] == ends[1]
+    parameter, option, dump = ends[0]
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameter["text"].replace("<", "").replace(">", "")
+    assert "`XLA's options xla_cpu_enable_fast_math=False`" in option["text"]
+    assert dump == {"error": None}
+
+
+def test_another_order_of_programs_is_an_error_in_all() -> None:
+    ends = said("another_order", 2)
+    assert ends[0] == ends[1]
+    assert [line["error"] for line in ends[0]] == ["ProcessMismatchError"] * 2
+    assert "AllGather" in ends[0][0]["text"]
+
+
+@each_count
+def test_who_does_not_come_is_named(count: int) -> None:
+    *waiting, last = said("absent", count)
+    assert last == []
+    for (line,) in waiting:
+        assert line["error"] == "ProcessTimeoutError"
+        assert "waited 2 s before the first run of block" in line["text"]
+        assert f"* process {count - 1} has not come" in line["text"]
+        assert line["text"].count("* process") == 1
+
+
+# --- Deaths ------------------------------------------------------------------------ #
+
+
+@pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_when_a_process_dies_in_a_loop_the_others_end(
+    count: int, victim: int, by: signal.Signals
+) -> None:
+    """After ten seconds without a heartbeat, though collectives wait for ever."""
+    with started("loop", count) as processes:
+        for process in processes:
+            for _ in range(3):
+                assert process.stdout is not None
+                assert "ran" in process.stdout.readline()
+        processes[victim].send_signal(by)
+        others = [p for n, p in enumerate(processes) if n != victim]
+        ends = [process.communicate(timeout=LIMIT) for process in others]
+    for process, (_, err) in zip(others, ends, strict=True):
+        assert process.returncode != 0
+        assert "another task died" in err or "Connection closed by peer" in err
+
+
+# --- Initializing ------------------------------------------------------------------ #
+
+
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [("late", "comes too late: JAX has started its backend"), ("twice", "Call it once")],
+)
+def test_initialize_is_early_and_once(scenario: str, text: str) -> None:
+    for (line,) in said(scenario, 2):
+        assert line["error"] == "InitializeError"
+        assert text in line["text"]
+
+
+def test_initialize_is_too_late_once_there_are_devices() -> None:
+    with pytest.raises(errors.InitializeError, match="before any computation"):
+        distributed.initialize("localhost:1234", 2, 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_timeout_is_above_zero(seconds: float) -> None:
+    with pytest.raises(errors.OptionError, match=f"program_timeout_seconds={seconds}"):
+        distributed.initialize(program_timeout_seconds=seconds)
