@@ -179,13 +179,13 @@ def caught(f: Callable[[], Any]) -> None:
 
 
 def another_statement(port: str, count: str, number: str) -> None:
-    """The last process has an activation that the others have not."""
+    """The last process has another activation."""
     initialize(port, count, number)
     is_last = number == str(int(count) - 1)
 
     def mine(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        h = x @ up
-        return jhost.stream((jnp.tanh(h) if is_last else h) @ down, axis=0)
+        activation = jnp.tanh if is_last else jnp.sin
+        return jhost.stream(activation(x @ up) @ down, axis=0)
 
     mesh = mesh_of(jax.devices())
     operands = [placed(mesh, *pair, seed=0) for pair in zip(BLOCK, SPECS, strict=True)]
