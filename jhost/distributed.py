@@ -1,6 +1,6 @@
 """Many processes: `jax.distributed`, with what overlap needs set before XLA starts.
 
-Programs are then compared between the processes before they run: `runtime/agreement.py`.
+Before they run, programs are compared between the processes: `runtime/agreement.py`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def initialize(
 def _check_timeout(seconds: float | None) -> None:
     if seconds is not None and not seconds > 0:
         raise errors.OptionError(
-            f"jhost.distributed.initialize got program_timeout_seconds={seconds!r}, but "
-            "needs seconds above 0, or None for no comparing."
+            f"jhost.distributed.initialize got program_timeout_seconds={seconds!r}, "
+            "but needs seconds above 0, or None for no comparing."
         )
 
 
@@ -99,7 +99,9 @@ def _is_alone_on_its_host(environment: Mapping[str, str]) -> bool:
     """
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return False
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "1(x4)": one on each of 4
+    tasks = environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", ""
+    )  # "1(x4)": one on each of 4
     size = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return bool(re.fullmatch(r"1(\(x\d+\))?", tasks)) or size == "1"
 

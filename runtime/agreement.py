@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,7 +145,7 @@ class _Meeting:
         return dict(sorted(programs.items()))
 
     def _wait(self, what: str) -> Exception | None:
-        """Waits for the others; the coordination service's error if they do not come."""
+        """Waits for the others; gives the error if they do not come."""
         milliseconds = int(self.timeout * 1000)
         try:
             self.client.wait_at_barrier(
@@ -214,7 +213,8 @@ def _differences(
         return
     pairs = zip_longest(ours, theirs, fillvalue="no more")
     our, their = next((a, b) for a, b in pairs if a != b)
-    start = len(os.path.commonprefix([our, their]))
+    letters = enumerate(zip_longest(our, their))
+    start = next(number for number, (a, b) in letters if a != b)
     yield (
         f"{who}: `{_excerpt(their, start)}`, where {_processes_text(usual)} has "
         f"`{_excerpt(our, start)}`"

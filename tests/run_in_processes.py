@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,7 +58,7 @@ def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
 
 
-def blocks_on(devices: list[Any], **how: Any) -> Callable[[], jax.Array]:
+def blocks_on(devices: list[Any], **how: Any) -> partial[jax.Array]:
     """`block` on some devices, to be called without arguments."""
     mesh = mesh_of(devices)
     how = {"pipeline": "p2p", "in_shardings": SPECS, "out_shardings": ROW, **how}
@@ -132,7 +133,9 @@ def runs(pattern: Pattern, pipeline: str) -> Iterator[tuple[str, Any]]:
     """The pattern by itself, and its gradients in an outer `jax.jit`."""
     mesh = mesh_of(jax.devices())
     how: dict[str, Any] = {"pipeline": pipeline, "mesh": mesh}
-    f = jhost.jit(pattern.fun, in_shardings=pattern.specs, out_shardings=pattern.out, **how)
+    f = jhost.jit(
+        pattern.fun, in_shardings=pattern.specs, out_shardings=pattern.out, **how
+    )
     pairs = zip(pattern.shapes, pattern.specs, strict=True)
     operands = [placed(mesh, *pair, seed=n) for n, pair in enumerate(pairs)]
     numbers = tuple(range(len(operands)))
@@ -232,6 +235,16 @@ def absent(port: str, count: str, number: str) -> None:
         caught(f)
 
 
+def page(port: str, count: str, number: str) -> None:
+    """An example of docs/errors.md, with what stands before it."""
+    preamble, example = json.load(sys.stdin)
+    if preamble:
+        initialize(port, count, number, program_timeout_seconds=2)
+    namespace: dict[str, Any] = {}
+    exec(preamble, namespace)
+    caught(partial(exec, example, namespace))
+
+
 def late(*process: str) -> None:
     jax.device_count()
     caught(lambda: initialize(*process))
@@ -242,7 +255,13 @@ def twice(*process: str) -> None:
     caught(lambda: initialize(*process))
 
 
-# --- How often processes meet -------------------------------------------------------- #
+def one_gpu(*process: str) -> None:
+    initialize(*process, local_device_ids=[0])
+    assert jax.device_count()
+    say(flags=os.environ["XLA_FLAGS"])
+
+
+# --- How often processes meet ----------------------------------------------------- #
 
 
 def meetings(port: str, count: str, number: str) -> None:
@@ -257,9 +276,10 @@ def meetings(port: str, count: str, number: str) -> None:
     f, again = blocks_on(jax.devices()), blocks_on(jax.devices())
     seen: dict[str, int] = {}
     if number == "0":  # alone
-        print(jhost.explain(f.func, *f.args), file=sys.stderr)
-        f.func.lower(*f.args).compile().as_text()
-        f.func.trace(*f.args)
+        function: Any = f.func
+        print(jhost.explain(function, *f.args), file=sys.stderr)
+        function.lower(*f.args).compile().as_text()
+        function.trace(*f.args)
     seen["explained, lowered, compiled and traced"] = met()
     jax.block_until_ready([f() for _ in range(3)])
     seen["called"] = met()

@@ -20,11 +20,17 @@ import pytest
 
 from jhost import distributed, errors
 from jhost.runtime.overlap_options import ONE_GPU_A_PROCESS
+from tests.tables import DOCS
+from tests.test_readme import blocks
 
 SCRIPT = Path(__file__).parent / "run_in_processes.py"
 LIMIT = 240
 
 Process: TypeAlias = "subprocess.Popen[str]"
+
+ERRORS = list(blocks(DOCS / "errors.md"))
+PREAMBLE = ERRORS[0].text
+
 
 pytestmark = pytest.mark.slow
 each_count = pytest.mark.parametrize("count", [2, 4])
@@ -40,12 +46,14 @@ def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Proce
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
     }
     # -P: beside the script stands tests/jhost, which is not jhost.
     command = [sys.executable, "-P", str(SCRIPT), scenario, str(port), str(count)]
     processes = [
         subprocess.Popen(
             [*command, str(number)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,9 +69,16 @@ def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Proce
             process.communicate()
 
 
-def said(scenario: str, count: int, devices: int = 2) -> list[list[dict[str, Any]]]:
+def said(
+    scenario: str, count: int, devices: int = 2, told: str = ""
+) -> list[list[dict[str, Any]]]:
     """What each process said; all of them ended well."""
     with started(scenario, count, devices) as processes:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(told)
+            process.stdin.close()
+            process.stdin = None
         ends = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0] * count, ends
     return [spoken(out) for out, _ in ends]
@@ -87,7 +102,9 @@ def of_one_process() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
-def test_patterns_give_the_bits_that_one_process_gives(count: int, devices: int) -> None:
+def test_patterns_give_the_bits_that_one_process_gives(
+    count: int, devices: int
+) -> None:
     """Values, and gradients in an outer jit."""
     several = [merged(lines) for lines in said("patterns", count, devices)]
     assert len(of_one_process()) == 2 * (2 * 10 + 1)
@@ -127,7 +144,9 @@ def test_a_process_with_another_statement_is_named_by_all(count: int) -> None:
         usual = "process 0" if count == 2 else "processes 0, 1, 2"
         assert f"not all run the mine of {usual}" in said_of["text"]
         (offender,) = re.findall(r"^  [*] (.*)$", said_of["text"], re.M)
-        line = f"process {count - 1}, in mine: `.* = tanh[(].*`, where {usual} has `.*sin"
+        line = (
+            f"process {count - 1}, in mine: `.* = tanh[(].*`, where {usual} has `.*sin"
+        )
         assert re.match(line, offender)
 
 
@@ -135,7 +154,9 @@ def test_parameters_and_options_that_differ_are_named() -> None:
     ends = said("another_parameter", 2)
     assert ends[0] == ends[1]
     parameter, option, dump = ends[0]
-    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameter["text"].replace("<", "").replace(">", "")
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameter[
+        "text"
+    ].replace("<", "").replace(">", "")
     assert "`XLA's options xla_cpu_enable_fast_math=False`" in option["text"]
     assert dump == {"error": None}
 
@@ -156,6 +177,26 @@ def test_who_does_not_come_is_named(count: int) -> None:
         assert "waited 2 s before the first run of block" in line["text"]
         assert f"* process {count - 1} has not come" in line["text"]
         assert line["text"].count("* process") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "preamble", "count", "raising"),
+    [
+        ("ProcessMismatchError", PREAMBLE, 2, 2),
+        ("ProcessTimeoutError", PREAMBLE, 2, 1),
+        ("InitializeError", "", 1, 1),
+    ],
+)
+def test_the_first_example_of_the_page_raises_and_the_second_runs(
+    name: str, preamble: str, count: int, raising: int
+) -> None:
+    wrong, right = (block.text for block in ERRORS if block.heading == name)
+    for example, wanted in (
+        (wrong, [name] * raising + [None] * (count - raising)),
+        (right, [None] * count),
+    ):
+        ends = said("page", count, told=json.dumps([preamble, example]))
+        assert [line["error"] for (line,) in ends] == wanted
 
 
 # --- Deaths ------------------------------------------------------------------------ #
@@ -185,7 +226,10 @@ def test_when_a_process_dies_in_a_loop_the_others_end(
 
 @pytest.mark.parametrize(
     ("scenario", "text"),
-    [("late", "comes too late: JAX has started its backend"), ("twice", "Call it once")],
+    [
+        ("late", "comes too late: JAX has started its backend"),
+        ("twice", "Call it once"),
+    ],
 )
 def test_initialize_is_early_and_once(scenario: str, text: str) -> None:
     for (line,) in said(scenario, 2):
@@ -203,3 +247,40 @@ def test_initialize_is_too_late_once_there_are_devices() -> None:
 def test_a_timeout_is_above_zero(seconds: float) -> None:
     with pytest.raises(errors.OptionError, match=f"program_timeout_seconds={seconds}"):
         distributed.initialize(program_timeout_seconds=seconds)
+
+
+def test_a_process_alone_on_its_host_sees_all_its_gpus() -> None:
+    alone = distributed._is_alone_on_its_host  # pyright: ignore[reportPrivateUsage]
+    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"})
+    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1"})
+    assert alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "8(x4)"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1,2"})
+    assert not alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1", "JAX_LOCAL_DEVICE_IDS": "0"})
+    assert not alone({})
+
+
+def test_settings_of_the_process_are_for_one_gpu_a_process() -> None:
+    has_one = distributed._has_one_gpu  # pyright: ignore[reportPrivateUsage]
+    assert has_one("3", {})
+    assert has_one("all", {"CUDA_VISIBLE_DEVICES": "3"})
+    assert not has_one("0,1", {"CUDA_VISIBLE_DEVICES": "3"})
+    assert not has_one("all", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert not has_one("all", {})
+
+
+def test_flags_of_the_user_stand() -> None:
+    with_flags = distributed._with_flags  # pyright: ignore[reportPrivateUsage]
+    (name,) = ONE_GPU_A_PROCESS
+    assert with_flags("", ONE_GPU_A_PROCESS) == f"--{name}=true"
+    assert with_flags("--a=1", ONE_GPU_A_PROCESS) == f"--a=1 --{name}=true"
+    assert with_flags(f"--{name}=false", ONE_GPU_A_PROCESS) == f"--{name}=false"
+
+
+def test_xla_takes_the_settings_of_the_process() -> None:
+    """An unknown name among them would end the process when JAX starts its backend."""
+    (lines,) = said("one_gpu", 1)
+    assert lines == [
+        {"flags": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
+    ]
