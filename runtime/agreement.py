@@ -133,8 +133,7 @@ class _Meeting:
     def _exchange(self, lines: Sequence[str]) -> Mapping[int, list[str]]:
         """Every process's lines; they all know that they differ."""
         mine = f"{self._key('lines')}{jax.process_index()}"
-        packed = zlib.compress("\n".join(lines).encode())
-        self.client.key_value_set_bytes(mine, packed, allow_overwrite=True)
+        self.client.key_value_set_bytes(mine, packed(lines), allow_overwrite=True)
         self._wait("lines")
         told = self.client.key_value_dir_get_bytes(self._key("lines"))
         return {_process(k): zlib.decompress(v).decode().split("\n") for k, v in told}
@@ -159,6 +158,11 @@ class _Meeting:
         # There may be thousands of them: their digest, not their list.
         group = hashlib.sha256(repr(self.processes).encode()).hexdigest()[:16]
         return f"jhost/{group}/{self.number}/{what}/"
+
+
+def packed(lines: Sequence[str]) -> bytes:
+    """What a process tells of its program where programs differ."""
+    return zlib.compress("\n".join(lines).encode())
 
 
 def _process(key: str) -> int:
@@ -211,12 +215,13 @@ def _differences(
     if ours is None or theirs is None:
         yield f"{who}: another program"
         return
+    has = "have" if len(usual) > 1 else "has"
     pairs = zip_longest(ours, theirs, fillvalue="no more")
     our, their = next((a, b) for a, b in pairs if a != b)
     letters = enumerate(zip_longest(our, their))
     start = next(number for number, (a, b) in letters if a != b)
     yield (
-        f"{who}: `{_excerpt(their, start)}`, where {_processes_text(usual)} has "
+        f"{who}: `{_excerpt(their, start)}`, where {_processes_text(usual)} {has} "
         f"`{_excerpt(our, start)}`"
     )
 

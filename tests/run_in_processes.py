@@ -27,14 +27,8 @@ BLOCK = (16, 8), (8, 16), (16, 8)
 
 
 def initialize(port: str, count: str, number: str, **more: Any) -> None:
-    jhost.distributed.initialize(
-        f"localhost:{port}",
-        int(count),
-        int(number),
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=20,
-        **more,
-    )
+    address = f"localhost:{port}"
+    jhost.distributed.initialize(address, int(count), int(number), **more)
 
 
 def say(**found: Any) -> None:
@@ -166,7 +160,7 @@ def patterns(*process: str) -> None:
 
 def loop(*process: str) -> None:
     """For ever, until somebody dies."""
-    initialize(*process)
+    initialize(*process, heartbeat_timeout_seconds=10)
     f = blocks_on(jax.devices())
     while True:
         jax.block_until_ready(f())
