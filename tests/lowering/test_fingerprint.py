@@ -28,7 +28,7 @@ def made(constant: float, precision: str | None = None) -> Callable[..., Any]:
     """A function, another one at each call, with a loop inside and a callback."""
 
     def body(_: int, x: jax.Array) -> jax.Array:
-        return x + constant
+        return jax.nn.relu(x) + constant
 
     def f(x: jax.Array) -> jax.Array:
         jax.debug.callback(lambda x: None, x[0, 0])
@@ -78,7 +78,7 @@ mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 def f(x, w):
     h = jnp.maximum(jax.nn.softmax(x @ w, axis=-1), 0)
     h = jhost.stream(h @ w.T, 0, chunks=2, pipeline="collective")
-    return jax.lax.scan(lambda c, _: (c * 2, None), h, length=2)[0]
+    return jax.lax.scan(lambda c, _: (jax.nn.relu(c), None), h, length=2)[0]
 f = jhost.jit(f, mesh=mesh, in_shardings=(P(("dp", "tp")), P("dp", "tp")))
 x = jnp.ones((8, 8))
 print("\\n".join(fingerprint_lines(f.lower(x, x).host_ir)))
