@@ -1,6 +1,6 @@
 """jhost: overlapping communication and computation in sharded JAX programs."""
 
-from jhost import errors as errors
+from jhost import distributed as distributed, errors as errors
 from jhost._annotate import serial as serial, shard as shard, stream as stream
 from jhost._api import JitFunction as JitFunction, explain as explain, jit as jit
 from jhost._profile import profile as profile

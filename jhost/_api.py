@@ -49,6 +49,7 @@ from jhost._tuning import Tuning
 from jhost.lowering.emit import spec_of
 from jhost.lowering.explain import Explanation
 from jhost.lowering.specs import raise_problems
+from jhost.runtime.agreement import processes_of
 from jhost.runtime.mesh import (
     AnyMesh,
     auto_mesh,
@@ -219,6 +220,7 @@ class JitFunction(Generic[P, R]):
         self._given = [sharding for sharding in given if sharding is not None]
         self._asks_arguments = None in _shardings.leaves(settings.in_shardings)
         self._jitted: dict[Key, Any] = {}
+        self._uncompared: dict[Key, Any] = {}
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -251,8 +253,7 @@ class JitFunction(Generic[P, R]):
         """
         key = self._key(self._leaves(args, kwargs))
         with self._explained(key, args, kwargs):
-            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
-            return jitted.trace(*args, **kwargs)
+            return self._jitted_alone(key, args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lowers the function for arguments, or `jax.ShapeDtypeStruct`s in their place.
@@ -269,13 +270,11 @@ class JitFunction(Generic[P, R]):
         with self._explained(key, args, kwargs):
             traced = self._trace(args, kwargs)
             program = host_program(self._call_jaxpr(key, traced), self._config(key))
-            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
-            lowered = jitted.lower(*args, **kwargs)
+            lowered = self._jitted_alone(key, args, kwargs).lower(*args, **kwargs)
         return Lowered(
             host_ir=program,
             _lowered=lowered,
-            _options=self._settings.compiler_options or {},
-            _mesh=self._config(key).mesh,
+            _config=self._config(key),
             _consts=traced.consts,
         )
 
@@ -347,11 +346,22 @@ class JitFunction(Generic[P, R]):
         """The leaves of the arguments that are not static, in order."""
         return jax.tree.leaves(self.without_static(args, kwargs))
 
-    def _make_jitted(self, key: Key, args: Any, kwargs: Any) -> Any:
+    def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
+        """What `lower` and `trace` use, which one of several processes may call."""
+        if len(processes_of(key[0])) < 2:
+            return self._jitted.get(key) or self._make_jitted(key, args, kwargs)
+        # JAX must not find in its caches what has not been compared.
+        return self._uncompared.get(key) or self._make_jitted(
+            key, args, kwargs, compared=False
+        )
+
+    def _make_jitted(
+        self, key: Key, args: Any, kwargs: Any, compared: bool = True
+    ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         shardings = {} if key[0] is None else self._named_shardings(key[0])
         call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs))
-        config = self._config(key)
+        config = dataclasses.replace(self._config(key), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
         @functools.wraps(self._fun)
@@ -359,7 +369,8 @@ class JitFunction(Generic[P, R]):
             return self._bind(key, config, args, kwargs)
 
         settings = self._settings
-        self._jitted[key] = jax.jit(
+        jitted = self._jitted if compared else self._uncompared
+        jitted[key] = jax.jit(
             call,
             static_argnums=settings.static_argnums,
             static_argnames=settings.static_argnames,
@@ -368,7 +379,7 @@ class JitFunction(Generic[P, R]):
             compiler_options=options,
             **shardings,
         )
-        return self._jitted[key]
+        return jitted[key]
 
     def _named_shardings(self, mesh: AnyMesh) -> dict[str, Any]:
         """The shardings that were given, for JAX's own jit."""

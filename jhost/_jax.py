@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import jax.extend.core
-from jax._src import api_util, checkify, core, source_info_util
+from jax._src import (
+    api_util,
+    checkify,
+    core,
+    distributed,
+    source_info_util,
+    xla_bridge,
+)
 from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, mlir, partial_eval
@@ -388,3 +395,36 @@ def user_context(eqn: JaxprEqn) -> Generator[None]:
         if eqn.ctx.xla_metadata:
             stack.enter_context(set_xla_metadata(**eqn.ctx.xla_metadata))
         yield
+
+
+# ---- Processes ----
+
+
+class Coordination(Protocol):
+    """The store of keys and values that all processes of `jax.distributed` share."""
+
+    def key_value_set(
+        self, key: str, value: str, allow_overwrite: bool = False
+    ) -> None: ...
+
+    def key_value_set_bytes(
+        self, key: str, value: bytes, allow_overwrite: bool = False
+    ) -> None: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
+
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
+    ) -> None: ...
+
+
+def coordination() -> Coordination | None:
+    """This process's client of the coordination service; None without one."""
+    return distributed.global_state.client
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has asked for devices, after which no setting reaches XLA."""
+    return xla_bridge.backends_are_initialized()

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.version import __version__ as jaxlib_version
 
 from jhost import errors
 from jhost._jax import (
@@ -28,7 +29,7 @@ from jhost._primitives import Spec, jhost_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.emit import emit
 from jhost.lowering.explain import count_loops
-from jhost.lowering.fingerprint import fingerprint
+from jhost.lowering.fingerprint import fingerprint, fingerprint_lines
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program, StreamMark
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
@@ -43,10 +44,15 @@ from jhost.lowering.pipeline import (
 from jhost.lowering.rates import rates_of
 from jhost.lowering.streamed_dims import stream_marks
 from jhost.runtime import dump
+from jhost.runtime.agreement import compare_programs
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
 from jhost.runtime.options import explained_refusals
-from jhost.runtime.overlap_options import overlap_options, warn_of_missed_options
+from jhost.runtime.overlap_options import (
+    options_text,
+    overlap_options,
+    warn_of_missed_options,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,8 @@ class Config:
     """What holds for a jhost function and for every program derived from it.
 
     `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
-    jhost's own, which sees to the compiler options.
+    jhost's own, which sees to the compiler options.  `compared` ones are lowered in
+    order to run: not those of `lower`, which one process may call alone.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Config:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()
     embedded: bool = False
+    compared: bool = True
 
 
 class Call(NamedTuple):
@@ -120,7 +128,7 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
     Raises:
         StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
     """
-    config = dataclasses.replace(config, embedded=False)
+    config = _plain(config)
     if config.tunings:
         _warn_if_stale(call_jaxpr, config)
     return _lowered(call_jaxpr, config)
@@ -128,11 +136,16 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
     """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
-    config = dataclasses.replace(config, embedded=False)
+    config = _plain(config)
     try:
         return _lowered(call_jaxpr, config)
     except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
         return _lowered(call_jaxpr, config, strict=False)
+
+
+def _plain(config: Config) -> Config:
+    """What a program depends on: it is the same wherever it is called."""
+    return dataclasses.replace(config, embedded=False, compared=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -252,6 +265,7 @@ def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
 
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if config.interpret:
+        compare(derived_program(call_jaxpr, config), config)
         return emitted(call_jaxpr, config)(*args)
     with explained_refusals(config.name, dict(config.compiler_options)):
         return _compiled(call_jaxpr, config)(*args)
@@ -259,20 +273,52 @@ def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
-    options = executable_options(derived_program(call_jaxpr, config), config)
+    program = derived_program(call_jaxpr, config)
+    compare(program, _plain(config))
+    options = executable_options(program, config)
     return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
 
 
 def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
     """What XLA is told for `program` alone: jhost's wishes, then the user's."""
+    return _asked(program, config) | dump.compiler_options() or None
+
+
+def _asked(program: Program, config: Config) -> dict[str, Any]:
     wishes = overlap_options(config.mesh) if count_loops(program) else {}
-    return wishes | dict(config.compiler_options) | dump.compiler_options() or None
+    return wishes | dict(config.compiler_options)
+
+
+def compare(program: Program, config: Config) -> None:
+    """Sees that every process of the mesh is about to run `program`.
+
+    Raises:
+        ProcessMismatchError, ProcessTimeoutError: some process is not.
+    """
+
+    def describe() -> list[str]:
+        # Of an outer program's options jhost knows nothing.
+        options = {} if config.embedded else _asked(program, config)
+        shown = {n: v for n, v in options.items() if not n.startswith("xla_dump")}
+        assert isinstance(config.mesh, Mesh)
+        return [
+            *fingerprint_lines(program),
+            f"devices {config.mesh.device_ids.tolist()}",
+            f"XLA's options {options_text(dict(sorted(shown.items())))}",
+            f"interpret={config.interpret}",
+            f"JAX {jax.__version__}, jaxlib {jaxlib_version}",
+        ]
+
+    compare_programs(config.name, config.mesh, describe)
 
 
 def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     """Inside an outer program: XLA compiles it, with that program's options."""
+    program = derived_program(call_jaxpr, config)
+    if config.compared:
+        compare(program, config)
     if config.embedded:
-        options = executable_options(derived_program(call_jaxpr, config), config)
+        options = executable_options(program, config)
         warn_of_missed_options(config.name, options or {})
     return emitted(call_jaxpr, config)(*args)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
 
 from jhost import errors
+from jhost._program import Config, compare
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret import Record, interpret
 from jhost.lowering.ir import Program
@@ -25,8 +27,7 @@ class Lowered:
 
     host_ir: Program
     _lowered: jax.stages.Lowered
-    _options: Mapping[str, Any]
-    _mesh: AnyMesh | None
+    _config: Config
     _consts: tuple[Any, ...]
 
     def as_text(self, dialect: str = "host_ir") -> str:
@@ -42,7 +43,7 @@ class Lowered:
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return explained(self.host_ir, self._mesh)
+        return explained(self.host_ir, self._config.mesh)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -63,16 +64,24 @@ class Lowered:
             >>> [record.stream for record in trace if "add" in record.text]
             ['stream[0]', 'stream[1]']
         """
-        mesh = self.host_ir.mesh if self._mesh is None else self._mesh
+        compare(self.host_ir, self._config)
+        mesh = self._config.mesh
+        mesh = self.host_ir.mesh if mesh is None else mesh
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
         results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
         return jax.tree.unflatten(self._lowered.out_tree, results), trace
 
     def compile(self) -> Compiled:
         """Compiles the program for its devices."""
-        with explained_refusals(self.host_ir.name, self._options):
+        config = self._config
+        with explained_refusals(config.name, dict(config.compiler_options)):
             compiled = self._lowered.compile()
-        return Compiled(host_ir=self.host_ir, _compiled=compiled, _mesh=self._mesh)
+        return Compiled(
+            host_ir=self.host_ir,
+            _compiled=compiled,
+            _mesh=config.mesh,
+            _compare=functools.cache(functools.partial(compare, self.host_ir, config)),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +91,11 @@ class Compiled:
     host_ir: Program
     _compiled: jax.stages.Compiled
     _mesh: AnyMesh | None
+    _compare: Callable[[], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable."""
+        self._compare()
         return self._compiled(*args, **kwargs)
 
     def as_text(self) -> str:

@@ -79,6 +79,18 @@ class CompilerOptionError(JhostError, ValueError):
     """XLA refuses a compiler option that the user gave."""
 
 
+class InitializeError(JhostError, RuntimeError):
+    """`jhost.distributed.initialize` was called too late, or twice."""
+
+
+class ProcessMismatchError(JhostError, RuntimeError):
+    """The processes of a mesh were about to run different programs."""
+
+
+class ProcessTimeoutError(JhostError, TimeoutError):
+    """A process of a mesh did not come to a program that others wait to run."""
+
+
 class UnsupportedError(JhostError, NotImplementedError):
     """A feature of JAX that cannot be inside or around a jhost function."""
 

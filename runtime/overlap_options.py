@@ -49,6 +49,13 @@ _BETWEEN_PROCESSES: Mapping[str, Any] = {
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
 }
 
+ONE_GPU_A_PROCESS: Mapping[str, Any] = {
+    # For the process, as NCCL's communicators are made once: with it they move those
+    # buffers by copy engine, and leave the multiprocessors to the matmuls (openxla/xla
+    # #33613), in programs that get no options as well.
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+}
+
 
 def wanted_options(mesh: AnyMesh | None) -> dict[str, Any]:
     """What an executable with loops on `mesh` asks of XLA, which may not take it."""

@@ -1,53 +1,294 @@
-"""What one of several processes runs: a pipelined block, equal to the plain one."""
+"""What one of several processes runs, and prints; `test_processes.py` reads it.
+
+run_in_processes.py SCENARIO PORT COUNT NUMBER
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
+from jhost import errors
 
-SPECS = (P("tp"), P(None, "tp"), P("tp", None))
-
-
-def block(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
-    return jhost.stream(jax.nn.relu(x @ w) @ v, axis=0)
-
-
-def is_right(result: jax.Array, wanted: np.ndarray) -> bool:
-    """On the devices of this process."""
-    parts = result.addressable_shards
-    return all((np.asarray(part.data) == wanted[part.index]).all() for part in parts)
+ROW, COLUMN = P("tp"), P(None, "tp")
+SPECS = (ROW, COLUMN, ROW)
+BLOCK = (16, 8), (8, 16), (16, 8)
 
 
-def main(port: str, count: str, number: str) -> None:
-    jax.distributed.initialize(f"localhost:{port}", int(count), int(number))
-    mesh = jax.make_mesh((jax.device_count(),), ("tp",), axis_types=(AxisType.Auto,))
-    random = np.random.default_rng(0)
-    arrays = [
-        random.integers(-3, 4, shape).astype(np.float32)
-        for shape in ((16, 8), (8, 16), (16, 8))
-    ]
-    x, w, v = arrays
-    hidden = np.maximum(x @ w, 0)
-    gradient = ((np.ones((16, 8)) @ v.T) * (hidden > 0)) @ w.T
+def initialize(port: str, count: str, number: str, **more: Any) -> None:
+    address = f"localhost:{port}"
+    jhost.distributed.initialize(address, int(count), int(number), **more)
 
-    def place(array: np.ndarray, spec: P) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    operands = [place(*pair) for pair in zip(arrays, SPECS, strict=True)]
-    for pipeline in ("p2p", "collective", "off"):
-        settings: dict[str, Any] = {"pipeline": pipeline, "mesh": mesh}
-        f = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"), **settings)
-        loss = jax.grad(lambda *xs, f=f: f(*xs).sum())
-        right = is_right(f(*operands), hidden @ v), is_right(loss(*operands), gradient)
-        print(f"{pipeline}: {right}", flush=True)
+def say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def mesh_of(devices: list[Any]) -> Mesh:
+    return jax.make_mesh(
+        (len(devices),), ("tp",), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+def placed(mesh: Mesh, shape: tuple[int, ...], spec: P, seed: int) -> jax.Array:
+    """Small integers, so that sums in any order are exact."""
+    whole = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+
+
+def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
+
+
+def blocks_on(devices: list[Any], **how: Any) -> partial[jax.Array]:
+    """`block` on some devices, to be called without arguments."""
+    mesh = mesh_of(devices)
+    how = {"pipeline": "p2p", "in_shardings": SPECS, "out_shardings": ROW, **how}
+    operands = [placed(mesh, *pair, seed=0) for pair in zip(BLOCK, SPECS, strict=True)]
+    return partial(jhost.jit(block, mesh=mesh, **how), *operands)
+
+
+# --- The patterns of docs/patterns.md ---------------------------------------------- #
+
+
+class Pattern(NamedTuple):
+    fun: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+    out: P
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jhost.stream(x @ w, 0)
+
+
+def bias_and_activation(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    return jhost.stream(jnp.maximum(x @ w + b, 0), 0)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jhost.stream((jnp.maximum(x @ gate, 0) * (x @ up)) @ down, 0)
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+    return jhost.stream(x, 0).T @ dy
+
+
+def on_the_right(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w @ jhost.stream(x, 1)
+
+
+def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    there = jhost.shard(x, P(None, "tp"))
+    h = jnp.maximum(jnp.einsum("tek,ekf->tef", there, up), 0)
+    return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0, pipeline="collective")
+
+
+def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.minimum(block(h, up, down), 3), None
+
+    return jax.lax.scan(layer, x, length=2)[0]
+
+
+PATTERNS = {
+    "all-gather, matmul": Pattern(matmul, BLOCK[:2], (ROW, COLUMN), COLUMN),
+    "matmul, all-gather": Pattern(matmul, ((16, 8), (8, 4)), (ROW, P()), P()),
+    "matmul, reduce-scatter": Pattern(matmul, BLOCK[1:], (COLUMN, ROW), ROW),
+    "matmul, all-reduce": Pattern(matmul, BLOCK[1:], (COLUMN, ROW), P()),
+    "bias": Pattern(
+        bias_and_activation, (*BLOCK[:2], (16,)), (ROW, COLUMN, ROW), COLUMN
+    ),
+    "block": Pattern(block, BLOCK, SPECS, ROW),
+    "swiglu": Pattern(swiglu, (BLOCK[0], *BLOCK[1:2] * 2, BLOCK[2]),
+                      (ROW, COLUMN, COLUMN, ROW), ROW),
+    "contracted": Pattern(weight_gradient, ((16, 8), (16, 8)), (ROW, COLUMN), COLUMN),
+    "on the right": Pattern(on_the_right, BLOCK[:2], (ROW, COLUMN), ROW),
+    "experts": Pattern(
+        experts, ((16, 8, 4), (8, 4, 8), (8, 8, 4)), (ROW, ROW, ROW), ROW
+    ),
+    "layers": Pattern(layers, BLOCK, SPECS, ROW),
+}  # fmt: skip
+
+
+def runs(pattern: Pattern, pipeline: str) -> Iterator[tuple[str, Any]]:
+    """The pattern by itself, and its gradients in an outer `jax.jit`."""
+    mesh = mesh_of(jax.devices())
+    how: dict[str, Any] = {"pipeline": pipeline, "mesh": mesh}
+    f = jhost.jit(
+        pattern.fun, in_shardings=pattern.specs, out_shardings=pattern.out, **how
+    )
+    pairs = zip(pattern.shapes, pattern.specs, strict=True)
+    operands = [placed(mesh, *pair, seed=n) for n, pair in enumerate(pairs)]
+    numbers = tuple(range(len(operands)))
+    yield "value", f(*operands)
+    yield "gradients", jax.jit(jax.grad(lambda *xs: f(*xs).sum(), numbers))(*operands)
+
+
+def digests(tree: Any) -> dict[str, str]:
+    """Of each part of each array that is on a device of this process."""
+    return {
+        f"{number} {part.index}": hashlib.sha256(np.asarray(part.data)).hexdigest()
+        for number, array in enumerate(jax.tree.leaves(tree))
+        for part in array.addressable_shards
+    }
+
+
+def patterns(*process: str) -> None:
+    if process[1] != "1":
+        initialize(*process)
+    for name, pattern in PATTERNS.items():
+        for pipeline in ("collective",) if name == "experts" else ("p2p", "collective"):
+            for what, result in runs(pattern, pipeline):
+                say(**{f"{name}, {pipeline}, {what}": digests(result)})
+
+
+# --- What goes wrong ---------------------------------------------------------------- #
+
+
+def loop(*process: str) -> None:
+    """For ever, until somebody dies."""
+    initialize(*process, heartbeat_timeout_seconds=10)
+    f = blocks_on(jax.devices())
+    while True:
+        jax.block_until_ready(f())
+        say(ran=True)
+
+
+def caught(f: Callable[[], Any]) -> None:
+    try:
+        jax.block_until_ready(f())
+        say(error=None)
+    except errors.JhostError as error:
+        say(error=type(error).__name__, text=str(error))
+
+
+def another_statement(port: str, count: str, number: str) -> None:
+    """The last process has another activation."""
+    initialize(port, count, number)
+    is_last = number == str(int(count) - 1)
+
+    def mine(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        activation = jnp.tanh if is_last else jnp.sin
+        return jhost.stream(activation(x @ up) @ down, axis=0)
+
+    mesh = mesh_of(jax.devices())
+    operands = [placed(mesh, *pair, seed=0) for pair in zip(BLOCK, SPECS, strict=True)]
+    f = jhost.jit(mine, mesh=mesh, in_shardings=SPECS, pipeline="p2p")
+    caught(partial(f, *operands))
+    caught(partial(jax.jit(f), *operands))
+    caught(partial(jax.grad(lambda *xs: f(*xs).sum()), *operands))
+    caught(lambda: f.lower(*operands).compile()(*operands))
+    # It was an error like any other: what follows works.
+    caught(blocks_on(jax.devices()))
+
+
+def another_parameter(port: str, count: str, number: str) -> None:
+    """A difference that the printed program does not show, then one of options."""
+    initialize(port, count, number)
+    precision = jax.lax.Precision.HIGHEST if number == "0" else None
+
+    def mine(x: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.matmul(x, x, precision=precision), 0)
+
+    mesh = mesh_of(jax.devices())
+    x = placed(mesh, (16, 16), ROW, seed=0)
+    how: dict[str, Any] = {"mesh": mesh, "in_shardings": ROW, "pipeline": "p2p"}
+    caught(partial(jhost.jit(mine, **how), x))
+    options = {"xla_cpu_enable_fast_math": number == "0"}
+    caught(blocks_on(jax.devices(), compiler_options=options))
+    # Dumps are for one process to ask for.
+    dump = {"xla_dump_to": "/dev/null"} if number == "0" else {}
+    caught(blocks_on(jax.devices(), compiler_options=dump))
+
+
+def another_order(port: str, count: str, number: str) -> None:
+    initialize(port, count, number)
+    pipelines = ("p2p", "collective")
+    for pipeline in pipelines if number == "0" else pipelines[::-1]:
+        caught(blocks_on(jax.devices(), pipeline=pipeline))
+
+
+def absent(port: str, count: str, number: str) -> None:
+    """The last process runs nothing, but stays until the others have given up."""
+    initialize(port, count, number, program_timeout_seconds=2)
+    f = blocks_on(jax.devices())
+    if number != str(int(count) - 1):
+        caught(f)
+
+
+def page(port: str, count: str, number: str) -> None:
+    """An example of docs/errors.md, with what stands before it."""
+    preamble, example = json.load(sys.stdin)
+    if preamble:
+        initialize(port, count, number, program_timeout_seconds=2)
+    namespace: dict[str, Any] = {}
+    exec(preamble, namespace)
+    caught(partial(exec, example, namespace))
+
+
+def late(*process: str) -> None:
+    jax.device_count()
+    caught(lambda: initialize(*process))
+
+
+def twice(*process: str) -> None:
+    initialize(*process)
+    caught(lambda: initialize(*process))
+
+
+def one_gpu(*process: str) -> None:
+    initialize(*process, local_device_ids=[0])
+    assert jax.device_count()
+    say(flags=os.environ["XLA_FLAGS"])
+
+
+# --- How often processes meet ----------------------------------------------------- #
+
+
+def meetings(port: str, count: str, number: str) -> None:
+    """Only to compare what is about to run and was not compared before."""
+    from jhost.runtime import agreement
+
+    initialize(port, count, number)
+
+    def met() -> int:
+        return sum(agreement._meetings.counts.values())  # pyright: ignore
+
+    f, again = blocks_on(jax.devices()), blocks_on(jax.devices())
+    seen: dict[str, int] = {}
+    if number == "0":  # alone
+        function: Any = f.func
+        print(jhost.explain(function, *f.args), file=sys.stderr)
+        function.lower(*f.args).compile().as_text()
+        function.trace(*f.args)
+    seen["explained, lowered, compiled and traced"] = met()
+    jax.block_until_ready([f() for _ in range(3)])
+    seen["called"] = met()
+    jax.block_until_ready(again())
+    jax.clear_caches() if number == "0" else None
+    jax.block_until_ready(f())
+    seen["compiled twice"] = met()
+    inner = [d for d in jax.devices() if d.process_index < int(count) // 2]
+    if jax.process_index() < int(count) // 2:
+        jax.block_until_ready(blocks_on(inner)())
+    seen["called on half of the devices"] = met()
+    jax.block_until_ready(blocks_on(jax.local_devices())())
+    seen["called on its own devices"] = met()
+    say(**seen)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,34 +1,59 @@
-"""One program in several processes, as `jax.distributed` runs it, on CPUs."""
+"""Programs in several processes, as `jax.distributed` runs them, on CPUs."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import jax
 import pytest
 
+from jhost import distributed, errors
+from jhost.runtime.overlap_options import ONE_GPU_A_PROCESS
+from tests.tables import DOCS
+from tests.test_readme import blocks
+
 SCRIPT = Path(__file__).parent / "run_in_processes.py"
+LIMIT = 240
+
+Process: TypeAlias = "subprocess.Popen[str]"
+
+ERRORS = list(blocks(DOCS / "errors.md"))
+PREAMBLE = ERRORS[0].text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_all_processes_get_what_the_plain_function_gives(count: int) -> None:
-    """Two devices each; forward and backward, integers, exactly."""
+pytestmark = pytest.mark.slow
+each_count = pytest.mark.parametrize("count", [2, 4])
+
+
+@contextlib.contextmanager
+def started(scenario: str, count: int, devices: int = 2) -> Generator[list[Process]]:
+    """Processes of some devices each, that end at the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
     }
+    # -P: beside the script stands tests/jhost, which is not jhost.
+    command = [sys.executable, "-P", str(SCRIPT), scenario, str(port), str(count)]
     processes = [
         subprocess.Popen(
-            # -P: beside the script stands tests/jhost, which is not jhost.
-            [sys.executable, "-P", str(SCRIPT), str(port), str(count), str(number)],
+            [*command, str(number)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -37,14 +62,231 @@ def test_all_processes_get_what_the_plain_function_gives(count: int) -> None:
         for number in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        yield processes
     finally:
         for process in processes:
             process.kill()
-    for out, err in outputs:
-        said = [line for line in out.splitlines() if "True" in line or "False" in line]
-        assert said == [
-            "p2p: (True, True)",
-            "collective: (True, True)",
-            "off: (True, True)",
-        ], err
+            process.communicate()
+
+
+def said(
+    scenario: str, count: int, devices: int = 2, told: str = ""
+) -> list[list[dict[str, Any]]]:
+    """What each process said; all of them ended well."""
+    with started(scenario, count, devices) as processes:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(told)
+            process.stdin.close()
+            process.stdin = None
+        ends = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, ends
+    return [spoken(out) for out, _ in ends]
+
+
+def spoken(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: found for line in lines for name, found in line.items()}
+
+
+# --- Right ------------------------------------------------------------------------ #
+
+
+@functools.cache
+def of_one_process() -> dict[str, dict[str, str]]:
+    (lines,) = said("patterns", 1, devices=4)
+    return merged(lines)
+
+
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+def test_patterns_give_the_bits_that_one_process_gives(
+    count: int, devices: int
+) -> None:
+    """Values, and gradients in an outer jit."""
+    several = [merged(lines) for lines in said("patterns", count, devices)]
+    assert len(of_one_process()) == 2 * (2 * 10 + 1)
+    for name, wanted in of_one_process().items():
+        together: dict[str, str] = {}
+        for found in several:
+            for part, digest in found[name].items():
+                assert together.setdefault(part, digest) == digest, (name, part)
+        assert together == wanted, name
+
+
+def test_processes_meet_once_for_a_program() -> None:
+    found = [merged(lines) for lines in said("meetings", 4)]
+    for number, counts in enumerate(found):
+        inner = 1 if number < 2 else 0
+        assert counts == {
+            "explained, lowered, compiled and traced": 0,
+            "called": 1,
+            "compiled twice": 1,
+            "called on half of the devices": 1 + inner,
+            "called on its own devices": 1 + inner,
+        }
+
+
+# --- Different programs ------------------------------------------------------------ #
+
+
+@each_count
+def test_a_process_with_another_statement_is_named_by_all(count: int) -> None:
+    ends = said("another_statement", count)
+    assert all(lines == ends[0] for lines in ends)
+    called, jitted, gradient, compiled, last = ends[0]
+    usual = "process 0" if count == 2 else "processes 0, 1, 2"
+    for line in (called, jitted, gradient, compiled):
+        assert line["error"] == "ProcessMismatchError"
+        assert f"not all run the mine of {usual}" in line["text"]
+        (offender,) = re.findall(r"^  [*] (.*)$", line["text"], re.M)
+        theirs, ours = offender.split(f", where {usual} ha")
+        assert theirs.startswith(f"process {count - 1}, in mine: `")
+        # The gradients of the two differ in more than one statement.
+        assert line is gradient or ("= tanh(" in theirs and "= sin(" in ours)
+    assert last["error"] is None
+
+
+def test_parameters_and_options_that_differ_are_named() -> None:
+    ends = said("another_parameter", 2)
+    assert ends[0] == ends[1]
+    parameter, option, dump = ends[0]
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameter[
+        "text"
+    ].replace("<", "").replace(">", "")
+    assert "`XLA's options xla_cpu_enable_fast_math=False`" in option["text"]
+    assert dump == {"error": None}
+
+
+def test_another_order_of_programs_is_an_error_in_all() -> None:
+    ends = said("another_order", 2)
+    assert ends[0] == ends[1]
+    assert [line["error"] for line in ends[0]] == ["ProcessMismatchError"] * 2
+    assert "in block: `result: f32" in ends[0][0]["text"]
+
+
+@each_count
+def test_who_does_not_come_is_named(count: int) -> None:
+    *waiting, last = said("absent", count)
+    assert last == []
+    for (line,) in waiting:
+        assert line["error"] == "ProcessTimeoutError"
+        assert "waited 2 s before the first run of block" in line["text"]
+        assert f"* process {count - 1} has not come" in line["text"]
+        assert line["text"].count("* process") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "preamble", "count", "raising"),
+    [
+        ("ProcessMismatchError", PREAMBLE, 2, 2),
+        ("ProcessTimeoutError", PREAMBLE, 2, 1),
+        ("InitializeError", "", 1, 1),
+    ],
+)
+def test_the_first_example_of_the_page_raises_and_the_second_runs(
+    name: str, preamble: str, count: int, raising: int
+) -> None:
+    wrong, right = (block.text for block in ERRORS if block.heading == name)
+    for example, wanted in (
+        (wrong, [name] * raising + [None] * (count - raising)),
+        (right, [None] * count),
+    ):
+        ends = said("page", count, told=json.dumps([preamble, example]))
+        assert [line["error"] for (line,) in ends] == wanted
+
+
+# --- Deaths ------------------------------------------------------------------------ #
+
+
+@pytest.mark.parametrize(
+    ("count", "victim", "by"),
+    [
+        (2, 0, signal.SIGKILL),  # which runs the coordination service
+        (2, 1, signal.SIGKILL),
+        (4, 2, signal.SIGKILL),
+        (2, 1, signal.SIGSTOP),
+    ],
+)
+def test_when_a_process_dies_in_a_loop_the_others_end(
+    count: int, victim: int, by: signal.Signals
+) -> None:
+    """After ten seconds without a heartbeat, though collectives wait for ever."""
+    with started("loop", count) as processes:
+        for process in processes:
+            for _ in range(3):
+                assert process.stdout is not None
+                assert "ran" in process.stdout.readline()
+        processes[victim].send_signal(by)
+        others = [p for n, p in enumerate(processes) if n != victim]
+        ends = [process.communicate(timeout=LIMIT) for process in others]
+    for process, (_, err) in zip(others, ends, strict=True):
+        assert process.returncode != 0
+        assert "another task died" in err or "Connection closed by peer" in err
+
+
+# --- Initializing ------------------------------------------------------------------ #
+
+
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [
+        ("late", "comes too late: JAX has started its backend"),
+        ("twice", "Call it once"),
+    ],
+)
+def test_initialize_is_early_and_once(scenario: str, text: str) -> None:
+    for (line,) in said(scenario, 2):
+        assert line["error"] == "InitializeError"
+        assert text in line["text"]
+
+
+def test_initialize_is_too_late_once_there_are_devices() -> None:
+    assert jax.devices()
+    with pytest.raises(errors.InitializeError, match="before any computation"):
+        distributed.initialize("localhost:1234", 2, 0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_timeout_is_above_zero(seconds: float) -> None:
+    with pytest.raises(errors.OptionError, match=f"program_timeout_seconds={seconds}"):
+        distributed.initialize(program_timeout_seconds=seconds)
+
+
+def test_a_process_alone_on_its_host_sees_all_its_gpus() -> None:
+    alone = distributed._is_alone_on_its_host  # pyright: ignore[reportPrivateUsage]
+    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"})
+    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1"})
+    assert alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "8(x4)"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1,2"})
+    assert not alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
+    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1", "JAX_LOCAL_DEVICE_IDS": "0"})
+    assert not alone({})
+
+
+def test_settings_of_the_process_are_for_one_gpu_a_process() -> None:
+    has_one = distributed._has_one_gpu  # pyright: ignore[reportPrivateUsage]
+    assert has_one("3", {})
+    assert has_one("all", {"CUDA_VISIBLE_DEVICES": "3"})
+    assert not has_one("0,1", {"CUDA_VISIBLE_DEVICES": "3"})
+    assert not has_one("all", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert not has_one("all", {})
+
+
+def test_flags_of_the_user_stand() -> None:
+    with_flags = distributed._with_flags  # pyright: ignore[reportPrivateUsage]
+    (name,) = ONE_GPU_A_PROCESS
+    assert with_flags("", ONE_GPU_A_PROCESS) == f"--{name}=true"
+    assert with_flags("--a=1", ONE_GPU_A_PROCESS) == f"--a=1 --{name}=true"
+    assert with_flags(f"--{name}=false", ONE_GPU_A_PROCESS) == f"--{name}=false"
+
+
+def test_xla_takes_the_settings_of_the_process() -> None:
+    """An unknown name among them would end the process when JAX starts its backend."""
+    (lines,) = said("one_gpu", 1)
+    assert lines == [
+        {"flags": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
+    ]

@@ -352,7 +352,7 @@ def test_explain_of_what_is_compiled_has_the_schedule(compiled: jhost.Compiled) 
 
 def test_a_backend_may_give_no_text(compiled: jhost.Compiled) -> None:
     silent: Any = SimpleNamespace(as_text=lambda: None)
-    without = jhost.Compiled(host_ir=compiled.host_ir, _compiled=silent, _mesh=None)
+    without = dataclasses.replace(compiled, _compiled=silent)
     with pytest.raises(errors.ScheduleError, match="no text"):
         without.schedule()
     assert without.explain().schedule == "schedule: the backend does not give it"

@@ -1,0 +1,123 @@
+"""Many processes: `jax.distributed`, with what overlap needs set before XLA starts.
+
+Before they run, programs are compared between the processes: `runtime/agreement.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jhost import errors
+from jhost._jax import backend_is_up
+from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
+from jhost.runtime.overlap_options import ONE_GPU_A_PROCESS
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    program_timeout_seconds: float | None = DEFAULT_TIMEOUT,
+    **arguments: Any,
+) -> None:
+    """Makes this one of several processes, as `jax.distributed.initialize` does.
+
+    Call it before anything else that asks JAX for devices.  Under SLURM, Open MPI and
+    Kubernetes no argument is needed.  `docs/processes.md` says how to launch, and when
+    processes end whose peers died: `heartbeat_timeout_seconds` (100 by default) after
+    one was killed, `shutdown_timeout_seconds` (300) after one raised.
+
+    Args:
+        coordinator_address: as for `jax.distributed.initialize`: host and port of
+            process 0.
+        num_processes: likewise, how many there are.
+        process_id: likewise, the number of this one.
+        local_device_ids: likewise, the GPUs of this process.  By default a process that
+            SLURM or Open MPI started alone on its host has all of them, where JAX gives
+            it the first.
+        program_timeout_seconds: before it first runs a program, a process waits so long
+            for the others of the program's mesh, and compares it with theirs.  None
+            leaves that out.
+        **arguments: the others of `jax.distributed.initialize`, which depend on JAX's
+            version.
+
+    Raises:
+        InitializeError: JAX has started its backend, or this was called before.
+        OptionError: a timeout that is not above 0.
+
+    Example:
+        >>> import jhost
+        >>> jhost.distributed.initialize("10.0.0.1:1234", 2, 0)  # doctest: +SKIP
+    """
+    _check_timeout(program_timeout_seconds)
+    _check_is_early()
+    if local_device_ids is None and _is_alone_on_its_host(os.environ):
+        local_device_ids = ()  # JAX then leaves all of them visible
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id, local_device_ids, **arguments
+    )
+    set_timeout(program_timeout_seconds)
+    if _has_one_gpu(jax.config.values["jax_cuda_visible_devices"], os.environ):
+        flags = _with_flags(os.environ.get("XLA_FLAGS", ""), ONE_GPU_A_PROCESS)
+        os.environ["XLA_FLAGS"] = flags
+
+
+def _check_timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise errors.OptionError(
+            f"jhost.distributed.initialize got program_timeout_seconds={seconds!r}, "
+            "but needs seconds above 0, or None for no comparing."
+        )
+
+
+def _check_is_early() -> None:
+    if jax.distributed.is_initialized():
+        raise errors.InitializeError(
+            "jhost.distributed.initialize was called, or jax.distributed.initialize, "
+            "and this process is one of several already. Call it once."
+        )
+    if backend_is_up():
+        raise errors.InitializeError(
+            "jhost.distributed.initialize comes too late: JAX has started its backend, "
+            "which knows of this process alone. Call it before any computation, and "
+            "before jax.devices, jax.device_count, jax.process_index or jax.make_mesh; "
+            "importing a module may do one of these."
+        )
+
+
+def _is_alone_on_its_host(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM or Open MPI started one process a host.
+
+    JAX takes the number of a process on its host for that of its only GPU.
+    """
+    if "JAX_LOCAL_DEVICE_IDS" in environment:
+        return False
+    tasks = environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", ""
+    )  # "1(x4)": one on each of 4
+    size = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return bool(re.fullmatch(r"1(\(x\d+\))?", tasks)) or size == "1"
+
+
+def _has_one_gpu(visible: str, environment: Mapping[str, str]) -> bool:
+    """Whether this process sees one GPU, as far as settings tell."""
+    if visible == "all":
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return bool(visible) and "," not in visible
+
+
+def _with_flags(given: str, flags: Mapping[str, Any]) -> str:
+    """XLA's flags with some more; what the user said of one stands."""
+    more = [
+        f"--{name}={str(value).lower()}"
+        for name, value in flags.items()
+        if name not in given
+    ]
+    return " ".join([*given.split(), *more])
