@@ -51,12 +51,12 @@ class ColumnParallelDot:
         self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
     ) -> jax.Array:
         """As `lax.dot_general`, of tokens and a kernel."""
-        (contracted, of_kernel), (batch, _) = dims
+        (contracted, of_kernel), (batch, batch_of_kernel) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))
-        columns = _rest(kernel.ndim, of_kernel)
-        kernel = shard(
-            kernel, self.kernel or _spec(kernel, {columns[0]: self.mesh_axis})
-        )
+        if not tokens:
+            return self.dot_general(x, kernel, dims, **more)
+        column = _rest(kernel.ndim, (*of_kernel, *batch_of_kernel))[0]
+        kernel = shard(kernel, self.kernel or _spec(kernel, {column: self.mesh_axis}))
         result = self.dot_general(x, kernel, dims, **more)
         last = len(batch) + len(tokens) - 1
         # Of the result, not of the tokens: were those said to be whole, so were their
@@ -101,6 +101,8 @@ class RowParallelDot:
         """As `lax.dot_general`, of tokens and a kernel."""
         (contracted, of_kernel), (batch, _) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))
+        if not tokens:
+            return self.dot_general(x, kernel, dims, **more)
         rows = {of_kernel[0]: self.mesh_axis}
         kernel = shard(kernel, self.kernel or _spec(kernel, rows))
         free = [*tokens[:-1], *batch]
