@@ -1,9 +1,8 @@
 """Trains a Llama-style character model on the sources of Python's standard library.
 
-Twice: with jhost, and by `jax.jit` alone.  The blocks are spread over data- and
-tensor-parallel devices, and draw the same parameters and batches, so that the two losses
-agree.  What is left behind in `--out`: `losses.json`, `loss.png`, and checkpoints from
-which `--resume` goes on.
+Twice: with jhost, and by `jax.jit` alone, over data- and tensor-parallel devices.  Both
+draw the same parameters and batches, so the losses agree.  In `--out` are afterwards
+`losses.json`, `loss.png`, and checkpoints from which `--resume` goes on.
 
 JAX_NUM_CPU_DEVICES=8 python examples/train_transformer.py
 """
@@ -35,6 +34,9 @@ State: TypeAlias = tuple[Any, optax.OptState]
 """Parameters, and what the optimizer keeps of them."""
 
 Block: TypeAlias = Callable[[Any, jax.Array], jax.Array]
+
+# Older flaxes have no rotary positions; causal attention learns to do without.
+ROPE = 10_000.0 if hasattr(nnx, "RoPE") else None
 
 CHARACTERS = 128  # ASCII; one of any other is a question mark
 BATCH, TOKENS = P("dp", None), P("dp", "tp")
@@ -119,7 +121,7 @@ class Transformer(nnx.Module):
                 config.heads,
                 config.hidden,
                 num_kv_heads=config.kv_heads,
-                rope_theta=10_000.0,
+                rope_theta=ROPE,
                 dtype=config.dtype,
                 rngs=rngs,
             )
@@ -216,14 +218,19 @@ class Run:
 
 
 def train(
-    config: Config, mesh: Mesh, text: np.ndarray, block: Block, checkpoints: Any = None
+    config: Config,
+    mesh: Mesh,
+    text: np.ndarray,
+    block: Block,
+    last: int,
+    checkpoints: Checkpoints | None,
 ) -> Run:
-    """Trains to the last step, from the last checkpoint if there are some."""
+    """Trains up to a step, from the last checkpoint if there are some."""
     graph, state = first_state(config)
     step, run, first = step_of(config, graph, block), Run(), 0
     if checkpoints is not None:
         first, state, run.losses = checkpoints.latest(state)
-    for number in range(first, config.steps):
+    for number in range(first, last):
         batch = batch_of(text, config, number)
         batch = jax.device_put(batch, NamedSharding(mesh, BATCH))
         begin = time.perf_counter()
@@ -232,7 +239,7 @@ def train(
         run.seconds.append(time.perf_counter() - begin)
         if checkpoints is not None:
             checkpoints.save(number + 1, state, run.losses)
-        if number % max(config.steps // 20, 1) == 0 or number + 1 == config.steps:
+        if number % max(config.steps // 20, 1) == 0 or number + 1 == last:
             print(f"  step {number}: {run.losses[-1]:.3f} bits", flush=True)
     return run
 
@@ -295,7 +302,7 @@ def missing(*names: str) -> Iterator[str]:
 
 
 def check_installed(arguments: argparse.Namespace) -> None:
-    """Ends where a package lacks that was asked for; says so where it can do without."""
+    """Says which packages are missing, and ends where they were asked for."""
     without = set(missing("orbax.checkpoint", "matplotlib"))
     if "orbax.checkpoint" in without:
         if arguments.resume:
@@ -312,7 +319,10 @@ def check_installed(arguments: argparse.Namespace) -> None:
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--large", action="store_true", help="the size for GPUs")
-    parser.add_argument("--steps", type=int, help="to train for, instead of all")
+    parser.add_argument("--steps", type=int, help="to train for; default: by size")
+    parser.add_argument(
+        "--stop-after", type=int, help="steps, before the last: --resume goes on"
+    )
     parser.add_argument("--tp", type=int, help="tensor-parallel devices; default: 4")
     parser.add_argument("--pipeline", default="p2p", help="as for jhost.jit")
     parser.add_argument("--only", choices=["jhost", "jax.jit"], help="train one way")
@@ -335,8 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     check_installed(arguments)
     config = LARGE if arguments.large else SMALL
-    if arguments.steps:
-        config = dataclasses.replace(config, steps=arguments.steps)
+    config = dataclasses.replace(config, steps=arguments.steps or config.steps)
+    last = min(arguments.stop_after or config.steps, config.steps)
 
     devices = jax.device_count()
     tp = arguments.tp or math.gcd(devices, 4)
@@ -356,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(name)
             kept = kept_in(out / f"checkpoints-{name}", arguments)
             with jax.set_mesh(mesh):
-                runs[name] = train(config, mesh, text, block, kept)
+                runs[name] = train(config, mesh, text, block, last, kept)
     report(config, runs)
     losses = {name: run.losses for name, run in runs.items()}
     (out / "losses.json").write_text(json.dumps(losses))
@@ -365,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept_in(folder: Path, arguments: argparse.Namespace) -> Checkpoints | None:
-    """Where checkpoints go; what an earlier training left there is not mixed with it."""
+    """Where checkpoints go: with none of an earlier training, unless it goes on."""
     if not arguments.checkpoint_every:
         return None
     if not arguments.resume and folder.exists() and any(folder.iterdir()):

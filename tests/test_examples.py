@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+with_flax = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def main_of(name: str) -> Callable[[list[str]], None]:
+    """The example's `main`; flax and optax mix dtypes, jhost does not."""
+    for package in ("flax", "optax", "orbax.checkpoint", "matplotlib"):
+        pytest.importorskip(package)
+    main = runpy.run_path(str(EXAMPLES / name))["main"]
+
+    def standard(argv: list[str]) -> None:
+        with jax.numpy_dtype_promotion("standard"):
+            main(argv)
+
+    return standard
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -20,3 +42,73 @@ def test_the_mlp_runs_in_any_number_of_chunks(
     assert out.startswith("mlp: 1 loop" if chunks > 1 else "mlp: 0 loops")
     assert "AllGather" in out
     assert "gradient: (128, 512)" in out
+
+
+# --- adopt -------------------------------------------------------------------------- #
+
+
+@with_flax
+def test_an_adopted_model_trains_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    losses: list[list[str]] = []
+    for name in ("adopt_before.py", "adopt.py"):
+        main_of(name)(["--steps", "3"])
+        losses.append(re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
+    assert losses[0] == losses[1]
+    assert float(losses[0][-1]) < float(losses[0][0])
+
+
+def test_the_page_shows_the_lines_that_adopting_changes() -> None:
+    """Five lines, and an import."""
+    before, after = (
+        (EXAMPLES / name).read_text().splitlines()
+        for name in ("adopt_before.py", "adopt.py")
+    )
+    diff = list(difflib.unified_diff(before, after, lineterm="", n=0))
+    changed = [line for line in diff[2:] if not line.startswith("@@") and line != "+"]
+    assert [line[0] for line in changed].count("-") == 5
+    assert [line[0] for line in changed].count("+") == 6
+    page = (ROOT / "docs" / "flax.md").read_text()
+    (shown,) = re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)
+    assert shown.splitlines() == changed
+
+
+# --- train_transformer -------------------------------------------------------------- #
+
+
+@with_flax
+@pytest.mark.slow
+def test_the_transformer_trains_alike_with_and_without_jhost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main_of("train_transformer.py")(["--out", str(tmp_path)])
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    np.testing.assert_allclose(losses["jhost"], losses["jax.jit"], rtol=1e-3)
+    assert losses["jhost"][-1] < 5 < losses["jhost"][0]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert len(re.findall(r"bits per character, [\d,]+ tokens/s", out)) == 2
+
+
+@with_flax
+@pytest.mark.slow
+def test_the_transformer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    main = main_of("train_transformer.py")
+    common = ["--only", "jhost", "--checkpoint-every", "3", "--steps", "6", "--out"]
+    main([*common, str(tmp_path / "whole")])
+    main([*common, str(tmp_path / "parts"), "--stop-after", "3"])
+    main([*common, str(tmp_path / "parts"), "--resume"])
+    whole, parts = (
+        json.loads((tmp_path / name / "losses.json").read_text())["jhost"]
+        for name in ("whole", "parts")
+    )
+    assert len(parts) == 6
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+
+
+@with_flax
+def test_checkpoints_of_another_training_are_not_mixed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints-jhost"
+    folder.mkdir()
+    (folder / "100").mkdir()
+    with pytest.raises(SystemExit, match="Go on from them with --resume"):
+        main_of("train_transformer.py")(["--only", "jhost", "--out", str(tmp_path)])

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jhost import errors
 from jhost._annotate import serial, shard
 from jhost.nnx._linear import (
-    column_parallel_dot,
     make_column_parallel,
     make_row_parallel,
+    mark_columns,
 )
 from jhost.nnx._params import axis_size, check_divides
 
@@ -77,13 +77,14 @@ class ParallelAttention(nnx.MultiHeadAttention):
             options |= {"attention_fn": _rotated(rope_theta, options)}
         super().__init__(num_heads, in_features, decode=decode, **options)
         self.attention_fn = WholeSequences(self.attention_fn)
-        make_column_parallel(self.query, mesh_axis)
+        make_column_parallel(self.query, mesh_axis, sequence_parallel)
         copies = _copies(self.num_kv_heads, axis_size(mesh_axis))
         for layer in (self.key, self.value):
             if copies > 1:
-                _copy_heads(layer, copies, mesh_axis)
+                _copy_heads(layer, copies)
+                mark_columns(layer, mesh_axis, sequence_parallel)
             else:
-                make_column_parallel(layer, mesh_axis)
+                make_column_parallel(layer, mesh_axis, sequence_parallel)
         make_row_parallel(self.out, mesh_axis, sequence_parallel)
 
 
@@ -122,11 +123,10 @@ def _copies(heads: int, size: int) -> int:
     return math.lcm(heads, size) // heads
 
 
-def _copy_heads(layer: Any, copies: int, mesh_axis: str) -> None:
+def _copy_heads(layer: Any, copies: int) -> None:
     heads, head = layer.out_features
     layer.promote_dtype = CopiedHeads(copies, layer.promote_dtype)
     layer.out_features = (heads * copies, head)  # what the bias is shaped by
-    layer.dot_general = column_parallel_dot(layer, mesh_axis)
 
 
 def _rotated(theta: float, options: dict[str, Any]) -> Callable[..., jax.Array]:

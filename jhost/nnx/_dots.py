@@ -31,6 +31,8 @@ class ColumnParallelDot:
     Args:
         mesh_axis: the mesh axis over which the first dim of the kernel that is not
             contracted is sharded.
+        sequence_parallel: what comes has its last token dim sharded over it; if not,
+            all devices have all tokens, and nothing streams.
         kernel: the kernel's sharding, where it has others beside; None is that one.
         dot_general: what multiplies.
 
@@ -44,6 +46,7 @@ class ColumnParallelDot:
     """
 
     mesh_axis: str = "tp"
+    sequence_parallel: bool = True
     kernel: P | None = None
     dot_general: DotGeneral = lax.dot_general
 
@@ -64,7 +67,7 @@ class ColumnParallelDot:
         result = shard(
             result, _spec(result, {last + 1: self.mesh_axis}, free=range(last))
         )
-        return stream(result, last)
+        return stream(result, last) if self.sequence_parallel else result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,8 @@ class ColumnParallelLinear(nnx.Linear):
         out_features: likewise.
         mesh_axis: the mesh axis over which columns are sharded, unless the kernel has a
             sharding from the user.
+        sequence_parallel: what comes has its sequence sharded over that axis; if not,
+            every device has all of it.
         **options: those of `nnx.Linear`, with `rngs`.
 
     Example:
@@ -42,10 +44,11 @@ class ColumnParallelLinear(nnx.Linear):
         out_features: int,
         *,
         mesh_axis: str = "tp",
+        sequence_parallel: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        make_column_parallel(self, mesh_axis)
+        make_column_parallel(self, mesh_axis, sequence_parallel)
 
 
 class RowParallelLinear(nnx.Linear):
@@ -87,18 +90,20 @@ class RowParallelLinear(nnx.Linear):
         make_row_parallel(self, mesh_axis, sequence_parallel)
 
 
-def make_column_parallel(layer: Any, mesh_axis: str) -> None:
+def make_column_parallel(layer: Any, mesh_axis: str, sequence_parallel: bool) -> None:
     """Shards the output features of an `nnx.Linear` or `nnx.LinearGeneral`."""
     columns = (mesh_axis, *[None] * (layer.kernel.ndim - 2))
     kernel = annotate(layer, kernel=(None, *columns), bias=columns)
-    layer.dot_general = column_parallel_dot(layer, mesh_axis, kernel)
+    mark_columns(layer, mesh_axis, sequence_parallel, kernel)
 
 
-def column_parallel_dot(
-    layer: Any, mesh_axis: str, kernel: P | None = None
-) -> ColumnParallelDot:
-    """The layer's own `dot_general`, with marks."""
-    return ColumnParallelDot(mesh_axis, kernel, layer.dot_general or lax.dot_general)
+def mark_columns(
+    layer: Any, mesh_axis: str, sequence_parallel: bool, kernel: P | None = None
+) -> None:
+    """Marks in the layer's own `dot_general`."""
+    layer.dot_general = ColumnParallelDot(
+        mesh_axis, sequence_parallel, kernel, layer.dot_general or lax.dot_general
+    )
 
 
 def make_row_parallel(layer: Any, mesh_axis: str, sequence_parallel: bool) -> None:

@@ -45,16 +45,9 @@ class ParallelMLP(nnx.Module):
         sequence_parallel: bool = True,
         **options: Any,
     ) -> None:
-        self.up = ColumnParallelLinear(
-            features, hidden_features, mesh_axis=mesh_axis, **options
-        )
-        self.down = RowParallelLinear(
-            hidden_features,
-            features,
-            mesh_axis=mesh_axis,
-            sequence_parallel=sequence_parallel,
-            **options,
-        )
+        options |= {"mesh_axis": mesh_axis, "sequence_parallel": sequence_parallel}
+        self.up = ColumnParallelLinear(features, hidden_features, **options)
+        self.down = RowParallelLinear(hidden_features, features, **options)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -97,12 +90,11 @@ class ParallelSwiGLU(nnx.Module):
         use_bias: bool = False,
         **options: Any,
     ) -> None:
-        options |= {"mesh_axis": mesh_axis, "use_bias": use_bias}
+        options |= {"mesh_axis": mesh_axis, "sequence_parallel": sequence_parallel}
+        options |= {"use_bias": use_bias}
         self.gate = ColumnParallelLinear(features, hidden_features, **options)
         self.up = ColumnParallelLinear(features, hidden_features, **options)
-        self.down = RowParallelLinear(
-            hidden_features, features, sequence_parallel=sequence_parallel, **options
-        )
+        self.down = RowParallelLinear(hidden_features, features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Of `[..., sequence, features]`, the same shape."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +37,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 each_way = pytest.mark.parametrize("how", HOW)
 TOKENS = P("dp", "tp")
+SOON = {"xla_backend_optimization_level": 0}  # when XLA is to be done
 
 
 @pytest.fixture
@@ -235,8 +238,38 @@ def test_blocks_in_a_scan(mesh: Mesh, how: str) -> None:
         return jnp.sum(x * x)
 
     given, wanted = (
-        jax.jit(jax.value_and_grad(functools.partial(run, g)))(blocks, activations())
+        jax.jit(jax.value_and_grad(functools.partial(run, g)), compiler_options=SOON)(
+            blocks, activations()
+        )
         for g in (f, call)
     )
     for one, other in zip(*map(jax.tree.leaves, (given, wanted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+# --- The page ----------------------------------------------------------------------- #
+
+PAGE = Path(__file__).parents[2] / "docs" / "flax.md"
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """On four devices, as it says."""
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(examples) == 2
+    namespace: dict[str, Any] = {}
+    for example in examples:
+        exec(example, namespace)
+    assert capsys.readouterr().out == "2\n"
+    model = namespace["nn"].Sequential(
+        [namespace["up"], namespace["nn"].relu, namespace["down"]]
+    )
+    f = jhost.jit(
+        model.apply,
+        mesh=namespace["mesh"],
+        in_shardings=(None, namespace["tokens"]),
+        **HOW["p2p"],
+    )
+    x = jnp.ones((2, 16, 32))
+    params = model.init(jax.random.key(0), x)
+    assert f.lower(params, x).explain().loops == 1
+    np.testing.assert_allclose(f(params, x), model.apply(params, x), rtol=1e-5)
