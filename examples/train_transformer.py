@@ -324,7 +324,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--stop-after", type=int, help="steps, before the last: --resume goes on"
     )
     parser.add_argument("--tp", type=int, help="tensor-parallel devices; default: 4")
-    parser.add_argument("--pipeline", default="p2p", help="as for jhost.jit")
+    parser.add_argument(
+        "--pipeline", help="as for jhost.jit; default: p2p, and auto with --large"
+    )
     parser.add_argument("--only", choices=["jhost", "jax.jit"], help="train one way")
     parser.add_argument("--out", type=Path, default=Path("train_transformer"))
     parser.add_argument(
@@ -348,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = dataclasses.replace(config, steps=arguments.steps or config.steps)
     last = min(arguments.stop_after or config.steps, config.steps)
 
+    pipeline = arguments.pipeline or ("auto" if arguments.large else "p2p")
     devices = jax.device_count()
     tp = arguments.tp or math.gcd(devices, 4)
     auto = (AxisType.Auto,) * 2
@@ -356,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(text):,} characters; mesh {dict(mesh.shape)}; {config.steps} steps")
 
     ways: dict[str, Block] = {
-        "jhost": blocks_by_jhost(mesh, pipeline=arguments.pipeline),
+        "jhost": blocks_by_jhost(mesh, pipeline=pipeline),
         "jax.jit": apply,
     }
     runs: dict[str, Run] = {}

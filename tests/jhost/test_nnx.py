@@ -402,7 +402,7 @@ def test_linen_layers_take_the_same_matmuls() -> None:
     parallel = mlp(layers.ColumnParallelDot(), layers.RowParallelDot())
     params = plain.init(jax.random.key(0), x)
     params = jax.tree.map(lambda p: array(*p.shape), params)
-    f = jhost.jit(
+    f: Any = jhost.jit(
         parallel.apply, mesh=mesh, in_shardings=(None, P(None, "tp")), **HOW["p2p"]
     )
     assert f.lower(params, x).explain().loops == 1

@@ -151,7 +151,7 @@ def test_without_sequence_parallelism_sums_are_all_reduced(mesh: Mesh) -> None:
 def test_a_batch_is_sharded_through_the_block_unasked(mesh: Mesh) -> None:
     """Where nothing is said of the results: the marks leave the batch alone."""
     f = jhost.jit(call, mesh=mesh, in_shardings=(None, TOKENS), **HOW["collective"])
-    y = f(block_on(mesh, num_kv_heads=4), activations())
+    y: Any = f(block_on(mesh, num_kv_heads=4), activations())
     assert y.sharding.spec == P("dp", "tp")
 
 
@@ -263,7 +263,7 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     model = namespace["nn"].Sequential(
         [namespace["up"], namespace["nn"].relu, namespace["down"]]
     )
-    f = jhost.jit(
+    f: Any = jhost.jit(
         model.apply,
         mesh=namespace["mesh"],
         in_shardings=(None, namespace["tokens"]),
