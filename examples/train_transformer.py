@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,30 +64,8 @@ class Config:
         return self.batch * self.sequence
 
 
-SMALL = Config(
-    features=32,
-    hidden=64,
-    heads=8,
-    kv_heads=4,
-    layers=2,
-    sequence=32,
-    batch=8,
-    steps=20,
-    rate=1e-2,
-    dtype=jnp.float32,
-)
-LARGE = Config(
-    features=2048,
-    hidden=5632,
-    heads=16,
-    kv_heads=8,
-    layers=8,
-    sequence=1024,
-    batch=64,
-    steps=400,
-    rate=3e-4,
-    dtype=jnp.bfloat16,
-)
+SMALL = Config(32, 64, 8, 4, 2, 32, 8, 20, 1e-2, jnp.float32)
+LARGE = Config(2048, 5632, 16, 8, 8, 1024, 64, 400, 3e-4, jnp.bfloat16)
 
 
 # --- Text --------------------------------------------------------------------------- #
@@ -279,41 +258,28 @@ class Checkpoints:
 # --- Results ------------------------------------------------------------------------ #
 
 
-def draw(path: Path, losses: dict[str, list[float]]) -> None:
+def draw(out: Path) -> None:
     """The loss of each training by step."""
     import matplotlib.pyplot as plt
 
+    losses = json.loads((out / "losses.json").read_text())
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, values), style in zip(losses.items(), ("-", "--"), strict=False):
         axes.plot(values, style, label=f"{name}: {values[-1]:.2f} at the end")
     axes.set(xlabel="step", ylabel="bits per character", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(out / "loss.png", dpi=150)
     plt.close(figure)
 
 
-def missing(*names: str) -> Iterator[str]:
-    """Those that are not installed."""
-    for name in names:
-        try:
-            __import__(name)
-        except ModuleNotFoundError:
-            yield name
-
-
 def check_installed(arguments: argparse.Namespace) -> None:
-    """Says which packages are missing, and ends where they were asked for."""
-    without = set(missing("orbax.checkpoint", "matplotlib"))
-    if "orbax.checkpoint" in without:
-        if arguments.resume:
-            raise SystemExit(
-                "--resume needs checkpoints: pip install orbax-checkpoint."
-            )
-        print("orbax-checkpoint is not installed: no checkpoints are kept.")
-        arguments.checkpoint_every = 0
-    if "matplotlib" in without:
-        print("matplotlib is not installed: no picture, but losses.json for --draw.")
-        arguments.picture = False
+    """Ends at once where a package is missing, and not after the training."""
+    for package, needed, otherwise in (
+        ("orbax", arguments.checkpoint_every, "--checkpoint-every 0"),
+        ("matplotlib", arguments.picture, "--no-picture"),
+    ):
+        if needed and importlib.util.find_spec(package) is None:
+            raise SystemExit(f"{package} is not installed. Do so, or give {otherwise}.")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -334,8 +300,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="from what is in --out")
     parser.add_argument("--draw", action="store_true", help="only draw losses.json")
-    parser.set_defaults(picture=True)
-    return parser.parse_args(argv)
+    parser.add_argument("--no-picture", dest="picture", action="store_false")
+    arguments = parser.parse_args(argv)
+    if arguments.resume and not arguments.checkpoint_every:
+        parser.error(
+            "--resume goes on from checkpoints: leave out --checkpoint-every 0"
+        )
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -343,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parsed(argv)
     out: Path = arguments.out
     if arguments.draw:
-        draw(out / "loss.png", json.loads((out / "losses.json").read_text()))
+        draw(out)
         return
     check_installed(arguments)
     config = LARGE if arguments.large else SMALL
@@ -370,11 +341,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             kept = kept_in(out / f"checkpoints-{name}", arguments)
             with jax.set_mesh(mesh):
                 runs[name] = train(config, mesh, text, block, last, kept)
+            losses = {name: run.losses for name, run in runs.items()}
+            (out / "losses.json").write_text(json.dumps(losses))
     report(config, runs)
-    losses = {name: run.losses for name, run in runs.items()}
-    (out / "losses.json").write_text(json.dumps(losses))
     if arguments.picture:
-        draw(out / "loss.png", losses)
+        draw(out)
 
 
 def kept_in(folder: Path, arguments: argparse.Namespace) -> Checkpoints | None:

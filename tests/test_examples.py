@@ -124,6 +124,18 @@ def test_the_transformer_goes_on_from_a_checkpoint(
 
 
 @with_flax
+def test_what_is_not_installed_is_named_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = main_of("train_transformer.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"orbax is not installed.*--checkpoint-every"):
+        main(["--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"matplotlib is not installed.*--no-picture"):
+        main(["--checkpoint-every", "0", "--out", str(tmp_path)])
+
+
+@with_flax
 def test_checkpoints_of_another_training_are_not_mixed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints-jhost"
     folder.mkdir()

@@ -57,8 +57,8 @@ class ParallelAttention(nnx.MultiHeadAttention):
         >>> layer = jhost.nnx.ParallelAttention(4, 8, num_kv_heads=2, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 6, 8)), is_causal=True).shape
         (2, 6, 8)
-        >>> nnx.get_partition_spec(layer.query.kernel).get_value()
-        PartitionSpec(None, 'tp', None)
+        >>> layer.query.kernel.out_sharding
+        (None, 'tp', None)
     """
 
     def __init__(

@@ -34,8 +34,8 @@ class ColumnParallelLinear(nnx.Linear):
         >>> layer = jhost.nnx.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 6, 4))).shape
         (2, 6, 8)
-        >>> nnx.get_partition_spec(layer.kernel).get_value()
-        PartitionSpec(None, 'tp')
+        >>> layer.kernel.out_sharding
+        (None, 'tp')
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class RowParallelLinear(nnx.Linear):
         >>> layer = jhost.nnx.RowParallelLinear(8, 4, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 6, 8))).shape
         (2, 6, 4)
-        >>> nnx.get_partition_spec(layer.kernel).get_value()
-        PartitionSpec('tp', None)
+        >>> layer.kernel.out_sharding
+        ('tp', None)
     """
 
     def __init__(

@@ -191,6 +191,13 @@ def test_tokens_may_have_fewer_dims(shape: tuple[int, ...], spec: P) -> None:
     assert_alike(by_jhost(mesh, "p2p", spec), parallel, plain, array(*shape))
 
 
+def test_a_sequence_that_does_not_divide() -> None:
+    """Ten tokens on four devices."""
+    mesh, x = mesh_of(tp=4), array(BATCH, 10, FEATURES)
+    parallel, plain = (integral(made(mesh, make)) for make in PAIRS["mlp"])
+    assert_alike(by_jhost(mesh, "p2p", P()), parallel, plain, x)
+
+
 def test_without_jhost_a_layer_is_flax_s_own() -> None:
     parallel, plain = (make(rngs=rngs()) for make in PAIRS["mlp"])
     assert_alike(call, parallel, plain, tokens())
