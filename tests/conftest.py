@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # Before jax is imported, which reads both once.
@@ -91,6 +91,14 @@ def make_mesh() -> Callable[[Sequence[int], Sequence[str]], Mesh]:
         return jax.make_mesh(tuple(sizes), tuple(names), axis_types=axis_types)
 
     return make
+
+
+@pytest.fixture
+def quick_xla() -> Iterator[None]:
+    """XLA optimizes little, for tests whose time is its own."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,7 +73,8 @@ class ParallelAttention(nnx.MultiHeadAttention):
     ) -> None:
         check_divides("The number of attention heads", num_heads, mesh_axis)
         if rope_theta is not None:
-            options |= {"attention_fn": _rotated(rope_theta, options)}
+            _check_rotates(rope_theta, options)
+            options |= {"attention_fn": RotatedAttention(rope_theta)}
         super().__init__(num_heads, in_features, decode=decode, **options)
         self.attention_fn = WholeSequences(self.attention_fn)
         make_column_parallel(self.query, mesh_axis, sequence_parallel)
@@ -86,6 +86,21 @@ class ParallelAttention(nnx.MultiHeadAttention):
             else:
                 make_column_parallel(layer, mesh_axis, sequence_parallel)
         make_row_parallel(self.out, mesh_axis, sequence_parallel)
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedAttention:
+    """flax's attention with rotary positions; equal to others of that frequency.
+
+    So that all layers of a model are alike, and one program does for them.
+    """
+
+    theta: float
+
+    def __call__(self, *args: Any, **more: Any) -> jax.Array:
+        """As `nnx.dot_product_attention`."""
+        rope: Any = nnx.RoPE(self.theta)
+        return nnx.dot_product_attention_with_rope(*args, rope=rope, **more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +144,7 @@ def _copy_heads(layer: Any, copies: int) -> None:
     layer.out_features = (heads * copies, head)  # what the bias is shaped by
 
 
-def _rotated(theta: float, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """flax's attention with rotary positions."""
+def _check_rotates(theta: float, options: dict[str, Any]) -> None:
     if "attention_fn" in options:
         raise errors.OptionError(
             "jhost.nnx.ParallelAttention got both rope_theta and attention_fn. Leave "
@@ -142,5 +156,3 @@ def _rotated(theta: float, options: dict[str, Any]) -> Callable[..., jax.Array]:
             f"{flax.__version__} has no nnx.RoPE. Install flax>=0.12.9 (which needs "
             "Python 3.12 and JAX 0.11.1), or give an attention_fn that rotates."
         )
-    rope: Any = nnx.RoPE(theta)
-    return functools.partial(nnx.dot_product_attention_with_rope, rope=rope)

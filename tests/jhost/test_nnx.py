@@ -24,7 +24,10 @@ from tests.lowering.traced import array
 nnx: Any = pytest.importorskip("flax.nnx")
 layers: Any = pytest.importorskip("jhost.nnx")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("quick_xla"),
+]
 
 MESHES: dict[str, dict[str, int]] = {
     "1": {"tp": 1},
@@ -48,11 +51,6 @@ HOW: dict[str, dict[str, Any]] = {
     "collective": {"pipeline": "collective", "chunks": 2},
 }
 BATCH, SEQUENCE, FEATURES, HIDDEN = 2, 16, 8, 16
-
-compiled = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-"""By XLA, soon."""
 
 
 class PlainMLP(nnx.Module):
@@ -132,8 +130,8 @@ def assert_alike(
     chex.assert_trees_all_equal(given, wanted)
     result = jax.eval_shape(call, plain, x)
     cotangent = array(*result.shape, seed=7).astype(result.dtype) * scale
-    given = jax.tree.leaves(compiled(vjp(f))(cotangent, layer, x))
-    wanted = jax.tree.leaves(compiled(vjp(call))(cotangent, plain, x))
+    given = jax.tree.leaves(jax.jit(vjp(f))(cotangent, layer, x))
+    wanted = jax.tree.leaves(jax.jit(vjp(call))(cotangent, plain, x))
     chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
     for one, other in zip(given, wanted, strict=True):
         size = max(1, float(jnp.max(jnp.abs(other)))) if atol else 1
@@ -308,7 +306,7 @@ def test_embedding_and_logits(sequence_parallel: bool, axes: str) -> None:
     f = jhost.jit(logits, mesh=mesh, in_shardings=(None, P()), **HOW["p2p"])
     weights = array(BATCH, SEQUENCE, 24, seed=3)
     given, wanted = (
-        compiled(jax.value_and_grad(lambda e, g=g: jnp.sum(g(e, words) * weights)))(e)
+        jax.jit(jax.value_and_grad(lambda e, g=g: jnp.sum(g(e, words) * weights)))(e)
         for g, e in ((f, parallel), (logits, plain))
     )
     chex.assert_trees_all_equal(jax.tree.leaves(given), jax.tree.leaves(wanted))

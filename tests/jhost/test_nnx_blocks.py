@@ -140,6 +140,24 @@ def test_blocks_one_after_the_other_share_loops(mesh: Mesh) -> None:
     assert matmuls(f.lower(blocks, activations()).host_ir) == [3, 7, 4]
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_blocks_of_one_kind_are_one_program(mesh: Mesh, kv_heads: int) -> None:
+    """Their structures are equal, so what is compiled for one serves the other."""
+    rotated = {"rope_theta": 1e4} if hasattr(nnx, "RoPE") else {}
+    one, other = (block_on(mesh, num_kv_heads=kv_heads, **rotated) for _ in range(2))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    traced: list[Any] = []
+
+    def counted(block: Any, x: jax.Array) -> jax.Array:
+        traced.append(block)
+        return block(x)
+
+    f = jhost.jit(counted, mesh=mesh, in_shardings=(None, TOKENS), **HOW["p2p"])
+    for block in (one, other):
+        jax.eval_shape(f, block, activations())
+    assert len(traced) == 1
+
+
 def test_without_sequence_parallelism_sums_are_all_reduced(mesh: Mesh) -> None:
     block = block_on(mesh, sequence_parallel=False)
     f = jhost.jit(call, mesh=mesh, in_shardings=(None, P("dp")), **HOW["collective"])
