@@ -27,6 +27,7 @@ layers: Any = pytest.importorskip("jhost.nnx")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning"),
+    pytest.mark.usefixtures("quick_xla"),
 ]
 
 FEATURES, HEADS, HIDDEN = 16, 8, 32
@@ -37,7 +38,6 @@ HOW: dict[str, dict[str, Any]] = {
 }
 each_way = pytest.mark.parametrize("how", HOW)
 TOKENS = P("dp", "tp")
-SOON = {"xla_backend_optimization_level": 0}  # when XLA is to be done
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_batch_is_sharded_through_the_block_unasked(mesh: Mesh) -> None:
 
 # --- Training ----------------------------------------------------------------------- #
 
-STEPS, VOCABULARY = 10, 12
+STEPS, LAYERS, VOCABULARY = 10, 1, 12
 
 
 class Model(nnx.Module):
@@ -188,7 +188,7 @@ class Model(nnx.Module):
                 layers.TransformerBlock(
                     FEATURES, HEADS, HIDDEN, num_kv_heads=2, rngs=rngs
                 )
-                for _ in range(2)
+                for _ in range(LAYERS)
             ]
         )
         self.norm = nnx.RMSNorm(FEATURES, rngs=rngs)
@@ -226,6 +226,7 @@ def losses(mesh: Mesh, loss: Callable[..., jax.Array]) -> list[float]:
         return [float(step(model, optimizer, batch(n))) for n in range(STEPS)]
 
 
+@pytest.mark.slow
 @each_way
 def test_a_model_trains_as_without_jhost(mesh: Mesh, how: str) -> None:
     """`nnx.jit`, `nnx.value_and_grad` and `nnx.Optimizer` are as they always are."""
@@ -256,9 +257,7 @@ def test_blocks_in_a_scan(mesh: Mesh, how: str) -> None:
         return jnp.sum(x * x)
 
     given, wanted = (
-        jax.jit(jax.value_and_grad(functools.partial(run, g)), compiler_options=SOON)(
-            blocks, activations()
-        )
+        jax.jit(jax.value_and_grad(functools.partial(run, g)))(blocks, activations())
         for g in (f, call)
     )
     for one, other in zip(*map(jax.tree.leaves, (given, wanted)), strict=True):
