@@ -166,11 +166,16 @@ def test_without_sequence_parallelism_sums_are_all_reduced(mesh: Mesh) -> None:
     assert not along(explanation, "dp")
 
 
-def test_a_batch_is_sharded_through_the_block_unasked(mesh: Mesh) -> None:
-    """Where nothing is said of the results: the marks leave the batch alone."""
-    f = jhost.jit(call, mesh=mesh, in_shardings=(None, TOKENS), **HOW["collective"])
-    y: Any = f(block_on(mesh, num_kv_heads=4), activations())
-    assert y.sharding.spec == P("dp", "tp")
+@each_way
+def test_a_batch_is_not_gathered_where_nothing_is_said_of_the_results(
+    mesh: Mesh, how: str
+) -> None:
+    """The marks leave the batch alone: that is no wish for a whole one."""
+    block, x = block_on(mesh, num_kv_heads=4), activations()
+    f = jhost.jit(call, mesh=mesh, in_shardings=(None, TOKENS), **HOW[how])
+    lowered: Any = f.lower(block, x)
+    assert not along(lowered.explain(), "dp")
+    assert lowered.host_ir.results[0].dims[0].axes == ("dp",)
 
 
 # --- Training ----------------------------------------------------------------------- #
