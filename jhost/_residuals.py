@@ -137,7 +137,8 @@ def _with_marked_operands(
     for number, spec in specs.items():
         var = invars[number]
         if var in readers:
-            again = [eqn for eqn in chains.get(number, ()) if not _is_met(eqn, spec)]
+            chain = _lasting(chains.get(number, ()))
+            again = [eqn for eqn in chain if not _is_met(eqn, spec)]
             marks = [_shard(spec), *_stream(streams.get(number))]
             marks += [(eqn.primitive, eqn.params) for eqn in again]
             invars[number] = fresh_var(var.aval)
@@ -185,6 +186,19 @@ def _stream(mark: StreamMark | None) -> list[Mark]:
         return []
     chunks, pipeline = mark.chunks or "auto", mark.pipeline or "auto"
     return [(stream_p, {"axis": mark.dim, "chunks": chunks, "pipeline": pipeline})]
+
+
+def _lasting(chain: Chain) -> Chain:
+    """`chain` without the streams that a `serial` further on keeps from its readers."""
+    serials = [
+        place for place, eqn in enumerate(chain) if eqn.primitive.name == "serial"
+    ]
+    last = max(serials, default=0)
+    return tuple(
+        eqn
+        for place, eqn in enumerate(chain)
+        if place >= last or eqn.primitive.name != "stream"
+    )
 
 
 def _is_met(eqn: JaxprEqn, spec: Spec) -> bool:

@@ -45,7 +45,7 @@ class Effects:
         for position, name in enumerate(op.outs):
             have, partial = op.produced(position, assignment)
             rest = self.wishes.rest(name, have, partial)
-            goal = self.wishes.goals.get(name, rest)
+            goal = self.wishes.goal(name, rest)
             cost += self.costs.reshard(name, have, rest, partial)
             more += self.costs.reshard(name, rest, goal)
             settled = settled and have == rest and not partial

@@ -7,7 +7,7 @@ are assigned to, through the factors of the operations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jhost.lowering.ir import Buffer, ShardMark
 from jhost.lowering.layout import Layout, divides, used_axes
@@ -40,6 +40,12 @@ class Wishes:
             for name, spec in self.specs.items()
             if None not in spec
         }
+        self.open = {
+            name: self._axes_beside(used_axes(self.goals[name]))
+            for name, spec in self.specs.items()
+            if None in spec
+        }
+        """Axes of which a goal says nothing: its value may be sharded over them."""
 
     def restart(self) -> None:
         """Go back to what the user gave."""
@@ -66,6 +72,9 @@ class Wishes:
                     needed = not any(op.operands[position]) and name not in self.goals
                     if used_axes(wish) or needed:
                         self.goals[name] = self.constrained(name, wish)
+                        # At first only what the constraints suggest is known.
+                        known = self.mesh if assignments else used_axes(assignment)
+                        self.open[name] = self._axes_beside(known)
 
     def suggested(self, op: Operation) -> Assignment:
         """What the constraints around `op` suggest: its operands' first."""
@@ -75,6 +84,17 @@ class Wishes:
             taken.setdefault(axis, factor)
         assignment = assignment_of(len(op.sizes), claims, taken)
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)
+
+    def goal(self, name: str, rest: Layout) -> Layout:
+        """What is wished for of a value that rests so, the same where nothing is."""
+        free = self.open.get(name, frozenset())
+        return tuple(
+            want or tuple(axis for axis in have if axis in free)
+            for want, have in zip(self.goals.get(name, rest), rest, strict=True)
+        )
+
+    def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
+        return frozenset(self.mesh).difference(axes)
 
     # --- Where values stay ---------------------------------------------------- #
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before jax is imported, which reads both once.
@@ -81,6 +81,14 @@ def pytest_report_header() -> str:
     where = Path(jhost.__file__).parent
     devices = f"{jax.device_count()} {jax.default_backend()} devices"
     return f"jhost: {where}, JAX {jax.__version__}, {devices}"
+
+
+@pytest.fixture
+def quick_xla() -> Iterator[None]:
+    """XLA optimizes little, for tests whose time is its own."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+with_flax = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def main_of(name: str) -> Callable[[list[str]], None]:
+    """The example's `main`; flax and optax mix dtypes, jhost does not."""
+    for package in ("flax", "optax", "orbax.checkpoint", "matplotlib"):
+        pytest.importorskip(package)
+    main = runpy.run_path(str(EXAMPLES / name))["main"]
+
+    def standard(argv: list[str]) -> None:
+        jax.config.update("jax_disable_most_optimizations", True)  # XLA is done soon
+        try:
+            with jax.numpy_dtype_promotion("standard"):
+                main(argv)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+
+    return standard
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -44,3 +71,98 @@ def test_several_processes_give_what_one_gives() -> None:
         "process 1: rows 8 to 16 are right",
     ):
         assert line in done.stdout
+
+
+# --- adopt -------------------------------------------------------------------------- #
+
+
+@with_flax
+def test_an_adopted_model_trains_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    losses: list[list[str]] = []
+    for name in ("adopt_before.py", "adopt.py"):
+        main_of(name)(["--steps", "3"])
+        losses.append(re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
+    assert losses[0] == losses[1]
+    assert float(losses[0][-1]) < float(losses[0][0])
+
+
+def test_the_page_shows_the_lines_that_adopting_changes() -> None:
+    """Five lines, and an import."""
+    before, after = (
+        (EXAMPLES / name).read_text().splitlines()
+        for name in ("adopt_before.py", "adopt.py")
+    )
+    diff = list(difflib.unified_diff(before, after, lineterm="", n=0))
+    changed = [line for line in diff[2:] if not line.startswith("@@") and line != "+"]
+    assert [line[0] for line in changed].count("-") == 5
+    assert [line[0] for line in changed].count("+") == 6
+    page = (ROOT / "docs" / "flax.md").read_text()
+    (shown,) = re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)
+    assert shown.splitlines() == changed
+
+
+# --- train_transformer -------------------------------------------------------------- #
+
+BRIEFLY = ["--steps", "8", "--checkpoint-every", "4", "--out"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a training with and without jhost has left."""
+    out = tmp_path_factory.mktemp("trained")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        main_of("train_transformer.py")([*BRIEFLY, str(out)])
+    return out
+
+
+def losses_in(out: Path) -> dict[str, list[float]]:
+    return json.loads((out / "losses.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_transformer_trains_alike_with_and_without_jhost(trained: Path) -> None:
+    losses = losses_in(trained)
+    np.testing.assert_allclose(losses["jhost"], losses["jax.jit"], rtol=1e-3)
+    assert losses["jhost"][-1] < 6 < losses["jhost"][0]
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@with_flax
+@pytest.mark.slow
+def test_the_transformer_goes_on_from_a_checkpoint(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = main_of("train_transformer.py")
+    only = ["--only", "jax.jit", *BRIEFLY, str(tmp_path)]
+    main([*only, "--stop-after", "4"])
+    assert len(losses_in(tmp_path)["jax.jit"]) == 4
+    main([*only, "--resume"])
+    whole, parts = (losses_in(out)["jax.jit"] for out in (trained, tmp_path))
+    assert len(parts) == 8
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    reports = re.findall(
+        r"bits per character, [\d,]+ tokens/s", capsys.readouterr().out
+    )
+    assert len(reports) == 2
+
+
+@with_flax
+def test_what_is_not_installed_is_named_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = main_of("train_transformer.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"orbax is not installed.*--checkpoint-every"):
+        main(["--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"matplotlib is not installed.*--no-picture"):
+        main(["--checkpoint-every", "0", "--out", str(tmp_path)])
+
+
+@with_flax
+def test_checkpoints_of_another_training_are_not_mixed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints-jhost"
+    folder.mkdir()
+    (folder / "100").mkdir()
+    with pytest.raises(SystemExit, match="Go on from them with --resume"):
+        main_of("train_transformer.py")(["--only", "jhost", "--out", str(tmp_path)])

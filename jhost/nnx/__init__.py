@@ -1,0 +1,28 @@
+"""flax layers whose matmuls and communications jhost pipelines: tensor parallelism.
+
+Each is the flax layer of its name with shardings on its parameters and marks in its
+forward, and gives what that gives: under `jax.jit` the marks are the identity.  Under
+`jhost.jit` a block of them becomes a few pipelined loops, forward and backward.
+"""
+
+try:
+    import flax.nnx as _  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"jhost.nnx has layers for flax, but {error}. Install it with "
+        "pip install 'jhost[flax]'; jhost itself does not need it.",
+        name=error.name,
+    ) from error
+
+from jhost.nnx._attention import ParallelAttention as ParallelAttention
+from jhost.nnx._block import TransformerBlock as TransformerBlock
+from jhost.nnx._dots import (
+    ColumnParallelDot as ColumnParallelDot,
+    RowParallelDot as RowParallelDot,
+)
+from jhost.nnx._embed import ParallelEmbed as ParallelEmbed
+from jhost.nnx._linear import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+)
+from jhost.nnx._mlp import ParallelMLP as ParallelMLP, ParallelSwiGLU as ParallelSwiGLU

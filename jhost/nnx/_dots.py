@@ -1,0 +1,129 @@
+"""Matmuls that say how their operands and their result are sharded, and stream.
+
+Each is a `dot_general` for a flax layer that takes one, `nnx` or `linen`: the layer
+stays what it is, and its matmul has the marks of a column- or a row-parallel layer.
+Outside a jhost function the marks are the identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jhost._annotate import shard, stream
+
+DotGeneral: TypeAlias = Callable[..., jax.Array]
+"""As `jax.lax.dot_general`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnParallelDot:
+    """A matmul whose result's features are sharded: whole tokens come, a part goes.
+
+    The last of the token dims, the sequence of `[batch, sequence, features]`, is
+    gathered if it came sharded, and streams: each chunk is multiplied as it comes.
+
+    Args:
+        mesh_axis: the mesh axis over which the first dim of the kernel that is not
+            contracted is sharded.
+        sequence_parallel: what comes has its last token dim sharded over it; if not,
+            all devices have all tokens, and nothing streams.
+        kernel: the kernel's sharding, where it has others beside; None is that one.
+        dot_general: what multiplies.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> from jhost.nnx import ColumnParallelDot
+        >>> layer = nnx.Linear(4, 8, dot_general=ColumnParallelDot(), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 6, 4))).shape
+        (2, 6, 8)
+    """
+
+    mesh_axis: str = "tp"
+    sequence_parallel: bool = True
+    kernel: P | None = None
+    dot_general: DotGeneral = lax.dot_general
+
+    def __call__(
+        self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
+    ) -> jax.Array:
+        """As `lax.dot_general`, of tokens and a kernel."""
+        (contracted, of_kernel), (batch, batch_of_kernel) = dims
+        tokens = _rest(x.ndim, (*contracted, *batch))
+        if not tokens:
+            return self.dot_general(x, kernel, dims, **more)
+        column = _rest(kernel.ndim, (*of_kernel, *batch_of_kernel))[0]
+        kernel = shard(kernel, self.kernel or _spec(kernel, {column: self.mesh_axis}))
+        result = self.dot_general(x, kernel, dims, **more)
+        last = len(batch) + len(tokens) - 1
+        # Of the result, not of the tokens: were those said to be whole, so were their
+        # cotangent, which would be all-reduced and not reduce-scattered.
+        result = shard(
+            result, _spec(result, {last + 1: self.mesh_axis}, free=range(last))
+        )
+        return stream(result, last) if self.sequence_parallel else result
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParallelDot:
+    """A matmul whose contracted features are sharded: its partial sums are reduced.
+
+    The last of the token dims streams: each chunk is reduced while the next is
+    multiplied, to the device that keeps it or to all.
+
+    Args:
+        mesh_axis: the mesh axis over which the first contracted dim is sharded.
+        sequence_parallel: the result's last token dim is sharded over it (each chunk is
+            reduce-scattered); if not, all devices get all tokens (all-reduced).
+        kernel: the kernel's sharding, where it has others beside; None is that one.
+        dot_general: what multiplies.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> from jhost.nnx import RowParallelDot
+        >>> layer = nnx.Linear(8, 4, dot_general=RowParallelDot(), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 6, 8))).shape
+        (2, 6, 4)
+    """
+
+    mesh_axis: str = "tp"
+    sequence_parallel: bool = True
+    kernel: P | None = None
+    dot_general: DotGeneral = lax.dot_general
+
+    def __call__(
+        self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
+    ) -> jax.Array:
+        """As `lax.dot_general`, of tokens and a kernel."""
+        (contracted, of_kernel), (batch, _) = dims
+        tokens = _rest(x.ndim, (*contracted, *batch))
+        if not tokens:
+            return self.dot_general(x, kernel, dims, **more)
+        rows = {of_kernel[0]: self.mesh_axis}
+        kernel = shard(kernel, self.kernel or _spec(kernel, rows))
+        free = [*tokens[:-1], *batch]
+        x = shard(x, _spec(x, {contracted[0]: self.mesh_axis}, free=free))
+        result = self.dot_general(x, kernel, dims, **more)
+        last = len(batch) + len(tokens) - 1
+        kept = {last: self.mesh_axis} if self.sequence_parallel else {}
+        result = shard(result, _spec(result, kept, free=range(last)))
+        return stream(result, last)
+
+
+def _rest(ndim: int, taken: Sequence[int]) -> list[int]:
+    return [dim for dim in range(ndim) if dim not in taken]
+
+
+def _spec(x: jax.Array, sharded: dict[int, str], free: Sequence[int] = ()) -> P:
+    """Those dims sharded, the `free` ones as jhost likes, and all others whole."""
+    entries: list[Any] = [sharded.get(dim) for dim in range(x.ndim)]
+    for dim in free:
+        entries[dim] = P.UNCONSTRAINED
+    return P(*entries)
