@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def loss(block: Block, x: jax.Array) -> jax.Array:
         return jnp.mean((block(x) - x) ** 2)
 
-    @jax.jit(compiler_options=jhost.compiler_options())
+    @jax.jit(compiler_options=jhost.compiler_options(gradients=True))
     def step(block: Block, optimizer: Any, x: jax.Array) -> Any:
         value, grads = nnx.value_and_grad(loss)(block, x)
         optimizer.update(block, grads)

@@ -172,7 +172,7 @@ def step_of(config: Config, graph: Any, block: Block) -> Any:
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         return jnp.mean(nats) / math.log(2)
 
-    options = jhost.compiler_options()
+    options = jhost.compiler_options(gradients=True)
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     def step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:

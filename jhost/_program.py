@@ -28,7 +28,7 @@ from jhost._jax import (
 from jhost._primitives import Spec, jhost_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.emit import emit
-from jhost.lowering.explain import count_loops
+from jhost.lowering.explain import adds_up_in_loops, count_loops
 from jhost.lowering.fingerprint import fingerprint, fingerprint_lines
 from jhost.lowering.interpret import interpret
 from jhost.lowering.ir import Program, StreamMark
@@ -285,7 +285,8 @@ def executable_options(program: Program, config: Config) -> dict[str, Any] | Non
 
 
 def _asked(program: Program, config: Config) -> dict[str, Any]:
-    wishes = overlap_options(config.mesh) if count_loops(program) else {}
+    adds_up = adds_up_in_loops(program)
+    wishes = overlap_options(config.mesh, adds_up) if count_loops(program) else {}
     return wishes | dict(config.compiler_options)
 
 

@@ -12,7 +12,11 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._program import Config, compare
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import (
+    Explanation,
+    adds_up_in_loops,
+    explain_program,
+)
 from jhost.lowering.interpret import Record, interpret
 from jhost.lowering.ir import Program
 from jhost.runtime.mesh import AnyMesh
@@ -158,5 +162,6 @@ class Compiled:
 def explained(program: Program, mesh: AnyMesh | None) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     explanation = explain_program(program)
-    options = options_report(program.name, mesh) if explanation.loops else ()
+    adds_up = adds_up_in_loops(program)
+    options = options_report(program.name, mesh, adds_up) if explanation.loops else ()
     return dataclasses.replace(explanation, options=options)

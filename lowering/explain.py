@@ -11,6 +11,7 @@ from typing import Any
 from jhost.lowering.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir import (
     Communicate,
+    Compute,
     For,
     If,
     Program,
@@ -162,6 +163,11 @@ def explain_program(program: Program) -> Explanation:
 def count_loops(program: Program) -> int:
     """The loops of `program` over chunks: none, where nothing is pipelined."""
     return sum(isinstance(s, For) and _works(s) for s in program.body)
+
+
+def adds_up_in_loops(program: Program) -> bool:
+    """Whether a loop adds to a sum chunk by chunk."""
+    return any(isinstance(s, Compute) and s.reducer for s in walk(program.body))
 
 
 def _communications(

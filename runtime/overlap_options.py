@@ -29,9 +29,12 @@ _WANTED: Mapping[str, Any] = {
     "xla_gpu_collective_combine_threshold_count": 1,
     # Chunks' matmuls stay apart where nothing ties them.
     "xla_gpu_dot_merger_threshold_mb": 0,
-    # Triton's fusions take every matmul, and cuBLAS never gets to add to a loop's sum,
-    # or to apply an activation, in the matmul: MLP block 0.79 ms with it off, 0.85 with
-    # it on; forward and backward 2.57 and 2.74.
+}
+
+_ADDS_UP: Mapping[str, Any] = {
+    # Otherwise Triton's fusions take every matmul, and none adds to a loop's sum as
+    # cuBLAS does: MLP block forward and backward 2.57 ms with it off, 2.74 with it on.
+    # Without sums there are shapes that lose by it: 0.47 and 0.42 for a smaller block.
     "xla_gpu_enable_triton_gemm": False,
 }
 
@@ -58,8 +61,11 @@ ONE_GPU_A_PROCESS: Mapping[str, Any] = {
 }
 
 
-def wanted_options(mesh: AnyMesh | None) -> dict[str, Any]:
-    """What an executable with loops on `mesh` asks of XLA, which may not take it."""
+def wanted_options(mesh: AnyMesh | None, adds_up: bool = False) -> dict[str, Any]:
+    """What an executable with loops on `mesh` asks of XLA, which may not take it.
+
+    `adds_up`: whether its loops have sums of matmuls, as those of weight gradients do.
+    """
     if not isinstance(mesh, Mesh) or mesh.size == 1:
         return {}
     devices = devices_of(mesh)
@@ -68,12 +74,13 @@ def wanted_options(mesh: AnyMesh | None) -> dict[str, Any]:
     ways = _PEER_COPIES if devices.copies_between_peers else _BETWEEN_PROCESSES
     # Several permutes may be under way: a gather's all queue at the start, and a piece
     # of an all-reduce goes back to all the others while the next is sent to them.
-    return {_MANY_AT_ONCE: 2 * mesh.size, **_WANTED, **ways}
+    sums = _ADDS_UP if adds_up else {}
+    return {_MANY_AT_ONCE: 2 * mesh.size, **_WANTED, **ways, **sums}
 
 
-def overlap_options(mesh: AnyMesh | None) -> dict[str, Any]:
-    """The options for an executable with loops on `mesh`, as far as XLA takes them."""
-    wanted = wanted_options(mesh)
+def overlap_options(mesh: AnyMesh | None, adds_up: bool = False) -> dict[str, Any]:
+    """Those of `wanted_options` that XLA takes."""
+    wanted = wanted_options(mesh, adds_up)
     if not isinstance(mesh, Mesh):
         return wanted
     # A trial needs a device of this process; one of a topology is in none.
@@ -82,9 +89,11 @@ def overlap_options(mesh: AnyMesh | None) -> dict[str, Any]:
     return {name: v for name, v in wanted.items() if _accepts(one, name, v)}
 
 
-def options_report(name: str, mesh: AnyMesh | None) -> tuple[str, ...]:
+def options_report(
+    name: str, mesh: AnyMesh | None, adds_up: bool = False
+) -> tuple[str, ...]:
     """Which options jhost's function `name` got on `mesh`, did not get, or missed."""
-    wanted, applied = wanted_options(mesh), overlap_options(mesh)
+    wanted, applied = wanted_options(mesh, adds_up), overlap_options(mesh, adds_up)
     refused = {option: v for option, v in wanted.items() if option not in applied}
     said = (
         ("applied", applied),
@@ -94,11 +103,15 @@ def options_report(name: str, mesh: AnyMesh | None) -> tuple[str, ...]:
     return tuple(f"{how}: {options_text(o)}" for how, o in said if o)
 
 
-def compiler_options() -> dict[str, Any]:
+def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
     """The options to give an outer `jax.jit` that jhost functions are called in.
 
     XLA takes options for a whole program only, so a jhost function inside another
     `jax.jit` cannot give its own, and warns, unless this has been called.
+
+    Args:
+        gradients: whether the program differentiates jhost functions.  Then matmuls
+            are cuBLAS's alone, which adds to the weights' gradients in place.
 
     Returns:
         What `jax.jit(..., compiler_options=...)` takes, for the devices there are: on
@@ -113,7 +126,8 @@ def compiler_options() -> dict[str, Any]:
     """
     global _asked_for
     _asked_for = True
-    return overlap_options(Mesh(np.array(jax.devices()), ("devices",)))
+    everywhere = Mesh(np.array(jax.devices()), ("devices",))
+    return overlap_options(everywhere, adds_up=gradients)
 
 
 _asked_for = False

@@ -63,5 +63,5 @@ def _built(case: Case, mesh: Mesh, backward: bool, **choice: Any) -> Built:
     return Built(
         instance=constrained(forward_or_both(function, True), case, mesh),
         operands=case_operands(case, True),
-        options=jhost.compiler_options(),
+        options=jhost.compiler_options(gradients=True),
     )

@@ -94,7 +94,7 @@ def check_both_ways(
     outer = jax.jit(
         both,
         out_shardings=(side, tuple(sides)),
-        compiler_options=overlap_options(mesh),
+        compiler_options=overlap_options(mesh, adds_up=True),
     )
     text = outer.lower(*types).compile().as_text() or ""
     told = [explain_program(p) for p in programs(both, *types)]

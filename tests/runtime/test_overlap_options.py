@@ -93,6 +93,9 @@ def test_copies_in_one_process_and_symmetric_buffers_between_several(
     several = dataclasses.replace(GPUS, processes=4)
     monkeypatch.setattr(overlap_options, "devices_of", lambda mesh: several)
     between = overlap_options.wanted_options(mesh)
+    assert "xla_gpu_enable_triton_gemm" not in between
+    adding = overlap_options.wanted_options(mesh, adds_up=True)
+    assert adding == between | {"xla_gpu_enable_triton_gemm": False}
     assert "xla_gpu_collective_permute_mode" not in between
     assert between["xla_gpu_experimental_enable_nccl_symmetric_buffers"] is True
 
@@ -103,7 +106,7 @@ def test_what_became_of_the_options_is_explained(
 ) -> None:
     mesh = make_mesh((4,), ("tp",))
     wanted = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_there_is_no_such": 1}
-    monkeypatch.setattr(overlap_options, "wanted_options", lambda mesh: wanted)
+    monkeypatch.setattr(overlap_options, "wanted_options", lambda *_: wanted)
     monkeypatch.setattr(overlap_options, "_asked_for", False)
     with pytest.warns(UserWarning, match="explained_options"):
         overlap_options.warn_of_missed_options("explained_options", {"a": 1})
