@@ -131,17 +131,22 @@ def _checkify_call(
     return jax.tree.unflatten(out_tree, results)
 
 
-def define_marker_primitive(name: str, batch_params: BatchParams) -> Primitive:
+def define_marker_primitive(
+    name: str,
+    batch_params: BatchParams,
+    transposed_params: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Primitive:
     """A primitive that is the identity, and carries parameters in a jaxpr.
 
-    It is linear and its own transpose, so that derived programs keep their marks.
+    It is linear and, but for its parameters, its own transpose, so that derived programs
+    keep their marks.
     """
     prim = Primitive(name)
     prim.def_impl(_identity)
     # The whole aval: a new one from shape and dtype would drop the varying manual
     # axes, and `shard_map` would accept wrong `out_specs`.
     prim.def_abstract_eval(_identity)
-    ad.deflinear2(prim, partial(_marker_transpose, prim))
+    ad.deflinear2(prim, partial(_marker_transpose, prim, transposed_params or dict))
     batching.fancy_primitive_batchers[prim] = partial(_marker_batch, prim, batch_params)
     mlir.register_lowering(prim, _marker_lowering)
     return prim
@@ -151,8 +156,14 @@ def _identity(x: Any, **_: Any) -> Any:
     return x
 
 
-def _marker_transpose(prim: Primitive, ct: Any, _: Any, **params: Any) -> list[Any]:
-    return [prim.bind(ct, **params)]
+def _marker_transpose(
+    prim: Primitive,
+    transposed_params: Callable[[dict[str, Any]], dict[str, Any]],
+    ct: Any,
+    _: Any,
+    **params: Any,
+) -> list[Any]:
+    return [prim.bind(ct, **transposed_params(params))]
 
 
 def _marker_batch(

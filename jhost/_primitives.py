@@ -50,13 +50,21 @@ def _insert_entry(
     return {"spec": (*spec[:dim], names, *spec[dim:])}
 
 
+def _of_the_cotangent(params: dict[str, Any]) -> dict[str, Any]:
+    """The shards that were asked for; of a dim that was to be whole, nothing.
+
+    The cotangent of what was gathered is a sum over the devices, and may be scattered.
+    """
+    return {"spec": tuple(axes or None for axes in params["spec"])}
+
+
 stream_p = define_marker_primitive("stream", _shift_axis)
 """`axis: int`, `chunks: int | "auto" | None`, `pipeline: str | None`."""
 
 serial_p = define_marker_primitive("serial", _keep_params)
 """No parameters."""
 
-shard_p = define_marker_primitive("shard", _insert_entry)
+shard_p = define_marker_primitive("shard", _insert_entry, _of_the_cotangent)
 """`spec: Spec`, as long as the operand has dims."""
 
 jhost_p = define_call_primitive("jhost")

@@ -25,7 +25,8 @@ from jhost.lowering.rules_elementwise import CHEAP
 
 _MARKS = IDENTITIES | {"reshard"}
 _VIEWS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
-_COMPUTED_AGAIN = _MARKS | CHEAP | _VIEWS
+# What the user named for a policy is not made again of what it was made of.
+_COMPUTED_AGAIN = (_MARKS | CHEAP | _VIEWS) - {"name"}
 
 _COUNTED, _UNBOUNDED = 2**29, 2**30
 """The capacities of all that can be cut, and of an edge that cannot: of 32 bits."""

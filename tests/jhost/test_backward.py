@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -170,6 +171,51 @@ def test_a_copy_that_the_user_asked_for_whole_is_gathered_again() -> None:
     params = {param.name for param in back.params}
     rows = explain_program(back).communications
     assert [row.kind for row in rows if row.value in params] == ["CollectivePermute"]
+
+
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_a_policy_may_keep_what_was_gathered(place: str) -> None:
+    """It is gathered in the forward's loop alone, and its cotangent is scattered."""
+
+    def f(x: Array, w: Array) -> Array:
+        x = checkpoint_name(jhost.shard(x, P()), "gathered")
+        return jhost.stream(x @ w, 0)
+
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+    settings = on({"tp": 4}, (ROWS, COLUMNS), COLUMNS, pipeline="p2p")
+    if place == "inside":
+        kept = jhost.jit(jax.checkpoint(f, policy=policy), **settings)
+    else:
+        kept = jax.checkpoint(jhost.jit(f, **settings), policy=policy)
+    args = array(*X), array(*UP, seed=1)
+    forward, *_, back = backward(kept, *args)
+    assert X in {result.shape for result in forward.results}
+    activation = 4 * 32 * 8 * 3 // 4
+    assert moves(forward) == [f"CollectivePermute tp {activation}"]
+    assert moves(back) == [f"CollectivePermute tp {activation}"]
+    check_gradients(kept, f, *args)
+
+
+def attention(x: Array, q: Array, k: Array, v: Array, out: Array) -> Array:
+    """Four heads of eight, in four sequences of eight."""
+    x = jhost.shard(x, P())
+    parts = [jhost.serial(part) for part in (jhost.stream(x @ q, 0), x @ k, x @ v)]
+    queries, keys, values = (part.reshape(4, 8, 8, 8) for part in parts)
+    weights = jax.nn.softmax(jnp.einsum("sqhd,skhd->shqk", queries, keys))
+    mixed = jnp.einsum("shqk,skhd->sqhd", weights, values).reshape(32, 64)
+    return jhost.stream(jhost.serial(mixed) @ out, 0)
+
+
+@each_way
+def test_each_activation_of_an_attention_block_moves_once(how: str) -> None:
+    """x and y forward; backward y's cotangent, x once more, and x's cotangent."""
+    specs = (ROWS, COLUMNS, COLUMNS, COLUMNS, ROWS), ROWS
+    f = jhost.jit(attention, **on({"tp": 4}, *specs, **HOW[how]))
+    shapes = X, UP, UP, UP, DOWN
+    args = [array(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    activation = 4 * 32 * 8 * 3 // 4
+    counts = [bytes_moved(program) / activation for program in backward(f, *args)]
+    assert counts == [2.0, 3.0]
 
 
 def test_a_mark_on_an_argument_streams_the_weights_gradient() -> None:
