@@ -100,8 +100,8 @@ def compiler_options() -> dict[str, Any]:
     `jax.jit` cannot give its own, and warns, unless this has been called.
 
     Returns:
-        What `jax.jit(..., compiler_options=...)` takes, for the devices there are: on
-        one GPU, and on other backends, nothing.
+        What `jax.jit(..., compiler_options=...)` takes, for the devices there are;
+        on one GPU, and on other backends, nothing.
 
     Example:
         >>> import jax
