@@ -63,7 +63,7 @@ def test_the_example_of_the_readme_runs() -> None:
         run(page, example, namespace)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/ir.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md", "docs/ir.md"])
 def test_the_text_shown_is_what_the_example_before_it_prints(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,7 +73,9 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
     assert capsys.readouterr().out == shown.text + "\n"
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "tuning.md", "testing.md"])
+@pytest.mark.parametrize(
+    "name", ["performance.md", "quickstart.md", "testing.md", "tuning.md"]
+)
 def test_the_examples_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
