@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -143,11 +144,19 @@ def warn_of_missed_options(name: str, options: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _accepts(device: Any, name: str, value: Any) -> bool:
-    """Whether the backend of `device` takes an option, by a trial."""
+    """Whether the backend of `device` takes an option, by a trial.
+
+    In a thread of its own, which `jax.set_mesh` and what is being traced do not reach.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(_compiles, device, {name: value}).result()
+
+
+def _compiles(device: Any, options: dict[str, Any]) -> bool:
     sharding = SingleDeviceSharding(device)
     operand = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     try:
-        jax.jit(_identity).lower(operand).compile(compiler_options={name: value})
+        jax.jit(_identity).lower(operand).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -37,8 +37,8 @@ def lowered(fun: Any, pipeline: str, ins: Any, out: Any, *args: Array) -> Progra
 
 def order(loop: For) -> list[str]:
     """What an iteration does, in short."""
-    names = {Compute: "compute", Communicate: "communicate", Wait: "wait"}
-    return [names[type(stmt)] for stmt in loop.body if type(stmt) in names]
+    kinds = Compute | Communicate | Wait
+    return [type(s).__name__.lower() for s in loop.body if isinstance(s, kinds)]
 
 
 @each_pipeline

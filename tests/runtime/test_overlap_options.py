@@ -36,6 +36,14 @@ def test_an_option_that_xla_does_not_know_is_found_out() -> None:
     assert not accepts(device, "xla_gpu_there_is_no_such_option", 0)
 
 
+def test_a_trial_is_apart_from_the_mesh_that_is_set(
+    make_mesh: Callable[..., Mesh],
+) -> None:
+    accepts = overlap_options._accepts  # pyright: ignore[reportPrivateUsage]
+    with jax.set_mesh(make_mesh((4,), ("tp",))):
+        assert accepts(jax.devices()[1], "xla_gpu_dot_merger_threshold_mb", 0)
+
+
 def test_missed_options_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_options, "_asked_for", False)
     with pytest.warns(UserWarning, match="told_once .* misses .* xla_option=4"):
