@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from unittest import mock
 from jax.sharding import AbstractMesh
 
 import jhost
-from benchmarks import cases, layers, report
+from benchmarks import cases, figures, layers, report
 from benchmarks.communication import Streamed
 from jhost import _program
 from jhost.lowering.cost import Prediction, predict
@@ -41,7 +42,6 @@ ARMS = {
     "jhost": "jhost",
     "torch_async": "AsyncTP",
     "plain": "plain JAX",
-    "torch_nccl": "PyTorch with NCCL",
     "compute": "matmuls alone",
 }
 
@@ -104,22 +104,56 @@ def _gains(model: str) -> str:
     return report.table(["layer", *map(str, TOKENS)], rows)
 
 
-def beside_torch() -> str:
-    """The cases that were measured beside PyTorch, in milliseconds."""
+def measured() -> str:
+    """What was measured in programs, in milliseconds, and where jhost is behind."""
     files = sorted(report.RESULTS.glob("*.json"))
     runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
-    records = report.groups(runs)[KIND, DEVICES, "forward", "program"]
-    rows = [
-        [name, *(f"{arms[arm]['min_ms']:.3f}" for arm in ARMS)]
-        for name, record in records.items()
-        if "min_ms" in (arms := record["modes"]["program"]).get("torch_async", {})
-    ]
+    parts: list[str] = []
+    for devices, pass_, beside in (
+        (DEVICES, "forward", "torch_async"),
+        (DEVICES, "forward", "plain"),
+        (2, "forward", "plain"),
+        (DEVICES, "backward", "plain"),
+    ):
+        records = report.groups(runs)[KIND, devices, pass_, "program"]
+        times = {name: _milliseconds(record) for name, record in records.items()}
+        both = {
+            name: ms for name, ms in times.items() if {"jhost", beside} <= ms.keys()
+        }
+        where = f"{report.PASSES[pass_]}, {devices} GPUs"
+        parts.append(f"### {ARMS[beside]}, {where}\n\n{_behind(both, beside)}")
+        if beside == "torch_async":
+            parts.append(_times(both))
+    return "\n\n".join(parts)
+
+
+def _milliseconds(record: report.Record) -> dict[str, float]:
+    arms = record["modes"]["program"]
+    return {arm: arms[arm]["min_ms"] for arm in ARMS if "min_ms" in arms.get(arm, {})}
+
+
+def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
+    """The cases in which another arm is faster, by how much."""
+    ratios = {name: ms["jhost"] / ms[beside] for name, ms in times.items()}
+    slower = [f"`{name}` ({r:.2f})" for name, r in ratios.items() if r >= 1.005]
+    listed = f": {', '.join(slower)}" if slower else ""
+    return (
+        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. In the "
+        f"mean it takes {figures.geometric_mean(ratios.values()):.2f} of the time."
+    )
+
+
+def _times(times: Mapping[str, Mapping[str, float]]) -> str:
+    rows = (
+        [name, *(f"{ms[arm]:.3f}" if arm in ms else "" for arm in ARMS)]
+        for name, ms in times.items()
+    )
     return report.table(["case", *ARMS.values()], rows)
 
 
 TABLES = {
     "when-it-pays.md": ("predicted", predicted),
-    "peers.md": ("measured", beside_torch),
+    "peers.md": ("measured", measured),
 }
 """By page: the name of the place in it, and what makes the table."""
 
