@@ -138,8 +138,9 @@ def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
     slower = [f"`{name}` ({r:.2f})" for name, r in ratios.items() if r >= 1.005]
     listed = f": {', '.join(slower)}" if slower else ""
     return (
-        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. In the "
-        f"mean it takes {figures.geometric_mean(ratios.values()):.2f} of the time."
+        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. Its time "
+        f"by the other's: {figures.geometric_mean(ratios.values()):.2f}, "
+        "the geometric mean."
     )
 
 
