@@ -20,8 +20,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).parent / "results"
 
-BEGIN, END = "<!-- begin: measured -->", "<!-- end: measured -->"
-
 MODES = {"program": "in program", "once": "one op per call"}
 PASSES = {"forward": "forward", "backward": "forward + backward"}
 
@@ -54,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = sorted((json.loads(f.read_text()) for f in files), key=started)
     pictures = {} if arguments.no_plots else _draw(runs, arguments.page.parent)
     text = measured(runs, pictures)
-    arguments.page.write_text(_replaced(arguments.page.read_text(), text))
+    arguments.page.write_text(replaced(arguments.page.read_text(), text))
     print(f"{len(runs)} runs > {arguments.page.name}")
 
 
@@ -63,12 +61,14 @@ def started(run: Mapping[str, Any]) -> str:
     return run["started"]
 
 
-def _replaced(page: str, text: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
+def replaced(page: str, text: str, what: str = "measured") -> str:
+    """The page with `text` between its two marks for `what`."""
+    begin, end = f"<!-- begin: {what} -->", f"<!-- end: {what} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"the page has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}"
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
 def groups(runs: Iterable[Mapping[str, Any]]) -> dict[Group, dict[str, Record]]:
@@ -163,7 +163,8 @@ def _headline(records: Mapping[str, Record], mode: str) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; all but the first column are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -182,7 +183,7 @@ def _ratio_table(records: Mapping[str, Record], mode: str) -> str:
         ]
         for case, record in records.items()
     ]
-    return _table(["case", *(title for _, title in shown), "right"], rows)
+    return table(["case", *(title for _, title in shown), "right"], rows)
 
 
 def _number(value: float | None) -> str:
@@ -210,7 +211,7 @@ def _time_table(records: Mapping[str, Record], mode: str) -> str:
         [case, *(_times(record["modes"][mode].get(arm, {})) for arm in timed)]
         for case, record in records.items()
     ]
-    return "Milliseconds, minimum / median over blocks:\n\n" + _table(
+    return "Milliseconds, minimum / median over blocks:\n\n" + table(
         ["case", *timed], rows
     )
 
@@ -232,7 +233,7 @@ def _prediction_parts(records: Mapping[str, Record]) -> list[str]:
     if not rows:
         return []
     head = ["predicted / measured", "jhost", "plain"]
-    return [f"The cost model, in milliseconds:\n\n{_table(head, rows)}"]
+    return [f"The cost model, in milliseconds:\n\n{table(head, rows)}"]
 
 
 def _predicted(
@@ -251,7 +252,7 @@ def _target_parts(records: Mapping[str, Record], devices: int) -> list[str]:
         if wanted is not None and own:
             missed = targets.misses(wanted, own)
             rows.append([case, "; ".join(missed) or "met"])
-    return [f"Targets:\n\n{_table(['case', 'result'], rows)}"] if rows else []
+    return [f"Targets:\n\n{table(['case', 'result'], rows)}"] if rows else []
 
 
 def _notes(records: Mapping[str, Record], mode: str) -> list[str]:
@@ -268,7 +269,7 @@ def _notes(records: Mapping[str, Record], mode: str) -> list[str]:
             if "error" in entry
         ]
     head = ["plain / jhost", "peak memory, MB", "compilation, s", "host, us a call"]
-    parts = [_table(head, rows)]
+    parts = [table(head, rows)]
     if failures:
         parts.append("Arms that failed:\n\n" + "\n".join(failures))
     return parts

@@ -170,7 +170,7 @@ def explain(f: JitFunction[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        *args: arrays, or `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
@@ -256,7 +256,7 @@ class JitFunction(Generic[P, R]):
             return self._jitted_alone(key, args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Lowers the function for arguments, or `jax.ShapeDtypeStruct`s in their place.
+        """Lowers the function for arguments, or `jax.ShapeDtypeStruct` in their place.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -281,7 +281,7 @@ class JitFunction(Generic[P, R]):
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
         """The same function with other arguments of `jhost.jit`.
 
-        With another mesh, `NamedSharding`s keep their specs.
+        With another mesh, each `NamedSharding` keeps its spec.
 
         Example:
             >>> import jax.numpy as jnp

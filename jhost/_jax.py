@@ -138,8 +138,8 @@ def define_marker_primitive(
 ) -> Primitive:
     """A primitive that is the identity, and carries parameters in a jaxpr.
 
-    It is linear and, but for its parameters, its own transpose, so that derived programs
-    keep their marks.
+    It is linear and its own transpose, with `transposed_params`, so that derived
+    programs keep their marks.
     """
     prim = Primitive(name)
     prim.def_impl(_identity)

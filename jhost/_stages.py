@@ -57,8 +57,9 @@ class Lowered:
             **kwargs: likewise.
 
         Returns:
-            The results, and a trace: for each statement that ran, its stream, its text,
-            the indices of the loops around it, and the bytes live on a device then.
+            The results, and a trace, which has for each statement that ran its stream,
+            its text, the indices of the loops around it, and the bytes live on a device
+            then.
 
         Example:
             >>> import jax.numpy as jnp

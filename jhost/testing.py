@@ -206,11 +206,11 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
-        The programs that jhost makes, in order: of a gradient, those of the forward
+        The programs that jhost makes, in order; of a gradient, those of the forward
         and of the backward.
 
     Example:
@@ -244,7 +244,7 @@ def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Raises:
@@ -282,7 +282,7 @@ def assert_program(
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
         loops: how many loops over chunks there are; None for any number.
         communications: each communication by kind and mesh axes, in any order, as
             `"AllGather over tp"`; one in a loop counts once.  None for any.

@@ -114,8 +114,8 @@ def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
             are cuBLAS's alone, which adds to the weights' gradients in place.
 
     Returns:
-        What `jax.jit(..., compiler_options=...)` takes, for the devices there are: on
-        one GPU, and on other backends, nothing.
+        What `jax.jit(..., compiler_options=...)` takes, for the devices there are;
+        on one GPU, and on other backends, nothing.
 
     Example:
         >>> import jax

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_the_example_of_the_readme_runs() -> None:
         run(page, example, namespace)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/ir.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md", "docs/ir.md"])
 def test_the_text_shown_is_what_the_example_before_it_prints(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +73,9 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
     assert capsys.readouterr().out == shown.text + "\n"
 
 
-@pytest.mark.parametrize("name", ["tuning.md", "testing.md"])
+@pytest.mark.parametrize(
+    "name", ["performance.md", "quickstart.md", "testing.md", "tuning.md"]
+)
 def test_the_examples_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,3 +143,12 @@ def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
+
+
+def test_the_reference_has_every_public_module() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    found = re.findall(r"^\.\. automodule:: (\S+)$", text, re.M)
+    stages = {"lowering", "runtime"}
+    names = {module.name for module in pkgutil.iter_modules(jhost.__path__)} - stages
+    public = {f"jhost.{name}" for name in names if not name.startswith("_")}
+    assert set(found) == {"jhost", *public}

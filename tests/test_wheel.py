@@ -64,10 +64,11 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> Non
     assert shipped == modules | {"jhost/py.typed"}
 
 
-def test_the_wheel_needs_jax_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_needs_jax_and_what_that_needs(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
     requires = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist", [])
-    assert [line for line in requires if "extra ==" not in line] == ["jax<0.13,>=0.10"]
+    always = [line for line in requires if "extra ==" not in line]
+    assert always == ["jax<0.13,>=0.10", "numpy", "scipy"]
 
 
 def test_the_folders_at_the_top_are_inside_jhost() -> None:

@@ -14,7 +14,7 @@ from jhost.nnx._linear import ColumnParallelLinear, RowParallelLinear
 class ParallelMLP(nnx.Module):
     """Two linear layers with an activation between, the hidden features sharded.
 
-    Without jhost it is `down(activation(up(x)))` of two `nnx.Linear`s, which draw their
+    Without jhost it is `down(activation(up(x)))` of two `nnx.Linear`, which draw their
     parameters in that order.
 
     Args:
@@ -24,7 +24,7 @@ class ParallelMLP(nnx.Module):
         mesh_axis: the mesh axis that shards the hidden features.
         sequence_parallel: what comes and goes has its sequence, the last dim but one,
             sharded over that axis; if not, every device has all of it.
-        **options: those of both `nnx.Linear`s, with `rngs`.
+        **options: those of both `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx
@@ -58,7 +58,7 @@ class ParallelMLP(nnx.Module):
 class ParallelSwiGLU(nnx.Module):
     """The gated feed-forward block of Llama, the hidden features sharded.
 
-    Without jhost it is `down(silu(gate(x)) * up(x))` of three `nnx.Linear`s, which draw
+    Without jhost it is `down(silu(gate(x)) * up(x))` of three `nnx.Linear`, which draw
     their parameters in that order: gate, up, down.  Formula: Shazeer, "GLU Variants
     Improve Transformer", https://arxiv.org/abs/2002.05202, equation 6.
 
@@ -69,7 +69,7 @@ class ParallelSwiGLU(nnx.Module):
         sequence_parallel: what comes and goes has its sequence, the last dim but one,
             sharded over that axis; if not, every device has all of it.
         use_bias: as for `nnx.Linear`.
-        **options: the others of the three `nnx.Linear`s, with `rngs`.
+        **options: the others of the three `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx

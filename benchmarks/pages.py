@@ -1,0 +1,170 @@
+"""Makes the tables of docs/when-it-pays.md and docs/peers.md; nothing is run.
+
+    python -m benchmarks.pages
+
+The first are what the cost model predicts, and chooses by, on four H200s; the second is
+taken from benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from jax.sharding import AbstractMesh
+
+import jhost
+from benchmarks import cases, figures, layers, report
+from benchmarks.communication import Streamed
+from jhost import _program
+from jhost.lowering.cost import Prediction, predict
+from jhost.lowering.rates import rates_of
+from jhost.runtime.devices import Devices
+from jhost.testing import programs
+
+DOCS = Path(__file__).parents[1] / "docs"
+KIND, DEVICES = "NVIDIA H200", 4
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+LAYERS = {
+    "ag_qkv": "gather, QKV",
+    "ag_gate_up": "gather, gate and up",
+    "out_rs": "out, reduce-scatter",
+    "down_rs": "down, reduce-scatter",
+    "down_ar": "down, all-reduce",
+    "swiglu_mlp": "whole MLP",
+}
+
+ARMS = {
+    "jhost": "jhost",
+    "torch_async": "AsyncTP",
+    "plain": "plain JAX",
+    "compute": "matmuls alone",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """What is predicted of one case, without chunks and as jhost chooses."""
+
+    plain: Prediction
+    chosen: Prediction
+
+    @property
+    def ceiling(self) -> float:
+        """What hiding the shorter of computation and communication would give."""
+        parts = self.plain.compute, self.plain.communication
+        return sum(parts) / max(parts)
+
+    @property
+    def speedup(self) -> float:
+        return self.plain.total / self.chosen.total
+
+    def __str__(self) -> str:
+        return f"{self.speedup:.2f} of {self.ceiling:.2f}"
+
+
+def gain(case: cases.Case) -> Gain:
+    """What is predicted of `case` on its devices, were they H200s."""
+
+    def layer(*operands: Any) -> Any:
+        return case.run(Streamed(), operands)
+
+    f = jhost.jit(
+        layer,
+        mesh=AbstractMesh((case.devices,), (cases.AXIS,)),
+        in_shardings=case.specs,
+        out_shardings=case.out_spec,
+    )
+    there = Devices(platform="gpu", kind=KIND, count=case.devices, processes=1)
+    rates = rates_of(KIND, 1)
+    assert rates
+    with mock.patch.object(_program, "devices_of", return_value=there):
+        (off,) = programs(f.with_options(pipeline="off"), *case.abstract())
+        (auto,) = programs(f, *case.abstract())
+    return Gain(predict(off, rates), predict(auto, rates))
+
+
+def predicted() -> str:
+    """A table a model: a row a layer, a column a number of tokens."""
+    return "\n\n".join(f"### Llama-3 {m.upper()}\n\n{_gains(m)}" for m in layers.MODELS)
+
+
+def _gains(model: str) -> str:
+    known = cases.all_cases(
+        DEVICES, small=False, models=[model], tokens=TOKENS, peers_own=False
+    )
+    rows = (
+        [title, *map(str, map(gain, cases.select(known, [kind])))]
+        for kind, title in LAYERS.items()
+    )
+    return report.table(["layer", *map(str, TOKENS)], rows)
+
+
+def measured() -> str:
+    """What was measured in programs, in milliseconds, and where jhost is behind."""
+    files = sorted(report.RESULTS.glob("*.json"))
+    runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
+    parts: list[str] = []
+    for devices, pass_, beside in (
+        (DEVICES, "forward", "torch_async"),
+        (DEVICES, "forward", "plain"),
+        (2, "forward", "plain"),
+        (DEVICES, "backward", "plain"),
+    ):
+        records = report.groups(runs)[KIND, devices, pass_, "program"]
+        times = {name: _milliseconds(record) for name, record in records.items()}
+        both = {
+            name: ms for name, ms in times.items() if {"jhost", beside} <= ms.keys()
+        }
+        where = f"{report.PASSES[pass_]}, {devices} GPUs"
+        parts.append(f"### {ARMS[beside]}, {where}\n\n{_behind(both, beside)}")
+        if beside == "torch_async":
+            parts.append(_times(both))
+    return "\n\n".join(parts)
+
+
+def _milliseconds(record: report.Record) -> dict[str, float]:
+    arms = record["modes"]["program"]
+    return {arm: arms[arm]["min_ms"] for arm in ARMS if "min_ms" in arms.get(arm, {})}
+
+
+def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
+    """The cases in which another arm is faster, by how much."""
+    ratios = {name: ms["jhost"] / ms[beside] for name, ms in times.items()}
+    slower = [f"`{name}` ({r:.2f})" for name, r in ratios.items() if r >= 1.005]
+    listed = f": {', '.join(slower)}" if slower else ""
+    return (
+        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. Its time "
+        f"by the other's: {figures.geometric_mean(ratios.values()):.2f}, "
+        "the geometric mean."
+    )
+
+
+def _times(times: Mapping[str, Mapping[str, float]]) -> str:
+    rows = (
+        [name, *(f"{ms[arm]:.3f}" if arm in ms else "" for arm in ARMS)]
+        for name, ms in times.items()
+    )
+    return report.table(["case", *ARMS.values()], rows)
+
+
+TABLES = {
+    "when-it-pays.md": ("predicted", predicted),
+    "peers.md": ("measured", measured),
+}
+"""By page: the name of the place in it, and what makes the table."""
+
+
+def main() -> None:
+    """Writes the tables into the pages."""
+    for name, (what, table) in TABLES.items():
+        page = DOCS / name
+        page.write_text(report.replaced(page.read_text(), table(), what))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""How Sphinx builds the site: `sphinx-build -W --keep-going -c docs . build/site`.
+
+The source folder is the repository, so that links from page to page, and to tests and
+examples, are the same ones there and on the site.
+"""
+
+from jhost import __version__
+
+project = "jhost"
+version = release = __version__
+
+include_patterns = ["*.md", "benchmarks/README.md", "docs/*.md"]
+exclude_patterns = [".*", "build"]  # not looked into
+root_doc = "docs/index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"jhost {version}"
+
+myst_heading_anchors = 3  # links to headings, as GitHub makes them
+
+# Docstrings are written for `help` and for editors: between two backticks is code.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+
+# A reference that leads nowhere is a warning, and warnings are errors.  Names of other
+# libraries could be looked up only with a network.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!jhost).*")]

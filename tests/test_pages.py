@@ -1,0 +1,24 @@
+"""Tables of pages are what the cost model and the stored runs make now."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Last, so that `jhost` stays the one that is installed.
+sys.path.append(str(ROOT))
+
+from benchmarks import pages, report  # noqa: E402
+
+
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_a_page_has_the_table_of_today(name: str) -> None:
+    what, table = pages.TABLES[name]
+    page = (ROOT / "docs" / name).read_text()
+    assert report.replaced(page, table(), what) == page, (
+        "run python -m benchmarks.pages"
+    )
