@@ -215,3 +215,16 @@ def test_keys_and_values_go_around_and_scores_stay_in_chunks(
     assert ": f32[2, 3, 64@sp, 64~s0] = " in forward
     for program in programs:
         assert not re.search(r"[\[ ]512[@~,\]]", program), "one is as long as all keys"
+
+
+def test_tokens_go_to_their_experts_and_back_in_one_loop(
+    run: Run, dumped: Dumped, capsys: Captured
+) -> None:
+    run("moe.py", [])
+    out = capsys.readouterr().out
+    assert out.startswith("moe: 1 loop\n")
+    assert len(re.findall("AllToAll .* in 4 chunks", out)) == 2
+    # All is in the loop: it is the last thing before the result.
+    (program,) = set(dumped())
+    assert sends(program) == ["AllToAll over ep"] * 2
+    assert re.search(r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return", program)
