@@ -228,3 +228,19 @@ def test_tokens_go_to_their_experts_and_back_in_one_loop(
     (program,) = set(dumped())
     assert sends(program) == ["AllToAll over ep"] * 2
     assert re.search(r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return", program)
+
+
+def test_shards_of_weights_come_and_their_gradients_go_in_loops(
+    run: Run, dumped: Dumped, capsys: Captured
+) -> None:
+    run("fsdp_tp.py", [])
+    assert capsys.readouterr().out.startswith("block: 1 loop")
+    forward, *others = [sends(program) for program in dumped()]
+    come, add = "AllGather over tp", "ReduceScatter over tp"
+    shard = "CollectivePermute over data"
+    assert forward == [come, shard, shard, shard, add]
+    # Two layers, each forward and backward; all that moves over data is in loops.
+    assert len(others) >= 3
+    for sent in others:
+        assert shard in sent
+        assert set(sent) <= {come, shard, add}
