@@ -38,7 +38,6 @@ UNCUT = "the device's own matmul stands before the loop, in one piece"
 PERMUTES_3 = {"CollectivePermute": Moves(3)}
 PERMUTES_6 = {"CollectivePermute": Moves(6)}
 PERMUTES_12 = {"CollectivePermute": Moves(12)}
-PERMUTES_12 = {"CollectivePermute": Moves(12)}
 GATHERS = {"AllGather": Moves(4, exposed={0: FIRST})}
 SCATTERS = {"ReduceScatter": Moves(4, exposed={3: LAST})}
 
