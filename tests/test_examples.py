@@ -1,4 +1,4 @@
-"""The examples run."""
+"""The examples run, and their programs are what the examples say they are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -166,3 +167,80 @@ def test_checkpoints_of_another_training_are_not_mixed(tmp_path: Path) -> None:
     (folder / "100").mkdir()
     with pytest.raises(SystemExit, match="Go on from them with --resume"):
         main_of("train_transformer.py")(["--only", "jhost", "--out", str(tmp_path)])
+
+
+# --- ring_attention, moe, fsdp_tp --------------------------------------------------- #
+
+Run: TypeAlias = Callable[[str, Sequence[str]], None]
+Dumped: TypeAlias = Callable[[], list[str]]
+Captured: TypeAlias = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an example, which may import what stands next to it, as a script does."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return lambda name, argv: runpy.run_path(str(EXAMPLES / name))["main"](argv)
+
+
+@pytest.fixture
+def dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dumped:
+    """The statements of all programs with loops that an example made, in order."""
+    monkeypatch.setenv("JHOST_DUMP", "host_ir")
+    monkeypatch.setenv("JHOST_DUMP_DIR", str(tmp_path))
+
+    def read() -> list[str]:
+        texts = [path.read_text() for path in sorted(tmp_path.glob("*.host_ir.txt"))]
+        return [text.split("\nunit ")[0] for text in texts if "for i in" in text]
+
+    return read
+
+
+def sends(program: str) -> list[str]:
+    """The kinds and axes of all communications, as they stand in the program."""
+    found = re.findall(r"(?:= |<- )([A-Z]\w+)\(.* axes=\((.*?)\)\) as c", program)
+    return [f"{kind} over {axes}" for kind, axes in found]
+
+
+def test_keys_and_values_go_around_and_scores_stay_in_chunks(
+    run: Run, dumped: Dumped, capsys: Captured
+) -> None:
+    """Forward and backward; the scores of 512 keys are made 64 at a time."""
+    run("ring_attention.py", ["--pieces", "1"])
+    assert capsys.readouterr().out.startswith("attention: 1 loop")
+    forward, *_, backward = programs = dumped()
+    permute = "CollectivePermute over sp"
+    assert sends(forward) == [permute] * 2  # keys and values come
+    assert sends(backward) == [permute] * 4  # and their gradients go
+    assert ": f32[2, 3, 64@sp, 64~s0] = " in forward
+    for program in programs:
+        assert not re.search(r"[\[ ]512[@~,\]]", program), "one is as long as all keys"
+
+
+def test_tokens_go_to_their_experts_and_back_in_one_loop(
+    run: Run, dumped: Dumped, capsys: Captured
+) -> None:
+    run("moe.py", [])
+    out = capsys.readouterr().out
+    assert out.startswith("moe: 1 loop\n")
+    assert len(re.findall("AllToAll .* in 4 chunks", out)) == 2
+    # All is in the loop: it is the last thing before the result.
+    (program,) = set(dumped())
+    assert sends(program) == ["AllToAll over ep"] * 2
+    assert re.search(r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return", program)
+
+
+def test_shards_of_weights_come_and_their_gradients_go_in_loops(
+    run: Run, dumped: Dumped, capsys: Captured
+) -> None:
+    run("fsdp_tp.py", [])
+    assert capsys.readouterr().out.startswith("block: 1 loop")
+    forward, *others = [sends(program) for program in dumped()]
+    come, add = "AllGather over tp", "ReduceScatter over tp"
+    shard = "CollectivePermute over data"
+    assert forward == [come, shard, shard, shard, add]
+    # Two layers, each forward and backward; all that moves over data is in loops.
+    assert len(others) >= 3
+    for sent in others:
+        assert shard in sent
+        assert set(sent) <= {come, shard, add}

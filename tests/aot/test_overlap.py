@@ -266,6 +266,21 @@ def test_queries_keys_and_values(tp: Mesh, case: Case) -> None:
     check(tp, case, qkv, QKV, QKV_SPECS, (COLUMN,) * 3, never=WHOLE_70B)
 
 
+@each(p2p=Case(P2P, 8, PERMUTES_6), p2p_in_pieces=Case(P2P_IN_PIECES, 16, PERMUTES_12))
+def test_ring_attention(tp: Mesh, case: Case) -> None:
+    """Keys and values of one sequence go around; sums of weights need no maximum."""
+
+    def f(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32)
+        weights = jhost.stream(jnp.exp(scores / HEAD**0.5), 2)
+        y = jnp.einsum("hqk,hkd->hqd", weights.astype(v.dtype), v)
+        return y / jnp.sum(weights, axis=2, keepdims=True).astype(v.dtype)
+
+    shape, rows = (HEADS, TOKENS, HEAD), P(None, "tp")
+    whole = f"[{HEADS},{TOKENS // 4},{TOKENS}]"
+    check(tp, case, f, (shape,) * 3, (rows,) * 3, rows, never=whole)
+
+
 @each(
     p2p=Case(P2P, 18, PERMUTES_6),
     collective=Case(COLLECTIVE, 18, GATHERS | SCATTERS),

@@ -1,0 +1,113 @@
+"""A mixture of experts: tokens go to their experts and come back, in one loop.
+
+JAX_NUM_CPU_DEVICES=4 python examples/moe.py
+
+Routing is that of GShard: each token of a group is sent to two experts, as long as they
+have room for it.  The stream is along the groups; a chunk of them is routed, exchanged,
+worked on and exchanged back while its neighbours are elsewhere on that way.
+
+An all-to-all has a collective pipeline and no p2p one.  On an H200 a collective shares
+the device with a matmul rather than running beside it: measure before keeping the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from measure import difference, milliseconds
+
+import jhost
+
+EACH = 2  # experts for a token
+ROOM = 1.25  # how many tokens an expert has room for, relative to an even spread
+
+
+def route(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which token goes to which place, `[g, t, e, c]`, and with what weight."""
+    tokens, experts = x.shape[1], router.shape[1]
+    room = int(ROOM * EACH * tokens / experts)
+    logits = jnp.einsum(
+        "gtm,me->gte", x.astype(jnp.float32), router, precision="highest"
+    )
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), EACH)
+    chosen = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)
+    before = jnp.cumsum(chosen.reshape(len(x), -1, experts), axis=1) - 1
+    place = jnp.where(chosen == 1, before.reshape(chosen.shape), -1)
+    sent = jax.nn.one_hot(place, room, dtype=x.dtype)  # nowhere, where there is no room
+    return jnp.sum(sent, axis=2), jnp.einsum(
+        "gtk,gtkec->gtec", weights.astype(x.dtype), sent
+    )
+
+
+def moe(
+    x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Tokens `[g, t, m]`; router `[m, e]`; experts `[e, m, f]`, and `[e, f, m]`."""
+    sent, weights = route(x, router)
+    there = jnp.einsum("gtec,gtm->gecm", sent, x)
+    there = jhost.shard(there, P(None, "ep"))  # an all-to-all
+    h = jax.nn.silu(jnp.einsum("gecm,emf->gecf", there, gate))
+    h = h * jnp.einsum("gecm,emf->gecf", there, up)
+    back = jnp.einsum("gecf,efm->gecm", h, down)
+    back = jhost.shard(jhost.stream(back, axis=0), P("ep"))  # and another
+    return jnp.einsum("gtec,gecm->gtm", weights, back)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Works on the groups in `--chunks` chunks, and says what became of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--large", action="store_true", help="Mixtral 8x7B's, for GPUs")
+    arguments = parser.parse_args(argv)
+
+    devices, large = jax.device_count(), arguments.large
+    tokens, model, hidden = (1024, 4096, 14336) if large else (32, 16, 32)
+    groups, experts, dtype = 4 * devices, 8, jnp.bfloat16 if large else jnp.float32
+
+    mesh = jax.make_mesh((devices,), ("ep",), axis_types=(AxisType.Auto,))
+    specs = P("ep"), P(), P("ep"), P("ep"), P("ep")
+    how: tuple[Literal["collective", "off"], ...] = ("collective", "off")
+    pipelined, whole = (
+        jhost.jit(
+            moe,
+            mesh=mesh,
+            in_shardings=specs,
+            out_shardings=P("ep"),
+            chunks=arguments.chunks,
+            pipeline=pipeline,
+        )
+        for pipeline in how
+    )
+    shapes = (
+        ((groups, tokens, model), dtype),
+        ((model, experts), jnp.float32),
+        ((experts, model, hidden), dtype),
+        ((experts, model, hidden), dtype),
+        ((experts, hidden, model), dtype),
+    )
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    args = [
+        jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(
+            key, *shape
+        )
+        for key, shape, sharding in zip(keys, shapes, shardings, strict=True)
+    ]
+    args[1:] = [weight * weight.shape[-2] ** -0.5 for weight in args[1:]]
+
+    print(jhost.explain(pipelined, *args))
+    off = difference(pipelined(*args), jax.jit(moe)(*args))
+    print(f"the plain function differs by {off:.0e}")
+    arrived = jnp.sum(route(*args[:2])[0], dtype=jnp.float32) / (EACH * groups * tokens)
+    print(f"{arrived:.1%} of the choices had room")
+    for name, f in (("in chunks", pipelined), ("without", whole)):
+        print(f"{name}: {milliseconds(f, *args):.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
