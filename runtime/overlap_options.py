@@ -47,16 +47,11 @@ _PEER_COPIES: Mapping[str, Any] = {
 }
 
 
-_BETWEEN_PROCESSES: Mapping[str, Any] = {
-    # Buffers that every process maps: measured with one GPU a process, a p2p MLP block
-    # takes 0.98 ms with them, 1.23 without, and without chunks 1.05.
-    "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
-}
-
-ONE_GPU_A_PROCESS: Mapping[str, Any] = {
-    # For the process, as NCCL's communicators are made once: with it they move those
-    # buffers by copy engine, and leave the multiprocessors to the matmuls (openxla/xla
-    # #33613), in programs that get no options as well.
+SYMMETRIC_BUFFERS: Mapping[str, Any] = {
+    # Buffers that every process maps, between processes: measured with one GPU a
+    # process, a p2p MLP block takes 0.98 ms with them, 1.23 without, and without chunks
+    # 1.05.  Set for a whole process, NCCL's communicators move them by copy engine
+    # (openxla/xla #33613): p2p 1.005 for 1.023, but without chunks 1.12 for 1.06.
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
 }
 
@@ -71,7 +66,7 @@ def wanted_options(mesh: AnyMesh | None, adds_up: bool = False) -> dict[str, Any
     devices = devices_of(mesh)
     if devices.platform != "gpu":
         return {}
-    ways = _PEER_COPIES if devices.copies_between_peers else _BETWEEN_PROCESSES
+    ways = _PEER_COPIES if devices.copies_between_peers else SYMMETRIC_BUFFERS
     # Several permutes may be under way: a gather's all queue at the start, and a piece
     # of an all-reduce goes back to all the others while the next is sent to them.
     sums = _ADDS_UP if adds_up else {}

@@ -249,8 +249,8 @@ def twice(*process: str) -> None:
     caught(lambda: initialize(*process))
 
 
-def one_gpu(*process: str) -> None:
-    initialize(*process, local_device_ids=[0])
+def symmetric_buffers(*process: str) -> None:
+    initialize(*process, symmetric_buffers=True)
     assert jax.device_count()
     say(flags=os.environ["XLA_FLAGS"])
 

@@ -19,7 +19,7 @@ import jax
 import pytest
 
 from jhost import distributed, errors
-from jhost.runtime.overlap_options import ONE_GPU_A_PROCESS
+from jhost.runtime.overlap_options import SYMMETRIC_BUFFERS
 from tests.tables import DOCS
 from tests.test_readme import blocks
 
@@ -267,26 +267,17 @@ def test_a_process_alone_on_its_host_sees_all_its_gpus() -> None:
     assert not alone({})
 
 
-def test_settings_of_the_process_are_for_one_gpu_a_process() -> None:
-    has_one = distributed._has_one_gpu  # pyright: ignore[reportPrivateUsage]
-    assert has_one("3", {})
-    assert has_one("all", {"CUDA_VISIBLE_DEVICES": "3"})
-    assert not has_one("0,1", {"CUDA_VISIBLE_DEVICES": "3"})
-    assert not has_one("all", {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert not has_one("all", {})
-
-
 def test_flags_of_the_user_stand() -> None:
     with_flags = distributed._with_flags  # pyright: ignore[reportPrivateUsage]
-    (name,) = ONE_GPU_A_PROCESS
-    assert with_flags("", ONE_GPU_A_PROCESS) == f"--{name}=true"
-    assert with_flags("--a=1", ONE_GPU_A_PROCESS) == f"--a=1 --{name}=true"
-    assert with_flags(f"--{name}=false", ONE_GPU_A_PROCESS) == f"--{name}=false"
+    (name,) = SYMMETRIC_BUFFERS
+    assert with_flags("", SYMMETRIC_BUFFERS) == f"--{name}=true"
+    assert with_flags("--a=1", SYMMETRIC_BUFFERS) == f"--a=1 --{name}=true"
+    assert with_flags(f"--{name}=false", SYMMETRIC_BUFFERS) == f"--{name}=false"
 
 
 def test_xla_takes_the_settings_of_the_process() -> None:
     """An unknown name among them would end the process when JAX starts its backend."""
-    (lines,) = said("one_gpu", 1)
+    (lines,) = said("symmetric_buffers", 1)
     assert lines == [
         {"flags": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"}
     ]
