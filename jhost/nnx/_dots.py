@@ -62,8 +62,8 @@ class ColumnParallelDot:
         kernel = shard(kernel, self.kernel or _spec(kernel, {column: self.mesh_axis}))
         result = self.dot_general(x, kernel, dims, **more)
         last = len(batch) + len(tokens) - 1
-        # Of the result, not of the tokens: were those said to be whole, so were their
-        # cotangent, which would be all-reduced and not reduce-scattered.
+        # Of the result, not of the tokens: these may be whole or sharded, and what the
+        # result needs of them is gathered.
         result = shard(
             result, _spec(result, {last + 1: self.mesh_axis}, free=range(last))
         )
