@@ -31,6 +31,7 @@ from jhost.lowering.ir import (
     Stream,
     Synchronize,
     Wait,
+    walk,
 )
 from jhost.lowering.layout import size_in_bytes
 from jhost.lowering.rates import Rates
@@ -43,6 +44,7 @@ from jhost.lowering.work import (
     kernels,
     made_by_contraction,
     read_by_contraction,
+    steps_for,
 )
 
 
@@ -124,6 +126,11 @@ class _Unrolled:
         self.in_flight: dict[str, int] = {}
         self.current = DEFAULT_STREAM
         self.depth = 0
+        self.sent = {
+            stmt.source.name
+            for stmt in walk(program.body)
+            if isinstance(stmt, Communicate)
+        }
         self.run(program.body)
 
     def run(self, body: Sequence[Stmt]) -> None:
@@ -188,6 +195,31 @@ class _Unrolled:
             self.chains[self.current] = self.chain() | tasks
 
     def compute(self, stmt: Compute) -> None:
+        if self.depth or self.current != DEFAULT_STREAM:
+            self.in_turn(stmt)
+        else:
+            self.apart(stmt)
+
+    def apart(self, stmt: Compute) -> None:
+        """Each kernel as soon as it can run: outside of loops XLA orders them.
+
+        First what is communicated, beside which the others then run.
+        """
+        outs = list(zip(map(id, stmt.unit.outvars), stmt.outs, strict=True))
+        urgent = {var for var, buffer in outs if buffer.name in self.sent}
+        made = {
+            id(var): self.makers(buffer)
+            for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
+        }
+        for step in steps_for(stmt, self.mesh, self.at, urgent):
+            after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
+            seconds = step.kernel.seconds(self.rates)
+            task = _Task(seconds=seconds, host=self.rates.host, after=after)
+            made |= dict.fromkeys(step.writes, frozenset({len(self.tasks)}))
+            self.add(task, [buffer for var, buffer in outs if var in step.writes])
+
+    def in_turn(self, stmt: Compute) -> None:
+        """All of a step of a loop, when its stream gets there."""
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
         if stmt.reducer:  # a matmul that adds reads what it adds to as well
             work += [Kernel(_size(buffer)) for buffer in stmt.outs]
@@ -196,8 +228,7 @@ class _Unrolled:
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
         task = _Task(seconds=seconds, host=self.rates.host * len(work), after=after)
         self.add(task, stmt.outs)
-        if self.depth or self.current != DEFAULT_STREAM:
-            self.chains[self.current] = frozenset({len(self.tasks) - 1})
+        self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: Communicate) -> None:
         held = _size(stmt.source)
@@ -217,7 +248,8 @@ class _Unrolled:
             delay=link.delay,
             meet=link.meet,
             transfer=True,
-            alone=not link.beside_compute,
+            # Outside of loops XLA itself finds what a collective can run beside.
+            alone=self.depth > 0 and not link.beside_compute,
         )
         self.add(task, [out])
 

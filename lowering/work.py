@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -32,11 +32,42 @@ class Kernel:
         return rates.launch + max(arithmetic, self.traffic / rates.memory)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel, and the variables that it reads from memory and writes, by identity."""
+
+    kernel: Kernel
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
 def kernels(
     compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
 ) -> list[Kernel]:
     """The kernels of `compute` on one device, in the iteration `at`."""
-    return list(_Unit(compute, mesh, at).kernels())
+    return [step.kernel for step in _Unit(compute, mesh, at).steps()]
+
+
+def steps_for(
+    compute: Compute,
+    mesh: Mapping[str, int],
+    at: Mapping[Index, int],
+    urgent: Set[int],
+) -> list[Step]:
+    """The kernels in an order in which they can run, what `urgent` needs first."""
+    steps = list(_Unit(compute, mesh, at).steps())
+    maker = {var: step for step in steps for var in step.writes}
+    ordered: dict[int, Step] = {}
+
+    def place(step: Step) -> None:
+        for var in sorted(step.reads):
+            if var in maker and id(maker[var]) not in ordered:
+                place(maker[var])
+        ordered.setdefault(id(step), step)
+
+    for step in sorted(steps, key=lambda step: step.writes.isdisjoint(urgent)):
+        place(step)
+    return list(ordered.values())
 
 
 def contracts(unit_eqn: UnitEqn) -> bool:
@@ -62,15 +93,17 @@ class _Unit:
         self.wanted = set(map(id, outside))
         self.sources = self.origins()
 
-    def kernels(self) -> Iterator[Kernel]:
+    def steps(self) -> Iterator[Step]:
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
-                values = {id(var) for var in (*eqn.invars, *eqn.outvars)}
-                yield Kernel(self.traffic(values), self.matmul(unit_eqn))
+                read, written = set(map(id, eqn.invars)), set(map(id, eqn.outvars))
+                kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
+                yield Step(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
             read = {source for var in fusion for source in self.sources[var]}
-            yield Kernel(self.traffic(read) + self.traffic(fusion))
+            kernel = Kernel(self.traffic(read) + self.traffic(fusion))
+            yield Step(kernel, frozenset(read), frozenset(fusion))
 
     def fusions(self) -> list[list[int]]:
         """The values that fusions write, by what must be complete before them.

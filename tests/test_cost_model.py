@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 
 import jhost
 from jhost import _program
+from jhost.lowering.cost import predict
+from jhost.lowering.rates import rates_of
 from jhost.runtime.devices import devices_of
+from tests.jhost.derived import programs, vjp
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,17 +35,17 @@ from benchmarks.communication import Streamed  # noqa: E402
 H200 = "NVIDIA H200"
 
 
-def measured() -> Iterator[Any]:
-    """The last forward, in-program measurement of each case on H200s."""
+def measured(of: str) -> Iterator[Any]:
+    """The last in-program measurement of each case on H200s, of those passes."""
     files = sorted(report.RESULTS.glob("*.json"))
     runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
     for (kind, devices, pass_, mode), records in report.groups(runs).items():
-        if (kind, pass_, mode) == (H200, "forward", "program"):
+        if (kind, pass_, mode) == (H200, of, "program"):
             for name, record in records.items():
                 yield pytest.param(name, devices, record, id=f"{name} on {devices}")
 
 
-@pytest.mark.parametrize(("name", "devices", "record"), list(measured()))
+@pytest.mark.parametrize(("name", "devices", "record"), list(measured("forward")))
 def test_predictions_are_near_and_no_choice_loses(
     name: str,
     devices: int,
@@ -72,3 +77,39 @@ def test_predictions_are_near_and_no_choice_loses(
     elif "p2p pipeline" in record["explain"]["jhost"]:
         assert 1e3 * predicted == pytest.approx(jhost_ms, rel=0.2)
         assert jhost_ms <= 1.02 * plain_ms
+
+
+# Which arm is what the model predicts for each pipeline.
+ARMS = {"off": "plain", "p2p": "jhost_p2p"}
+
+
+@pytest.mark.parametrize("pipeline", ARMS)
+@pytest.mark.parametrize(("name", "devices", "record"), list(measured("backward")))
+def test_predictions_of_both_passes_are_near(
+    name: str,
+    devices: int,
+    record: Any,
+    pipeline: Any,
+    make_mesh: Callable[..., Mesh],
+) -> None:
+    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
+
+    def layer(*operands: Any) -> Any:
+        return case.run(Streamed(), operands)
+
+    f = jhost.jit(
+        layer,
+        mesh=make_mesh((devices,), (cases.AXIS,)),
+        in_shardings=case.specs,
+        out_shardings=case.out_spec,
+        pipeline=pipeline,
+    )
+    entry = record["modes"]["program"][ARMS[pipeline]]
+    if "min_ms" not in entry:
+        pytest.skip("it was not measured")
+    rates = rates_of(H200, processes=1)
+    assert rates is not None
+    cotangent = jax.ShapeDtypeStruct(case.cotangent().shape, jnp.bfloat16)
+    both = programs(vjp(f), cotangent, *case.abstract())
+    predicted = sum(predict(program, rates).total for program in both)
+    assert 1e3 * predicted == pytest.approx(entry["min_ms"], rel=0.2)
