@@ -46,8 +46,8 @@ def mesh_of(axes: Axes) -> Mesh:
         OptionError: there are fewer devices.
 
     Example:
-        >>> mesh_of({"tp": 1}).shape
-        OrderedDict({'tp': 1})
+        >>> mesh_of({"tp": 1}).shape["tp"]
+        1
     """
     sizes = tuple(axes.values())
     try:

@@ -7,11 +7,28 @@ buffer made inside a loop is freed in the same iteration.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.graph import touched
-from jhost.lowering.ir import Buffer, Deallocate, For, If, Program, Select, Stmt, Wait
+from jhost.lowering.ir import (
+    Buffer,
+    Communicate,
+    Deallocate,
+    EndCoalescing,
+    For,
+    If,
+    Program,
+    Recv,
+    Select,
+    Send,
+    StartCoalescing,
+    Stmt,
+    Wait,
+)
+
+_GROUP = ""
+"""Stands for the transfers of a group that has no name yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +48,7 @@ def _free(
     """`body` with what is made in it and not `kept` freed after its last use."""
     made: dict[str, Buffer] = {}
     last: dict[str, int] = {}
+    in_flight: dict[str, list[str]] = {}
     sources = dict(sources)
     inner: list[Stmt] = []
     for number, stmt in enumerate(body):
@@ -38,8 +56,22 @@ def _free(
             sources[stmt.out.name] = sources.get(stmt.source.name, stmt.source.name)
             kept = kept | {stmt.out.name}
         reads, writes = touched(stmt)
-        for buffer in (*reads, *writes):
-            last[sources.get(buffer.name, buffer.name)] = number
+        used = [sources.get(b.name, b.name) for b in (*reads, *writes)]
+        match stmt:
+            case StartCoalescing():
+                in_flight[_GROUP] = []
+            case Send() | Recv():
+                in_flight[_GROUP] += used
+            case EndCoalescing(name=name):
+                in_flight[name] = in_flight.pop(_GROUP)
+            case Communicate(name=name):
+                in_flight[name] = used
+            case Wait(communication=name):
+                # Until now the communication read its source, and wrote its result.
+                used = in_flight.pop(name, used)
+            case _:
+                pass
+        last |= dict.fromkeys(used, number)
         if isinstance(stmt, For):
             # It makes nothing that outlives an iteration, only writes what is there.
             freed = _free(stmt.body, kept | set(made), sources)
@@ -53,18 +85,10 @@ def _free(
 
 def _with_frees(
     body: Sequence[Stmt], made: dict[str, Buffer], last: dict[str, int]
-) -> list[Stmt]:
+) -> Iterator[Stmt]:
     freed: dict[int, list[Stmt]] = {}
     for name, buffer in made.items():
         freed.setdefault(last[name], []).append(Deallocate(buffer=buffer))
-    out: list[Stmt] = []
-    pending: list[Stmt] = []
     for number, stmt in enumerate(body):
-        out.append(stmt)
-        pending += freed.get(number, [])
-        # A communication reads its source until it has been waited for.
-        following = body[number + 1] if number + 1 < len(body) else None
-        if not isinstance(following, Wait):
-            out += pending
-            pending = []
-    return out
+        yield stmt
+        yield from freed.get(number, ())
