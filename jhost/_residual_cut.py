@@ -73,7 +73,8 @@ def _least_cut(
     the one with the least to compute.  They come in the order of the program.
     """
     needed = _needed(again, wanted)
-    bytes_of = {var: 0 if var in flat.invars else _bytes(var) for var in needed}
+    given = set(flat.invars)
+    bytes_of = {var: 0 if var in given else _bytes(var) for var in needed}
     scale = min(1.0, _COUNTED / max(1, sum(bytes_of.values())))
     made = {var: 2 * number + 2 for number, var in enumerate(needed)}
     edges: dict[tuple[int, int], int] = {}
@@ -141,7 +142,8 @@ def _cut_at(
     """
     constants = [n for n, var in enumerate(wanted) if var is None]
     kept = flat.outvars[: split.kept]
-    made = [var for var in saved if var not in {*flat.invars, *kept}]
+    there = {*flat.invars, *kept}
+    made = [var for var in saved if var not in there]
     old = {residual.result for residual in split.residuals}
     others = [
         var for n, var in enumerate(flat.outvars) if n >= split.kept and n not in old

@@ -45,6 +45,24 @@ def measured(of: str) -> Iterator[Any]:
                 yield pytest.param(name, devices, record, id=f"{name} on {devices}")
 
 
+def case_of(name: str, devices: int) -> cases.Case:
+    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
+    return case
+
+
+def function(case: cases.Case, mesh: Mesh, **how: Any) -> Any:
+    """The layer of a case by jhost."""
+
+    def layer(*operands: Any) -> Any:
+        return case.run(Streamed(), operands)
+
+    specs: dict[str, Any] = {
+        "in_shardings": case.specs,
+        "out_shardings": case.out_spec,
+    }
+    return jhost.jit(layer, mesh=mesh, **specs, **how)
+
+
 @pytest.mark.parametrize(("name", "devices", "record"), list(measured("forward")))
 def test_predictions_are_near_and_no_choice_loses(
     name: str,
@@ -55,17 +73,8 @@ def test_predictions_are_near_and_no_choice_loses(
 ) -> None:
     there = dataclasses.replace(devices_of(None), kind=H200, count=devices)
     monkeypatch.setattr(_program, "devices_of", lambda mesh: there)
-    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
-
-    def layer(*operands: Any) -> Any:
-        return case.run(Streamed(), operands)
-
-    f = jhost.jit(
-        layer,
-        mesh=make_mesh((devices,), (cases.AXIS,)),
-        in_shardings=case.specs,
-        out_shardings=case.out_spec,
-    )
+    case = case_of(name, devices)
+    f = function(case, make_mesh((devices,), (cases.AXIS,)))
     *_, stream = jhost.explain(f, *case.abstract()).streams
     entries = record["modes"]["program"]
     if "min_ms" not in entries["jhost"] or "min_ms" not in entries["plain"]:
@@ -92,18 +101,9 @@ def test_predictions_of_both_passes_are_near(
     pipeline: Any,
     make_mesh: Callable[..., Mesh],
 ) -> None:
-    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
-
-    def layer(*operands: Any) -> Any:
-        return case.run(Streamed(), operands)
-
-    f = jhost.jit(
-        layer,
-        mesh=make_mesh((devices,), (cases.AXIS,)),
-        in_shardings=case.specs,
-        out_shardings=case.out_spec,
-        pipeline=pipeline,
-    )
+    case = case_of(name, devices)
+    mesh = make_mesh((devices,), (cases.AXIS,))
+    f = function(case, mesh, pipeline=pipeline)
     entry = record["modes"]["program"][ARMS[pipeline]]
     if "min_ms" not in entry:
         pytest.skip("it was not measured")
