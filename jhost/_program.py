@@ -319,8 +319,8 @@ def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if config.compared:
         compare(program, config)
     if config.embedded:
-        options = executable_options(program, config)
-        warn_of_missed_options(config.name, options or {})
+        options = executable_options(program, config) or {}
+        warn_of_missed_options(config.name, config.mesh, options)
     return emitted(call_jaxpr, config)(*args)
 
 

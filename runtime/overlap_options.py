@@ -93,7 +93,7 @@ def options_report(
     said = (
         ("applied", applied),
         ("refused by this XLA", refused),
-        ("missed inside an outer jax.jit", _missed.get(name, {})),
+        ("missed inside an outer jax.jit", _missed.get((name, mesh), {})),
     )
     return tuple(f"{how}: {options_text(o)}" for how, o in said if o)
 
@@ -126,7 +126,7 @@ def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
 
 
 _asked_for = False
-_missed: dict[str, Mapping[str, Any]] = {}
+_missed: dict[tuple[str, AnyMesh | None], Mapping[str, Any]] = {}
 
 
 def options_text(options: Mapping[str, Any]) -> str:
@@ -144,10 +144,12 @@ def _warn_once(name: str, options: str) -> None:
     )
 
 
-def warn_of_missed_options(name: str, options: Mapping[str, Any]) -> None:
-    """Say once that `name` wants options and cannot give them to XLA itself."""
+def warn_of_missed_options(
+    name: str, mesh: AnyMesh | None, options: Mapping[str, Any]
+) -> None:
+    """Say once that `name` wants options on `mesh` and cannot give them itself."""
     if options and not _asked_for:
-        _missed[name] = dict(options)
+        _missed[name, mesh] = dict(options)
         _warn_once(name, options_text(options))
 
 

@@ -47,10 +47,10 @@ def test_a_trial_is_apart_from_the_mesh_that_is_set(
 def test_missed_options_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_options, "_asked_for", False)
     with pytest.warns(UserWarning, match="told_once .* misses .* xla_option=4"):
-        overlap_options.warn_of_missed_options("told_once", {"xla_option": 4})
+        overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        overlap_options.warn_of_missed_options("told_once", {"xla_option": 4})
+        overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
 
 
 def test_who_asked_for_the_options_is_not_warned(
@@ -60,7 +60,7 @@ def test_who_asked_for_the_options_is_not_warned(
     jhost.compiler_options()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        overlap_options.warn_of_missed_options("not_warned", {"xla_option": 4})
+        overlap_options.warn_of_missed_options("not_warned", None, {"xla_option": 4})
 
 
 def test_a_function_with_options_warns_inside_an_outer_jit(
@@ -109,12 +109,16 @@ def test_what_became_of_the_options_is_explained(
     monkeypatch.setattr(overlap_options, "wanted_options", lambda *_: wanted)
     monkeypatch.setattr(overlap_options, "_asked_for", False)
     with pytest.warns(UserWarning, match="explained_options"):
-        overlap_options.warn_of_missed_options("explained_options", {"a": 1})
+        overlap_options.warn_of_missed_options("explained_options", mesh, {"a": 1})
     assert overlap_options.options_report("explained_options", mesh) == (
         "applied: xla_gpu_dot_merger_threshold_mb=0",
         "refused by this XLA: xla_gpu_there_is_no_such=1",
         "missed inside an outer jax.jit: a=1",
     )
+    # Nothing is said of a namesake elsewhere.
+    elsewhere = make_mesh((2,), ("tp",))
+    found = overlap_options.options_report("explained_options", elsewhere)
+    assert not [line for line in found if "missed" in line]
 
     @jhost.jit(mesh=mesh, in_shardings=P("tp"), chunks=2, compiler_options={})
     def f(x: jax.Array) -> jax.Array:
