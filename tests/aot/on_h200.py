@@ -84,7 +84,23 @@ def check_both_ways(
     are added to in place: no value of float32 is copied.
     """
     settings = {"mesh": mesh, "in_shardings": ins, "out_shardings": out}
-    both = vjp(jhost.jit(fun, **settings, **case.how))
+    both, types, text = compile_both_ways(
+        jhost.jit(fun, **settings, **case.how), mesh, shapes, ins, out
+    )
+    told = [explain_program(p) for p in programs(both, *types)]
+    hold(case, parse_schedule(text), told, once=True)
+    assert not re.findall(r"%(\S+) = f32\S+ copy\(", text)
+
+
+def compile_both_ways(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    shapes: Sequence[Sequence[int]],
+    ins: Sequence[Any],
+    out: Any,
+) -> tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct], str]:
+    """`fun` with its gradients by all arguments: function, operands, what XLA made."""
+    both = vjp(fun)
     *sides, side = (NamedSharding(mesh, spec) for spec in (*ins, out))
     types = [
         jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16, sharding=sharding)
@@ -96,10 +112,7 @@ def check_both_ways(
         out_shardings=(side, tuple(sides)),
         compiler_options=overlap_options(mesh, adds_up=True),
     )
-    text = outer.lower(*types).compile().as_text() or ""
-    told = [explain_program(p) for p in programs(both, *types)]
-    hold(case, parse_schedule(text), told, once=True)
-    assert not re.findall(r"%(\S+) = f32\S+ copy\(", text)
+    return both, types, outer.lower(*types).compile().as_text() or ""
 
 
 def hold(
