@@ -19,6 +19,7 @@ from jhost._annotate import spec_entries
 from jhost._jax import aval_of, fresh_var, source_line
 from jhost.lowering.inline_calls import IDENTITIES, FlatJaxpr
 from jhost.lowering.ir import (
+    BarrierMark,
     Buffer,
     Compute,
     Dim,
@@ -65,6 +66,8 @@ def build(
     params = builder.params(flat.invars, param_names)
     for eqn in flat.eqns:
         builder.equation(eqn)
+    for pieces in flat.barriers:
+        builder.barrier(pieces)
     results = builder.results(flat.outvars, result_names)
     raise_problems(f"jhost.shard in {name}", builder.problems)
     return Program(
@@ -281,6 +284,20 @@ class _Builder:
         mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
         self.marks[ShardMark, buffer.name] = mark
         return buffer
+
+    def barrier(self, pieces: Sequence[JaxprEqn]) -> None:
+        """Mark what the pieces of a barrier make, as far as it is read."""
+        operands = tuple(
+            self.buffers[atom].name
+            for eqn in pieces
+            for atom in eqn.invars
+            if not isinstance(atom, Literal) and atom in self.buffers
+        )
+        for var in (eqn.outvars[0] for eqn in pieces):
+            if var in self.buffers:
+                name = self.buffers[var].name
+                mark = BarrierMark(buffer=name, operands=operands)
+                self.marks[BarrierMark, name] = mark
 
     def operand(self, eqn: JaxprEqn) -> Buffer:
         return self.buffers[as_var(eqn.invars[0])]

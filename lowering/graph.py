@@ -8,7 +8,7 @@ whole.  What may merge is a predicate that the caller hands in (nvFuser #4145).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import (
@@ -30,11 +30,15 @@ from jhost.lowering.ir import (
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A statement, or a communication with its wait, and the buffers it touches."""
+    """A statement, or a communication with its wait, and the buffers it touches.
+
+    Of a piece of a barrier, `barrier` names the operands of them all.
+    """
 
     stmts: tuple[Stmt, ...]
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
+    barrier: tuple[str, ...] = ()
 
     @property
     def stmt(self) -> Stmt:
@@ -46,8 +50,14 @@ ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
 """Whether two groups may run as one; convexity is not the predicate's business."""
 
 
-def nodes(body: Sequence[Stmt]) -> list[Node]:
-    """The nodes of `body`: each communication stands together with its wait."""
+def nodes(
+    body: Sequence[Stmt], barriers: Mapping[str, tuple[str, ...]] | None = None
+) -> list[Node]:
+    """The nodes of `body`: each communication stands together with its wait.
+
+    `barriers` has the operands of the barrier that makes a buffer, by its name.
+    """
+    barriers = barriers or {}
     waits = {stmt.communication for stmt in body if isinstance(stmt, Wait)}
     made: list[Node] = []
     for stmt in body:
@@ -57,7 +67,8 @@ def nodes(body: Sequence[Stmt]) -> list[Node]:
         if isinstance(stmt, Communicate) and stmt.name in waits:
             stmts = (stmt, Wait(communication=stmt.name))
         reads, writes = touched(stmt)
-        made.append(Node(stmts, tuple(reads), tuple(writes)))
+        barrier = barriers.get(writes[0].name, ()) if writes else ()
+        made.append(Node(stmts, tuple(reads), tuple(writes), barrier))
     return made
 
 
@@ -123,13 +134,15 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
     return before
 
 
-def merge_groups(graph: Sequence[Node], should_merge: ShouldMerge) -> list[Group]:
+def merge_groups(
+    graph: Sequence[Node], before: Sequence[set[int]], should_merge: ShouldMerge
+) -> list[Group]:
     """Merge nodes into convex groups as far as the predicate lets; groups in order.
 
+    `before` has the `dependencies` of each node, and more where there is more to keep.
     Nodes come in program order, so nothing depends on the one at hand yet: it may join
     a group unless another group that it needs depends, through others, on that group.
     """
-    before = dependencies(graph)
     members: list[list[int]] = []
     upstream: list[set[int]] = []
     group_of: list[int] = []

@@ -30,22 +30,25 @@ class FlatJaxpr:
     """Equations in order, each variable defined once; every result is a variable.
 
     Arrays that a call closes over are variables too, each set by an equation that reads
-    nothing but that literal; all other literals are scalars.
+    nothing but that literal; all other literals are scalars.  The equations of one of
+    `barriers` are one barrier, with an equation for each operand.
     """
 
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
     eqns: tuple[JaxprEqn, ...]
+    barriers: tuple[tuple[JaxprEqn, ...], ...] = ()
 
 
 def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
     """The equations of `closed_jaxpr` and of everything it calls, in order."""
     jaxpr = closed_jaxpr.jaxpr
     invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
-    inliner = _Inliner(streamed=_has_streams(jaxpr))
+    inliner = _Inliner()
     outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
     outvars = tuple(inliner.as_variable(out) for out in outs)
-    return FlatJaxpr(invars, outvars, _needed(inliner.eqns, outvars))
+    eqns = _needed(inliner.eqns, outvars)
+    return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers))
 
 
 def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:
@@ -60,10 +63,10 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn,
 
 
 class _Inliner:
-    def __init__(self, *, streamed: bool) -> None:
-        self.streamed = streamed
+    def __init__(self) -> None:
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[int, Var] = {}
+        self.barriers: list[tuple[JaxprEqn, ...]] = []
 
     def run(self, closed_jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
         """Append the equations of `closed_jaxpr` on `args`; its results."""
@@ -83,6 +86,8 @@ class _Inliner:
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name in IDENTITIES:
             args = [self.as_variable(atom) for atom in args]
+        if eqn.primitive.name == "optimization_barrier" and _comes_apart(eqn):
+            return self.barrier(eqn, args)
         if eqn.primitive.name not in _CALLS:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
             self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
@@ -90,7 +95,7 @@ class _Inliner:
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             # remat's lowering rule does the same: without the barrier XLA finds the
             # forward's values again and keeps them instead of computing them twice.
-            args = self.behind_barrier(args, eqn)
+            args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
         return self.run(body, getattr(body, "consts", ()), args)
 
@@ -116,15 +121,16 @@ class _Inliner:
         self.eqns.append(eqn.replace(invars=[atom], outvars=[out]))
         return out
 
-    def behind_barrier(self, args: Sequence[Any], where: JaxprEqn) -> list[Any]:
-        """One barrier for all operands, so that nothing is computed before the last.
-
-        In a program with streams each has its own: a stream that goes through one of
-        them has the loop's order, and would stop at a barrier with others.
-        """
-        groups = [[arg] for arg in args] if self.streamed else [list(args)]
-        outs = [self.traced(lax.optimization_barrier, group, where) for group in groups]
-        return [out for group in outs for out in group]
+    def barrier(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Var]:
+        """An equation for each operand, for one's layout and stream bind no other."""
+        outs = [fresh_var(var.aval) for var in eqn.outvars]
+        pieces = tuple(
+            eqn.replace(invars=[arg], outvars=[out])
+            for arg, out in zip(args, outs, strict=True)
+        )
+        self.eqns += pieces
+        self.barriers.append(pieces)
+        return outs
 
     def traced(
         self,
@@ -139,12 +145,9 @@ class _Inliner:
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
 
 
-def _has_streams(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name == "stream"
-        or any(map(_has_streams, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+def _comes_apart(barrier: JaxprEqn) -> bool:
+    """Whether each operand has a result: references among them have none."""
+    return len(barrier.invars) == len(barrier.outvars) > 1
 
 
 def called_body(eqn: JaxprEqn) -> Any:

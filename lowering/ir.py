@@ -345,7 +345,19 @@ class ShardMark:
     where: str
 
 
-Mark: TypeAlias = StreamMark | SerialMark | ShardMark
+@_node
+class BarrierMark:
+    """A buffer that one barrier hands on, together with its other operands.
+
+    None is handed on before all `operands` are there: what `jax.checkpoint` computes
+    again is computed when its cotangent has come, and not kept until then.
+    """
+
+    buffer: str
+    operands: tuple[str, ...]
+
+
+Mark: TypeAlias = StreamMark | SerialMark | ShardMark | BarrierMark
 
 # --- Program ------------------------------------------------------------------ #
 

@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from jhost.lowering.graph import touched
-from jhost.lowering.ir import Buffer, Mark, Program, SerialMark, ShardMark, StreamMark
+from jhost.lowering.ir import (
+    BarrierMark,
+    Buffer,
+    Mark,
+    Program,
+    SerialMark,
+    ShardMark,
+    StreamMark,
+)
 from jhost.lowering.rules import axes_size
 
 
@@ -37,6 +45,9 @@ def move_marks(
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]
             case SerialMark():
                 moved += [mark, *(SerialMark(buffer=b.name) for b in others)]
+            case BarrierMark():
+                names = [mark.buffer, *(b.name for b in others)]
+                moved += [dataclasses.replace(mark, buffer=name) for name in names]
     return tuple(moved)
 
 

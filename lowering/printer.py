@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jhost.lowering.ir import (
     Allocate,
+    BarrierMark,
     Buffer,
     Chunk,
     Communicate,
@@ -230,6 +231,8 @@ def _mark_text(mark: Mark) -> str:
         return f"jhost.stream({mark.buffer}, axis={mark.dim}{chunks}{pipeline})"
     if isinstance(mark, SerialMark):
         return f"jhost.serial({mark.buffer})"
+    if isinstance(mark, BarrierMark):
+        return f"{mark.buffer} behind a barrier for {', '.join(mark.operands)}"
     return f"jhost.shard({mark.buffer}, {spec_text(mark.spec)})"
 
 

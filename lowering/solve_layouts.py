@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir import Buffer, Compute, Program, Set, ShardMark
+from jhost.lowering.ir import BarrierMark, Buffer, Compute, Program, Set, ShardMark
 from jhost.lowering.layout import Layout, whole
 from jhost.lowering.layout_costs import NOTHING, Costs, Moved
 from jhost.lowering.layout_effects import Effects
@@ -105,6 +105,10 @@ class _Solver:
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
+        # What is computed again begins with what was kept, not with a copy laid out
+        # otherwise, which would be kept as well.
+        barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
+        self.barriers = {mark.buffer for mark in barriers}
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
         statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
@@ -204,10 +208,13 @@ class _Solver:
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterator[Assignment]:
-        claims = claims_of(op, layouts, self.wishes.goals)
+        follows = not self.barriers.isdisjoint(op.outs)
+        claims = claims_of(op, layouts, {} if follows else self.wishes.goals)
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
                 yield candidate
+                if follows:
+                    break  # the first is the operand's own layout
 
     def rank(
         self,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
+from jax import lax
+
 from jhost.lowering.all_reduce_loop import AllReduceLoop, ways_back
 from jhost.lowering.choose_pipeline import Choice
 from jhost.lowering.chunk_loop import ChunkLoop
 from jhost.lowering.collective_loop import CollectiveLoop
-from jhost.lowering.graph import Group, Node
+from jhost.lowering.graph import Group, Node, dependencies
 from jhost.lowering.ir import Buffer, Compute, Program, Remark, Stmt
 from jhost.lowering.names import Names
 from jhost.lowering.p2p_loop import P2PLoop
 from jhost.lowering.rewrite import replace_buffers
 from jhost.lowering.rules import axes_size
 from jhost.lowering.stream_parts import Part
+from jhost.lowering.unit import unit_of
 
 
 class LoopBuilder:
@@ -30,6 +34,7 @@ class LoopBuilder:
         streams: int,
     ) -> None:
         self.program = program
+        self.graph = graph
         self.mesh = dict(program.mesh.shape)
         self.choices = choices
         self.extents = extents
@@ -50,12 +55,27 @@ class LoopBuilder:
 
     # --- Which nodes ---------------------------------------------------------- #
 
-    def should_share_loop(self, one: Group, other: Group) -> bool:
-        """Whether two groups are of one stream and hand values on chunk by chunk."""
+    def order(self) -> list[set[int]]:
+        """What each node must follow: in a stream, all operands of its barrier too."""
+        makers = {b.name: n for n, node in enumerate(self.graph) for b in node.writes}
+        before = dependencies(self.graph)
+        for number, node in enumerate(self.graph):
+            if id(node) in self.parts:
+                found = {makers.get(name, number) for name in node.barrier}
+                before[number] |= {n for n in found if n < number}
+        return before
+
+    def should_merge(self, one: Group, other: Group) -> bool:
+        """Whether two groups share a loop, or are pieces of a barrier outside loops."""
         parts = [self.parts.get(id(node)) for node in (*one, *other)]
         streams = {part.stream if part else None for part in parts}
-        if None in streams or len(streams) > 1:
-            return False
+        if streams == {None}:
+            barriers = {node.barrier for node in (*one, *other)}
+            return len(barriers) == 1 and () not in barriers
+        return len(streams) == 1 and self.should_share_loop(one, other)
+
+    def should_share_loop(self, one: Group, other: Group) -> bool:
+        """Whether two groups of one stream hand values on chunk by chunk."""
         if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
             return False  # a way back belongs to the loop that makes the sum
         return all(self.aligned(maker, user) for maker in one for user in other)
@@ -67,6 +87,8 @@ class LoopBuilder:
         # way back while the loop goes on.
         sums = self.choices[made.stream].pipeline == "p2p" and made.growth < 1
         late = id(maker) in self.back or (sums and id(user) not in self.back)
+        if late and any(written.name in user.barrier for written in maker.writes):
+            return False
         return all(
             not late and made.writes.get(position) == used.reads.get(index) is not None
             for position, written in enumerate(maker.writes)
@@ -78,14 +100,24 @@ class LoopBuilder:
 
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
-        loop = self.loop(group)
+        streamed = id(group[0]) in self.parts
+        if len(group) > 1 and not streamed:
+            return [self.barrier(group)]
+        loop = self.loop(group) if streamed else None
         if loop is None:
             return [stmt for node in group for stmt in node.stmts]
         return loop.statements()
 
+    def barrier(self, pieces: Group) -> Compute:
+        """The pieces of a barrier as one again."""
+        ins = tuple(buffer for node in pieces for buffer in node.reads)
+        types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
+        name = self.names.fresh("optimization_barrier")
+        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        outs = tuple(buffer for node in pieces for buffer in node.writes)
+        return Compute(unit=unit, ins=ins, outs=outs)
+
     def loop(self, group: Group) -> ChunkLoop | None:
-        if id(group[0]) not in self.parts:
-            return None
         stream = self.part(group[0]).stream
         choice, extent = self.choices[stream], self.extents[stream]
         if choice.pipeline == "collective":

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from jhost.lowering.graph import Node, nodes
-from jhost.lowering.ir import Buffer, Program, SerialMark, StreamMark
+from jhost.lowering.ir import BarrierMark, Buffer, Program, SerialMark, StreamMark
 from jhost.lowering.marks import merge_marks
 from jhost.lowering.stream_parts import Access, Part, part_of
 
@@ -48,7 +48,8 @@ def plan_program(
     """
     marks = [mark for mark in asked if mark.pipeline != "off"]
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
-    graph = nodes(program.body)
+    barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
+    graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
     return graph, plan_streams(graph, marks, serial, dict(program.mesh.shape))
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from jhost.lowering.delayed import Body, behind
 from jhost.lowering.ir import (
+    BarrierMark,
     Buffer,
     Compute,
     Program,
@@ -75,13 +76,14 @@ class _Delayer:
         self.mesh = dict(program.mesh.shape)
         self.streamed = streamed
         self.names = Names.of(program)
-        given = [m for m in program.marks if not isinstance(m, StreamMark)]
-        self.fixed = {mark.buffer for mark in given}
+        self.given = [m for m in program.marks if not isinstance(m, BarrierMark)]
+        fixed = [mark for mark in self.given if not isinstance(mark, StreamMark)]
+        self.fixed = {mark.buffer for mark in fixed}
 
     def delay(self) -> Program:
         program = self.program
         needed = {result.name for result in program.results}
-        body = Body(program.body, needed, {mark.buffer for mark in program.marks})
+        body = Body(program.body, needed, {mark.buffer for mark in self.given})
         started: set[str] = set()
         while starts := [n for n in body.reductions if n not in started]:
             started.add(starts[0])
@@ -146,7 +148,7 @@ class _Delayer:
         made = _new_reductions(new, old)
         marks = tuple(
             dataclasses.replace(mark, buffer=gone[mark.buffer].source.name)
-            if isinstance(mark, StreamMark) and mark.buffer in gone
+            if isinstance(mark, StreamMark | BarrierMark) and mark.buffer in gone
             else mark
             for mark in program.marks
         )

@@ -49,8 +49,8 @@ class LowerStreams:
         asked = resolved_marks(program, self.chunks, self.pipeline)
         marks = [mark for mark in asked if mark.pipeline != "off"]
         left_out = [mark for mark in asked if mark.pipeline == "off"]
-        if not asked:
-            return dataclasses.replace(program, marks=())
+        if not program.marks:
+            return program
         graph, plan = plan_program(program, asked)
         program, mesh = dataclasses.replace(program, marks=()), dict(program.mesh.shape)
         if self.strict:
@@ -59,7 +59,7 @@ class LowerStreams:
             stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks
         }
         builder = LoopBuilder(program, graph, choices, plan.extents, self.streams)
-        groups = merge_groups(graph, builder.should_share_loop)
+        groups = merge_groups(graph, builder.order(), builder.should_merge)
         body = tuple(stmt for group in groups for stmt in builder.lower(group))
         remarks = [
             stream_remark(stream, mark, plan.extents[stream], choices[stream])

@@ -73,6 +73,7 @@ class _Rewriter:
         kept |= {s.source.name for s in program.body if isinstance(s, Set)}
         makers = (op for op in solution.operations if op.makes_any_part)
         self.fills = {op.outs[0]: op for op in makers if op.outs[0] not in kept}
+        self.made_as: dict[str, list[str]] = {}
 
     def rewrite(self) -> Program:
         """The program with local shapes and with `Set`s where layouts change."""
@@ -83,11 +84,17 @@ class _Rewriter:
             elif self.fills.keys().isdisjoint(op.outs):
                 self.compute(number, op, op.stmt)
         results = tuple(self.buffers[result.name] for result in self.program.results)
+        marks = tuple(
+            dataclasses.replace(mark, buffer=name)
+            for mark in self.program.marks
+            for name in self.made_as.get(mark.buffer, [mark.buffer])
+        )
         return dataclasses.replace(
             self.program,
             params=params,
             results=results,
             body=tuple(self.body),
+            marks=marks,
             remarks=(*self.program.remarks, *filter(None, self.remarks)),
         )
 
@@ -171,5 +178,6 @@ class _Rewriter:
         )
         unit = dataclasses.replace(op.stmt.unit, eqns=(unit_eqn,), outvars=(var,))
         target = self.place(out, layout, name=self.names.fresh(out.name))
+        self.made_as.setdefault(out.name, []).append(target.name)
         self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
         return target

@@ -15,7 +15,14 @@ from typing import ClassVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost.lowering.graph import Group, ShouldMerge, merge_groups, nodes, touched
+from jhost.lowering.graph import (
+    Group,
+    ShouldMerge,
+    dependencies,
+    merge_groups,
+    nodes,
+    touched,
+)
 from jhost.lowering.ir import (
     Allocate,
     Compute,
@@ -91,7 +98,8 @@ class _Segmenter:
         yield from self.stretch(stretch)
 
     def stretch(self, stmts: Sequence[Stmt]) -> Iterator[Stmt]:
-        for group in merge_groups(nodes(stmts), self.should_merge):
+        graph = nodes(stmts)
+        for group in merge_groups(graph, dependencies(graph), self.should_merge):
             computes = [node.stmt for node in group if isinstance(node.stmt, Compute)]
             if len(computes) > 1:
                 yield self.merged(computes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,20 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from tests.jhost.blocks import ARGS, Function, assert_same, gradients, hosted, rows
+import jhost
+from jhost.lowering.ir import Allocate, Compute, Program, walk
+from tests.jhost.blocks import (
+    ARGS,
+    SPECS,
+    Function,
+    assert_same,
+    gradients,
+    hosted,
+    rows,
+)
+from tests.jhost.derived import moves
+from tests.lowering.on_mesh import exact, tp
+from tests.lowering.traced import array
 
 POLICIES = jax.checkpoint_policies
 # What these programs are part of is compiled without the options of these tests.
@@ -92,3 +105,98 @@ def test_each_device_offloads_its_own_part(place: Any) -> None:
     )
     assert counted(grad)["device_put"] == 2
     assert gathers(grad) == gathers(kept)
+
+
+# --- Differentiated in one jhost function ------------------------------------------- #
+
+Wrap: TypeAlias = Callable[[Function], Function]
+"""What each layer is wrapped in."""
+
+
+def two_layers(wrap: Wrap) -> Function:
+    """The gradients of two layers, by a function that differentiates them itself."""
+
+    def layer(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return rows(x + jnp.maximum(x @ up, 0) @ down)
+
+    def total(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        each = wrap(layer)
+        return jnp.sum(each(each(x, up, down), up, down))
+
+    return jax.grad(total, (0, 1, 2))
+
+
+def in_one(wrap: Wrap, pipeline: str) -> Any:
+    """The same as one jhost function."""
+    how: dict[str, Any] = {"pipeline": pipeline, "chunks": "auto"}
+    if pipeline == "collective":
+        how["chunks"] = 2
+    return jhost.jit(two_layers(wrap), **how, **tp(4, SPECS, SPECS))
+
+
+def not_wrapped(layer: Function) -> Function:
+    return layer
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    """Not between the loops: the backward's make it when the cotangent has come."""
+
+    def kept(wrap: Wrap) -> int:
+        args = array(16, 8), *ARGS[1:]  # no weight has as many rows
+        body = in_one(wrap, "p2p").lower(*args).host_ir.body
+        allocated = [s.buffer for s in walk(body) if isinstance(s, Allocate)]
+        return [buffer.shape for buffer in allocated].count((16, 4))
+
+    assert kept(jax.checkpoint) == 0 < kept(not_wrapped)
+
+
+@pytest.mark.parametrize("pipeline", ["p2p", "collective", "off"])
+def test_a_step_with_checkpoints_in_one_function(pipeline: str) -> None:
+    plain = two_layers(jax.checkpoint)
+    assert_same(in_one(jax.checkpoint, pipeline)(*ARGS), plain(*ARGS))
+
+
+def test_such_a_step_with_sizes_that_do_not_divide() -> None:
+    args = array(7, 5), array(5, 6, seed=1), array(6, 5, seed=2)
+
+    def sharded(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        x, up, down = (
+            jhost.shard(value, spec)
+            for value, spec in zip((x, up, down), SPECS, strict=True)
+        )
+        return two_layers(jax.checkpoint)(x, up, down)
+
+    f = jhost.jit(sharded, pipeline="p2p", **tp(4, None, None))
+    assert_same(f(*args), two_layers(jax.checkpoint)(*args))
+
+
+def test_outside_of_loops_a_barrier_is_one_for_all_its_operands() -> None:
+    """What is computed again waits for the cotangent, as in the plain program."""
+    program = in_one(jax.checkpoint, "off").lower(*ARGS).host_ir
+    assert barriers_of(program) == [4, 4]
+
+
+def test_a_barrier_binds_no_layouts() -> None:
+    """Without any stream too: weights stay where they are, activations move."""
+
+    def without_streams(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        layer = jax.checkpoint(lambda x: jnp.maximum(x @ up, 0) @ down)
+        return jax.grad(lambda x: jnp.sum(layer(x) ** 2))(x)
+
+    program = exact(without_streams, *ARGS, **tp(4, SPECS, SPECS[0]))
+    assert barriers_of(program) == [4]
+    # Of x twice and of the cotangent, of the result and of the gradient: never weights.
+    rows = 3 * 64
+    gathers, scatters = [f"AllGather tp {rows}"] * 3, [f"ReduceScatter tp {rows}"] * 2
+    assert moves(program) == [*gathers, *scatters]
+
+
+def barriers_of(program: Program) -> list[int]:
+    """The operands of each barrier."""
+    return [
+        len(unit_eqn.eqn.invars)
+        for stmt in walk(program.body)
+        if isinstance(stmt, Compute)
+        for unit_eqn in stmt.unit.eqns
+        if unit_eqn.eqn.primitive.name == "optimization_barrier"
+    ]

@@ -114,7 +114,7 @@ def merged(text: str, colors: str) -> list[list[int]]:
     """The groups of a graph of copies, where nodes of one letter may merge."""
     graph = copies(text)
     color = {id(node): c for node, c in zip(graph, colors, strict=True)}
-    return groups_of(graph, merge_groups(graph, same(color)))
+    return groups_of(graph, merge_groups(graph, dependencies(graph), same(color)))
 
 
 def same(color: Mapping[int, object]) -> ShouldMerge:
@@ -141,20 +141,22 @@ def test_a_diamond_through_another_node_stays_convex() -> None:
     add = compute(lambda b, c: b + c, (named("b"), named("c")), (named("d"),))
     graph = [*copies("x->a a->b a->c"), *nodes([add])]
     color = {id(node): c for node, c in zip(graph, "ssts", strict=True)}
-    groups = groups_of(graph, merge_groups(graph, same(color)))
+    groups = groups_of(graph, merge_groups(graph, dependencies(graph), same(color)))
     assert groups == [[0, 1], [2], [3]]
 
 
 def test_the_predicate_that_refuses_all_keeps_every_node_alone() -> None:
     graph = copies("x->a a->b x->c")
-    groups = merge_groups(graph, lambda one, other: False)
+    groups = merge_groups(graph, dependencies(graph), lambda one, other: False)
     assert groups_of(graph, groups) == [[0], [1], [2]]
 
 
 def test_the_predicate_sees_whole_groups() -> None:
     """Groups of at most two."""
     graph = copies("x->a a->b b->c c->d d->e")
-    groups = merge_groups(graph, lambda one, other: len(one) + len(other) <= 2)
+    groups = merge_groups(
+        graph, dependencies(graph), lambda one, other: len(one) + len(other) <= 2
+    )
     assert groups_of(graph, groups) == [[0, 1], [2, 3], [4]]
 
 
@@ -185,7 +187,7 @@ def reachable(before: Sequence[set[int]]) -> list[set[int]]:
 def test_groups_are_convex_and_in_order(case: tuple[list[Node], list[int]]) -> None:
     graph, colors = case
     color = {id(node): c for node, c in zip(graph, colors, strict=True)}
-    groups = groups_of(graph, merge_groups(graph, same(color)))
+    groups = groups_of(graph, merge_groups(graph, dependencies(graph), same(color)))
     order = [number for group in groups for number in group]
     assert sorted(order) == list(range(len(graph)))
     assert all(len({colors[number] for number in group}) == 1 for group in groups)
@@ -207,5 +209,7 @@ def test_the_order_inside_a_group_is_the_programs(
 ) -> None:
     graph, colors = case
     color = {id(node): c for node, c in zip(graph, colors, strict=True)}
-    for group in groups_of(graph, merge_groups(graph, same(color))):
+    for group in groups_of(
+        graph, merge_groups(graph, dependencies(graph), same(color))
+    ):
         assert group == sorted(group)

@@ -12,6 +12,7 @@ import numpy as np
 from jhost.lowering.index import Rank, as_index, equals, minimum
 from jhost.lowering.ir import (
     Allocate,
+    BarrierMark,
     Chunk,
     Compute,
     Deallocate,
@@ -136,6 +137,7 @@ def test_marks_stand_before_the_statements(golden: Golden) -> None:
         StreamMark(buffer="x", dim=0, chunks=4, pipeline=None, where="here"),
         SerialMark(buffer="x"),
         ShardMark(buffer="x", spec=(("tp",), None), where="here"),
+        BarrierMark(buffer="x", operands=("y", "z")),
     )
     golden(program_text(dataclasses.replace(marked, marks=marks)))
 

@@ -180,6 +180,18 @@ def test_marks_on_a_shard_and_on_the_gathered_value_are_one_stream() -> None:
     ]
 
 
+def test_a_mark_on_a_fill_is_on_all_that_is_made_of_it() -> None:
+    """A device's rows of it are added, and all rows are multiplied."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        ones = stream(jnp.ones(X), 0, chunks=2)
+        w = jhost.shard(w, P(None, "tp"))
+        return jhost.shard(ones + (ones @ w) @ jnp.sin(w.T), P("tp", None)) + x
+
+    *_, loop = shape_of_work(f, X, (4, 32), tp=2)
+    assert loop.count("broadcast_in_dim") == 2
+
+
 def test_marks_on_both_sides_of_a_reduce_scatter_are_one_stream() -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp", None))
