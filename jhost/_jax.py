@@ -44,6 +44,7 @@ from jhost._jax_eqns import (
     new_jaxpr as new_jaxpr,
     resized_var as resized_var,
     rewritten as rewritten,
+    without_dead_code as without_dead_code,
 )
 from jhost._jax_split import (
     Refine as Refine,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax._src import core
 from jax._src.core import AbstractValue, ShapedArray
+from jax._src.interpreters import partial_eval
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 if TYPE_CHECKING:
@@ -73,6 +74,16 @@ def rewritten(
     names = jaxpr.debug_info.with_unknown_names()
     new: Any = jaxpr.jaxpr.replace(**given, debug_info=names)
     return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, jaxpr.consts)
+
+
+def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """The program without equations that no result or effect depends on.
+
+    JAX drops them when it lowers a call; of what has none it makes no other program.
+    """
+    live: Any
+    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
+    return live if isinstance(live, ClosedJaxpr) else ClosedJaxpr(live, jaxpr.consts)
 
 
 def new_jaxpr(

@@ -24,6 +24,7 @@ from jhost._jax import (
     evaluate,
     register_lowering,
     result_paths,
+    without_dead_code,
 )
 from jhost._primitives import Spec, jhost_p
 from jhost._tuning import Tuning, changes, tuned_here
@@ -105,7 +106,8 @@ def annotate(
 
     closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
     # The user's names, not those of the function above.
-    return close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
+    named = close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
+    return without_dead_code(named)
 
 
 def _constrain(

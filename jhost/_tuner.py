@@ -27,8 +27,13 @@ from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
 from jhost.errors import first_line
 from jhost.lowering.emit import emit, spec_of
 from jhost.lowering.fingerprint import fingerprint
-from jhost.lowering.ir import Compute, Mark, Program, StreamMark
-from jhost.lowering.passes.choose_pipelines import GAIN, Outcome, open_marks
+from jhost.lowering.ir import Mark, Program, StreamMark
+from jhost.lowering.passes.choose_pipelines import (
+    GAIN,
+    Outcome,
+    marks_alike,
+    open_marks,
+)
 
 _HOPELESS = 3.0
 """What is predicted to take that many times the best is not measured."""
@@ -157,29 +162,6 @@ class Tuner:
 def _moves(call: Call) -> bool:
     """Whether anything can move: on one device there is nothing to tune."""
     return isinstance(call.config.mesh, Mesh) and call.config.mesh.size > 1
-
-
-def marks_alike(program: Program) -> list[tuple[int, ...]]:
-    """The open marks by number; those of equal values made on one line go together.
-
-    So the layers of a model, written one after another by a loop, are tuned as one.
-    """
-    makers = {
-        buffer.name: stmt
-        for stmt in program.body
-        if isinstance(stmt, Compute)
-        for buffer in stmt.outs
-    }
-    groups: dict[Any, list[int]] = {}
-    for number, mark in open_marks(program).items():
-        maker = makers.get(mark.buffer)
-        made = maker and (
-            maker.unit.eqns[0].eqn.primitive.name,
-            *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
-        )
-        key = (mark.where, mark.dim, mark.pipeline, mark.chunks, made)
-        groups.setdefault(key, []).append(number)
-    return [tuple(numbers) for numbers in groups.values()]
 
 
 def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from jhost import errors
 from jhost.lowering.cost import predict, seconds_text
 from jhost.lowering.fingerprint import fingerprint
-from jhost.lowering.ir import Mark, Program, StreamMark
+from jhost.lowering.ir import Compute, Mark, Program, StreamMark
 from jhost.lowering.marks import Tuned, Tunings, resolved_mark
 from jhost.lowering.rates import Rates
 
@@ -54,16 +54,26 @@ class ChoosePipelines:
     def apply(self, program: Program) -> Program:
         program = self.resolved(program)
         marks, tuned = list(program.marks), self.tuned_marks(program)
-        why_not = self.nothing_to_gain(program)
-        for number, mark in open_marks(program).items():
-            if number in tuned:
-                marks[number] = tuned[number].settle(mark)
-            elif why_not or self.rates is None:
-                marks[number] = dataclasses.replace(mark, why=_left_open(mark, why_not))
-            else:
-                trial = Trial(program, marks, (number,), self.following, self.rates)
-                marks[number] = trial.best(mark)
+        open_ones = open_marks(program)
+        for group in marks_alike(program):
+            known = [number for number in group if number in tuned]
+            for number in known:
+                marks[number] = tuned[number].settle(open_ones[number])
+            if others := [number for number in group if number not in known]:
+                choice = self.choice(program, marks, others)
+                for number in others:
+                    marks[number] = _as_chosen(open_ones[number], choice)
         return dataclasses.replace(program, marks=tuple(marks))
+
+    def choice(
+        self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
+    ) -> StreamMark:
+        """What is chosen for some marks alike, the others as they are."""
+        mark = open_marks(program)[numbers[0]]
+        why_not = self.nothing_to_gain(program)
+        if why_not or self.rates is None:
+            return dataclasses.replace(mark, why=_left_open(mark, why_not))
+        return Trial(program, marks, numbers, self.following, self.rates).best(mark)
 
     def resolved(self, program: Program) -> Program:
         """`program` with the function's settings in the marks that have none."""
@@ -108,9 +118,39 @@ def open_marks(program: Program) -> dict[int, StreamMark]:
     }
 
 
+def marks_alike(program: Program) -> list[tuple[int, ...]]:
+    """The open marks by number; those of equal values made on one line go together.
+
+    So the layers of a model, written one after another by a loop, have one choice.
+    """
+    makers = {
+        buffer.name: stmt
+        for stmt in program.body
+        if isinstance(stmt, Compute)
+        for buffer in stmt.outs
+    }
+    groups: dict[Any, list[int]] = {}
+    for number, mark in open_marks(program).items():
+        maker = makers.get(mark.buffer)
+        made = maker and (
+            maker.unit.eqns[0].eqn.primitive.name,
+            *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
+        )
+        key = (mark.where, mark.dim, mark.pipeline, mark.chunks, made)
+        groups.setdefault(key, []).append(number)
+    return [tuple(numbers) for numbers in groups.values()]
+
+
 def _is_settled(mark: StreamMark) -> bool:
     known = mark.pipeline is not None and mark.chunks is not None
     return known or mark.pipeline == "off"
+
+
+def _as_chosen(mark: StreamMark, choice: StreamMark) -> StreamMark:
+    """`mark` with what was chosen for one that is alike."""
+    return dataclasses.replace(
+        choice, buffer=mark.buffer, dim=mark.dim, where=mark.where
+    )
 
 
 def _left_open(mark: StreamMark, why_not: str) -> str:

@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
+from jhost import _program
 from jhost.lowering.ir import For, Program
+from jhost.lowering.pipeline import lower_jaxpr
 
 X = jnp.arange(64.0).reshape(8, 8)
 W = jnp.eye(8, 32) * 2 + 1
@@ -39,6 +41,27 @@ def block(
 
 def types(*arrays: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+
+
+def test_a_function_with_dead_code_is_lowered_once(
+    make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the program that runs, which JAX has taken the dead code from."""
+    programs: list[Any] = []
+
+    def lowered(jaxpr: Any, **settings: Any) -> Any:
+        programs.append(jaxpr)
+        return lower_jaxpr(jaxpr, **settings)
+
+    monkeypatch.setattr(_program, "lower_jaxpr", lowered)
+
+    def f(x: jax.Array) -> jax.Array:
+        jnp.sin(x)
+        return jhost.stream(jnp.cos(x), axis=0)
+
+    jhost.jit(f, mesh=make_mesh((4,), ("tp",)), in_shardings=P("tp")).lower(X)
+    assert len(programs) == 1
 
 
 def test_types_lower_to_the_same_program_as_arrays(block: Any) -> None:

@@ -22,6 +22,7 @@ from jhost import _tuner, _tuning_cache, errors
 from jhost._compare import beyond_tolerance
 from jhost._program import planned
 from jhost._tuning import Candidate
+from jhost.lowering.passes.choose_pipelines import marks_alike
 from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
@@ -124,14 +125,14 @@ def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     call = jhost.jit(layers, **SETTINGS).as_call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
-    assert _tuner.marks_alike(program) == [(first, second)]
+    assert marks_alike(program) == [(first, second)]
 
     def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return relu_block(relu_block(x, up, down)[:4], up, down)
 
     call = jhost.jit(uneven, **SETTINGS).as_call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
-    assert len(_tuner.marks_alike(program)) == 2
+    assert len(marks_alike(program)) == 2
 
 
 def test_a_pipeline_has_to_gain_three_percent() -> None:

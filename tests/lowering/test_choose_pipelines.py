@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost.lowering.cost import Prediction, predict
 from jhost.lowering.ir import Program, Remark
+from jhost.lowering.passes import choose_pipelines
 from jhost.lowering.pipeline import passes, run_passes
 from jhost.lowering.rates import Rates, rates_of
 from tests.lowering.traced import built, chunk_counts, loops
@@ -77,6 +79,31 @@ def test_a_large_block_is_pipelined_from_neighbour_to_neighbour() -> None:
     chosen = facts(program)
     assert (chosen["pipeline"], chosen["chunks"]) == ("p2p", 4)
     assert len(loops(program)) == 1
+
+
+def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by as many predictions as that for one of them."""
+    predicted: list[Program] = []
+
+    def counted(program: Program, rates: Rates) -> Prediction:
+        predicted.append(program)
+        return predict(program, rates)
+
+    monkeypatch.setattr(choose_pipelines, "predict", counted)
+    counts: list[int] = []
+    for layers in (1, 3):
+
+        def f(x: jax.Array, w: jax.Array, v: jax.Array, layers: int = layers) -> Any:
+            for _ in range(layers):
+                x = mlp()(x, w, v)
+            return x
+
+        program = lowered(f, *sizes(8192))
+        streams = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
+        assert {stream["pipeline"] for stream in streams} == {"p2p"}
+        assert len(loops(program)) == layers
+        counts.append(len(predicted))
+    assert counts[1] == 2 * counts[0]
 
 
 def test_a_small_block_is_left_alone() -> None:
