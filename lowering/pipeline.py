@@ -12,6 +12,7 @@ from jhost.lowering.inline_calls import inline_calls
 from jhost.lowering.ir import Program
 from jhost.lowering.marks import Tunings
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
+from jhost.lowering.passes.compute_late import ComputeLate
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
 from jhost.lowering.passes.deallocate import InsertDeallocations
 from jhost.lowering.passes.delay_reductions import DelayReductions
@@ -57,6 +58,7 @@ def passes(
         ConvertToCommunications(),
         # Streams: loops over chunks.
         SplitAllReduces(chunks=chunks, pipeline=pipeline),
+        ComputeLate(),
         LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
         Segment(),
         ReceiveEarly(),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
-from jhost.lowering.ir import Program
+from jhost.lowering.ir import Allocate, Program, walk
 from jhost.testing import programs
 from tests.jhost.derived import backward, moves, vjp
 from tests.lowering.on_mesh import on
@@ -158,6 +158,22 @@ def test_arguments_are_saved_as_they_are() -> None:
         (32, 64 // 4),
         *((32 // 4, 8), (8, 64 // 4), (64 // 4, 8)),
     }
+
+
+def test_each_layer_s_derivatives_are_made_in_its_own_loop() -> None:
+    """JAX computes them all at the start; in the first loop they would all be kept."""
+
+    def layers(x: Array, up: Array, down: Array) -> Array:
+        for _ in range(3):
+            x = jhost.stream(jnp.tanh(x @ up) @ down, 0)
+        return x
+
+    settings = on({"tp": 4}, (ROWS, COLUMNS, ROWS), ROWS, pipeline="p2p")
+    args = array(64, 8), array(*UP), array(*DOWN)
+    _, back = backward(jhost.jit(layers, **settings), *args)
+    assert len(loops(back)) == 3
+    allocated = [s.buffer.shape for s in walk(back.body) if isinstance(s, Allocate)]
+    assert (64, UP[1] // 4) not in allocated
 
 
 def test_a_copy_that_the_user_asked_for_whole_is_gathered_again() -> None:

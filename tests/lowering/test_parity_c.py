@@ -204,10 +204,11 @@ def test_every_pass_is_dumped_in_order(
         "f.04_delay_reductions.txt",
         "f.05_convert_to_communications.txt",
         "f.06_split_all_reduces.txt",
-        "f.07_lower_streams.txt",
-        "f.08_segment.txt",
-        "f.09_receive_early.txt",
-        "f.10_insert_deallocations.txt",
+        "f.07_compute_late.txt",
+        "f.08_lower_streams.txt",
+        "f.09_segment.txt",
+        "f.10_receive_early.txt",
+        "f.11_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Set(" in texts[3]

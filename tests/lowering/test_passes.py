@@ -30,6 +30,7 @@ from jhost.lowering.ir import (
     Wait,
     walk,
 )
+from jhost.lowering.passes.compute_late import ComputeLate
 from jhost.lowering.passes.convert_to_communications import (
     ConvertToCommunications,
     linear_rank,
@@ -77,6 +78,7 @@ def test_the_passes_stand_in_order() -> None:
         "delay_reductions",
         "convert_to_communications",
         "split_all_reduces",
+        "compute_late",
         "lower_streams",
         "segment",
         "receive_early",
@@ -89,7 +91,7 @@ def test_the_program_as_it_is_built(golden: Golden) -> None:
 
 
 # The passes that leave `mlp` alone have programs of their own.
-LEAVING = ("delay_reductions", "split_all_reduces")
+LEAVING = ("delay_reductions", "split_all_reduces", "compute_late")
 STEPS = [step for step in SEQUENCE if step.name not in LEAVING]
 
 
@@ -126,6 +128,38 @@ def test_an_all_reduce_is_split_for_a_p2p_pipeline(golden: Golden) -> None:
 def test_an_all_reduce_stays_whole_for_any_other_pipeline() -> None:
     program = mlp_before("split_all_reduces")
     assert SplitAllReduces(pipeline="collective").apply(program) == program
+
+
+def operations(program: Program) -> list[str]:
+    stmts = [stmt for stmt in program.body if isinstance(stmt, Compute)]
+    return [stmt.unit.eqns[0].eqn.primitive.name for stmt in stmts]
+
+
+def test_what_is_cheap_is_computed_where_it_is_read() -> None:
+    """And what that reads before it; contractions stay where they are."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        slope = jnp.cos(jnp.sin(x))
+        y = jnp.tanh(x @ w)
+        return jhost.stream(y * slope, axis=0)
+
+    late = ComputeLate().apply(built(f, (4, 6), (6, 6)))
+    verify(late)
+    assert operations(late) == ["dot_general", "sin", "cos", "tanh", "mul"]
+
+
+def test_what_makes_less_of_what_it_reads_is_computed_at_once() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        half = (x @ w)[:, :3]
+        return jhost.stream(jnp.concatenate([half, jnp.tanh(x @ x.T)[:, :3]], 1), 0)
+
+    program = built(f, (4, 4), (4, 6))
+    assert operations(ComputeLate().apply(program)) == operations(program)
+
+
+def test_without_streams_nothing_is_put_off() -> None:
+    program = built(lambda x, w: (x @ w) * jnp.sin(x), (4, 4), (4, 4))
+    assert ComputeLate().apply(program) is program
 
 
 # --- Options and borders of each pass ----------------------------------------------- #
