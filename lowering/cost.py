@@ -43,6 +43,7 @@ from jhost.lowering.work import (
     Kernel,
     kernels,
     made_by_contraction,
+    names,
     read_by_contraction,
     steps_for,
 )
@@ -205,18 +206,25 @@ class _Unrolled:
 
         First what is communicated, beside which the others then run.
         """
-        outs = list(zip(map(id, stmt.unit.outvars), stmt.outs, strict=True))
+        given = names(stmt.unit)
+        values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
+        outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}
         made = {
             id(var): self.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
+        written: set[int] = set()
         for step in steps_for(stmt, self.mesh, self.at, urgent):
+            written |= step.writes
             after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
             seconds = step.kernel.seconds(self.rates)
             task = _Task(seconds=seconds, host=self.rates.host, after=after)
             made |= dict.fromkeys(step.writes, frozenset({len(self.tasks)}))
             self.add(task, [buffer for var, buffer in outs if var in step.writes])
+        for var, buffer in outs:
+            if var not in written:  # a barrier handed it on
+                self.hand_on_to(buffer, frozenset(made.get(var, ())))
 
     def in_turn(self, stmt: Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
@@ -263,8 +271,10 @@ class _Unrolled:
 
     def hand_on(self, stmt: ir.Set) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
-        makers = self.makers(stmt.source)
-        self.add(_Task(seconds=0.0, host=0.0, after=makers), [stmt.out])
+        self.hand_on_to(stmt.out, self.makers(stmt.source))
+
+    def hand_on_to(self, out: Buffer, makers: frozenset[int]) -> None:
+        self.add(_Task(seconds=0.0, host=0.0, after=makers), [out])
 
     # --- Which memory --------------------------------------------------------- #
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.index import Index, Rank, evaluate
-from jhost.lowering.ir import Compute, UnitEqn
+from jhost.lowering.ir import Compute, Unit, UnitEqn
 from jhost.lowering.place import ChunkAt, Site, UnitPlace
 from jhost.lowering.rates import Rates
 from jhost.lowering.rules import Dims, local_shape, shape_of
@@ -56,18 +56,33 @@ def steps_for(
 ) -> list[Step]:
     """The kernels in an order in which they can run, what `urgent` needs first."""
     steps = list(_Unit(compute, mesh, at).steps())
-    maker = {var: step for step in steps for var in step.writes}
+    maker = {var: number for number, step in enumerate(steps) for var in step.writes}
     ordered: dict[int, Step] = {}
 
-    def place(step: Step) -> None:
-        for var in sorted(step.reads):
-            if var in maker and id(maker[var]) not in ordered:
-                place(maker[var])
-        ordered.setdefault(id(step), step)
+    def place(number: int) -> None:
+        # Not by identity: every process has to predict the same.
+        for before in sorted({maker[v] for v in steps[number].reads if v in maker}):
+            if before not in ordered:
+                place(before)
+        ordered.setdefault(number, steps[number])
 
-    for step in sorted(steps, key=lambda step: step.writes.isdisjoint(urgent)):
-        place(step)
+    numbers = range(len(steps))
+    for number in sorted(numbers, key=lambda n: steps[n].writes.isdisjoint(urgent)):
+        place(number)
     return list(ordered.values())
+
+
+def names(unit: Unit) -> dict[int, int]:
+    """The values that barriers hand on, by the names that they give them."""
+    found: dict[int, int] = {}
+    for eqn in (e.eqn for e in unit.eqns if _is_barrier(e)):
+        for source, out in zip(eqn.invars, eqn.outvars, strict=True):
+            found[id(out)] = found.get(id(source), id(source))
+    return found
+
+
+def _is_barrier(unit_eqn: UnitEqn) -> bool:
+    return unit_eqn.eqn.primitive.name == "optimization_barrier"
 
 
 def contracts(unit_eqn: UnitEqn) -> bool:
@@ -82,7 +97,8 @@ class _Unit:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
-        self.eqns = compute.unit.eqns
+        self.eqns = [e for e in compute.unit.eqns if not _is_barrier(e)]
+        self.names = names(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
@@ -90,14 +106,15 @@ class _Unit:
         self.bytes = self.sizes()
         users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
         outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
-        self.wanted = set(map(id, outside))
+        self.wanted = set(map(self.name, outside))
         self.sources = self.origins()
 
     def steps(self) -> Iterator[Step]:
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
-                read, written = set(map(id, eqn.invars)), set(map(id, eqn.outvars))
+                read = set(map(self.name, eqn.invars))
+                written = set(map(id, eqn.outvars))
                 kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
                 yield Step(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
@@ -115,7 +132,8 @@ class _Unit:
         fusions: dict[int, list[int]] = {}
         for unit_eqn in self.eqns:
             eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
-            own = max((level.get(id(var), 0) for var in eqn.invars), default=0)
+            read = map(self.name, eqn.invars)
+            own = max((level.get(value, 0) for value in read), default=0)
             level |= dict.fromkeys(outs, own + any(unit_eqn.rule.reducers))
             if id(eqn) not in self.heavy:
                 reduces = any(unit_eqn.rule.reducers)
@@ -129,12 +147,16 @@ class _Unit:
         in_memory: dict[int, set[int]] = {}
         for unit_eqn in self.eqns:
             eqn = unit_eqn.eqn
-            read = [in_memory.get(id(var), {id(var)}) for var in eqn.invars]
+            values = map(self.name, eqn.invars)
+            read = [in_memory.get(value, {value}) for value in values]
             for out in map(id, eqn.outvars):
                 found[out] = set().union(*read)
                 ends = any(unit_eqn.rule.reducers)
                 in_memory[out] = {out} if ends else found[out]
         return found
+
+    def name(self, var: Var | Literal) -> int:
+        return self.names.get(id(var), id(var))
 
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)
@@ -172,7 +194,7 @@ class _Unit:
             for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
                 if not isinstance(var, Literal):
                     shape = local_shape(dims, shape_of(var), place)
-                    found[id(var)] = math.prod(shape) * itemsize(var)
+                    found[self.name(var)] = math.prod(shape) * itemsize(var)
         return found
 
 
