@@ -37,7 +37,6 @@ RATE = 0.1
 def block(x: jax.Array, weights: Weights) -> jax.Array:
     """A Llama's MLP block; float32 weights are cast before they are gathered."""
     gate, up, down = (weight.astype(x.dtype) for weight in weights)
-    down = jhost.shard(down, P("tp"))  # gathered over data, and not h over tp
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
     normal = (wide * scale).astype(x.dtype)
