@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhost import errors
-from jhost._api import JitFunction
+from jhost._function import JitFunction
 from jhost._jax import evaluate, rewritten
 from jhost._primitives import jhost_p
 from jhost._program import Call

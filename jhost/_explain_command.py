@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jhost import errors
-from jhost._api import JitFunction
+from jhost._function import JitFunction
 from jhost._program import host_program
 from jhost._stages import explained
 from jhost.runtime.devices import ask_for_cpu_devices
