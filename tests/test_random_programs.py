@@ -112,6 +112,7 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "jit": lambda x, y: jax.jit(lambda a, b: a * np.int32(2) - b)(x, y),
     "remat2": lambda x, y: jax.checkpoint(lambda a, b: a + b * b)(x, y),
     "serial": lambda x, y: jhost.serial(x),
+    "optimization_barrier": lambda x, y: lax.add(*lax.optimization_barrier((x, y))),
 }
 
 
