@@ -72,8 +72,7 @@ def rewritten(
     parts = {"invars": invars, "outvars": outvars, "eqns": eqns}
     given = {name: list(part) for name, part in parts.items() if part is not None}
     names = jaxpr.debug_info.with_unknown_names()
-    new: Any = jaxpr.jaxpr.replace(**given, debug_info=names)
-    return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, jaxpr.consts)
+    return _closed(jaxpr.jaxpr.replace(**given, debug_info=names), jaxpr)
 
 
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -81,9 +80,13 @@ def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
     JAX drops them when it lowers a call; of what has none it makes no other program.
     """
-    live: Any
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
-    return live if isinstance(live, ClosedJaxpr) else ClosedJaxpr(live, jaxpr.consts)
+    return _closed(live, jaxpr)
+
+
+def _closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:
+    """`new`, on 0.10 with the consts of the program that it was made of."""
+    return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, like.consts)
 
 
 def new_jaxpr(

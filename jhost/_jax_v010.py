@@ -50,8 +50,8 @@ def _without_dead_code(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     read, live = _partial_eval.dce_rules[like](used, eqn)
     if live is None or not (all(read) and all(used)):
         return read, live
-    counts = [len(e.params["call_jaxpr"].eqns) for e in (eqn, live)]
-    return read, eqn if counts[0] == counts[1] else live
+    before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
+    return read, eqn if len(before) == len(after) else live
 
 
 def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:

@@ -27,12 +27,13 @@ from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
 from jhost.errors import first_line
 from jhost.lowering.emit import emit, spec_of
 from jhost.lowering.fingerprint import fingerprint
-from jhost.lowering.ir import Mark, Program, StreamMark
+from jhost.lowering.ir import Mark, Program
 from jhost.lowering.passes.choose_pipelines import (
     GAIN,
     Outcome,
     marks_alike,
     open_marks,
+    settle,
 )
 
 _HOPELESS = 3.0
@@ -92,7 +93,7 @@ class Tuner:
         if candidates:
             best = candidates[0]
             chosen = next(r.outcome.mark for r in ready if r.outcome.text == best.text)
-            self.settle(numbers, chosen)
+            settle(self.marks, numbers, chosen)
         return TunedStream(
             where=mark.where,
             axis=mark.dim,
@@ -100,16 +101,6 @@ class Tuner:
             candidates=tuple(candidates),
             left_out=tuple(left_out),
         )
-
-    def settle(self, numbers: Sequence[int], chosen: StreamMark) -> None:
-        for number in numbers:
-            mark = open_marks(self.plan.program)[number]
-            self.marks[number] = dataclasses.replace(
-                mark,
-                pipeline=chosen.pipeline,
-                chunks=chosen.chunks,
-                streams=chosen.streams,
-            )
 
     def prepare(
         self, outcomes: Sequence[Outcome], wanted: Any, left_out: list[str]

@@ -41,9 +41,9 @@ from jhost.lowering.stages import set_aside, turns
 from jhost.lowering.verify_state import DEFAULT_STREAM, StreamKey
 from jhost.lowering.work import (
     Kernel,
+    handed_on,
     kernels,
     made_by_contraction,
-    names,
     read_by_contraction,
     steps_for,
 )
@@ -148,8 +148,8 @@ class _Unrolled:
                 case Select():
                     key = (stmt.dim, evaluate(stmt.index, self.at))
                     self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
-                case ir.Set():
-                    self.hand_on(stmt)
+                case ir.Set(out=out, source=source):
+                    self.hand_on(out, self.makers(source))
                 case Compute():
                     self.compute(stmt)
                 case Communicate():
@@ -206,7 +206,7 @@ class _Unrolled:
 
         First what is communicated, beside which the others then run.
         """
-        given = names(stmt.unit)
+        given = handed_on(stmt.unit)
         values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
         outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}
@@ -214,17 +214,16 @@ class _Unrolled:
             id(var): self.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
-        written: set[int] = set()
-        for step in steps_for(stmt, self.mesh, self.at, urgent):
-            written |= step.writes
+        steps = steps_for(stmt, self.mesh, self.at, urgent)
+        for step in steps:
             after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
             seconds = step.kernel.seconds(self.rates)
             task = _Task(seconds=seconds, host=self.rates.host, after=after)
             made |= dict.fromkeys(step.writes, frozenset({len(self.tasks)}))
             self.add(task, [buffer for var, buffer in outs if var in step.writes])
         for var, buffer in outs:
-            if var not in written:  # a barrier handed it on
-                self.hand_on_to(buffer, frozenset(made.get(var, ())))
+            if all(var not in step.writes for step in steps):  # a barrier's
+                self.hand_on(buffer, frozenset(made.get(var, ())))
 
     def in_turn(self, stmt: Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
@@ -269,11 +268,8 @@ class _Unrolled:
             self.writers.setdefault(root, {})[place] = len(self.tasks)
         self.tasks.append(task)
 
-    def hand_on(self, stmt: ir.Set) -> None:
+    def hand_on(self, out: Buffer, makers: frozenset[int]) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
-        self.hand_on_to(stmt.out, self.makers(stmt.source))
-
-    def hand_on_to(self, out: Buffer, makers: frozenset[int]) -> None:
         self.add(_Task(seconds=0.0, host=0.0, after=makers), [out])
 
     # --- Which memory --------------------------------------------------------- #

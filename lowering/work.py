@@ -72,8 +72,8 @@ def steps_for(
     return list(ordered.values())
 
 
-def names(unit: Unit) -> dict[int, int]:
-    """The values that barriers hand on, by the names that they give them."""
+def handed_on(unit: Unit) -> dict[int, int]:
+    """The values that barriers hand on, by the variables of their results."""
     found: dict[int, int] = {}
     for eqn in (e.eqn for e in unit.eqns if _is_barrier(e)):
         for source, out in zip(eqn.invars, eqn.outvars, strict=True):
@@ -98,7 +98,7 @@ class _Unit:
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
         self.eqns = [e for e in compute.unit.eqns if not _is_barrier(e)]
-        self.names = names(compute.unit)
+        self.handed_on = handed_on(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
@@ -106,14 +106,14 @@ class _Unit:
         self.bytes = self.sizes()
         users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
         outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
-        self.wanted = set(map(self.name, outside))
+        self.wanted = set(map(self.value, outside))
         self.sources = self.origins()
 
     def steps(self) -> Iterator[Step]:
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
-                read = set(map(self.name, eqn.invars))
+                read = set(map(self.value, eqn.invars))
                 written = set(map(id, eqn.outvars))
                 kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
                 yield Step(kernel, frozenset(read), frozenset(written))
@@ -132,7 +132,7 @@ class _Unit:
         fusions: dict[int, list[int]] = {}
         for unit_eqn in self.eqns:
             eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
-            read = map(self.name, eqn.invars)
+            read = map(self.value, eqn.invars)
             own = max((level.get(value, 0) for value in read), default=0)
             level |= dict.fromkeys(outs, own + any(unit_eqn.rule.reducers))
             if id(eqn) not in self.heavy:
@@ -147,7 +147,7 @@ class _Unit:
         in_memory: dict[int, set[int]] = {}
         for unit_eqn in self.eqns:
             eqn = unit_eqn.eqn
-            values = map(self.name, eqn.invars)
+            values = map(self.value, eqn.invars)
             read = [in_memory.get(value, {value}) for value in values]
             for out in map(id, eqn.outvars):
                 found[out] = set().union(*read)
@@ -155,8 +155,9 @@ class _Unit:
                 in_memory[out] = {out} if ends else found[out]
         return found
 
-    def name(self, var: Var | Literal) -> int:
-        return self.names.get(id(var), id(var))
+    def value(self, var: Var | Literal) -> int:
+        """A variable's value; that of a barrier's result is its operand's."""
+        return self.handed_on.get(id(var), id(var))
 
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)
@@ -194,7 +195,7 @@ class _Unit:
             for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
                 if not isinstance(var, Literal):
                     shape = local_shape(dims, shape_of(var), place)
-                    found[self.name(var)] = math.prod(shape) * itemsize(var)
+                    found[self.value(var)] = math.prod(shape) * itemsize(var)
         return found
 
 

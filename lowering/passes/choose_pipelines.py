@@ -61,8 +61,7 @@ class ChoosePipelines:
                 marks[number] = tuned[number].settle(open_ones[number])
             if others := [number for number in group if number not in known]:
                 choice = self.choice(program, marks, others)
-                for number in others:
-                    marks[number] = _as_chosen(open_ones[number], choice)
+                settle(marks, others, choice)
         return dataclasses.replace(program, marks=tuple(marks))
 
     def choice(
@@ -141,16 +140,15 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
     return [tuple(numbers) for numbers in groups.values()]
 
 
+def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamMark) -> None:
+    """Put what was chosen for one mark in the place of those alike."""
+    for number in numbers:
+        marks[number] = dataclasses.replace(choice, buffer=marks[number].buffer)
+
+
 def _is_settled(mark: StreamMark) -> bool:
     known = mark.pipeline is not None and mark.chunks is not None
     return known or mark.pipeline == "off"
-
-
-def _as_chosen(mark: StreamMark, choice: StreamMark) -> StreamMark:
-    """`mark` with what was chosen for one that is alike."""
-    return dataclasses.replace(
-        choice, buffer=mark.buffer, dim=mark.dim, where=mark.where
-    )
 
 
 def _left_open(mark: StreamMark, why_not: str) -> str:
@@ -272,14 +270,7 @@ class Trial:
     def weigh(self, candidate: StreamMark) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
-        for number in self.numbers:
-            marks[number] = dataclasses.replace(
-                cast(StreamMark, marks[number]),
-                pipeline=candidate.pipeline,
-                chunks=candidate.chunks,
-                streams=candidate.streams,
-                by_name=candidate.by_name,
-            )
+        settle(marks, self.numbers, candidate)
         program = dataclasses.replace(self.program, marks=tuple(marks))
         text = _text(candidate)
         try:

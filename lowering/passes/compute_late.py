@@ -47,12 +47,12 @@ def _places(program: Program) -> list[int]:
         stmt = program.body[number]
         reads, writes = touched(stmt)
         if _can_wait(stmt):
-            place = min(first.get(buffer.name, number) for buffer in writes)
-            kept = [b for b in reads if last.get(b.name, number) < place]
+            reader = min(first.get(buffer.name, number) for buffer in writes)
+            kept = [b for b in reads if last.get(b.name, number) < reader]
             if _bytes(kept) <= _bytes(writes):
-                places[number] = place
+                places[number] = reader
+        place = places[number]
         for buffer in reads:
-            place = places[number]
             first[buffer.name] = min(place, first.get(buffer.name, end))
             last[buffer.name] = max(place, last.get(buffer.name, 0))
     return places

@@ -8,11 +8,20 @@ buffers differ, which `convert_to_communications` turns into communications.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from jhost._jax import fresh_var
-from jhost.lowering.ir import Buffer, Compute, Program, Remark, Set, ShardMark, Stmt
+from jhost.lowering.ir import (
+    Buffer,
+    Compute,
+    Mark,
+    Program,
+    Remark,
+    Set,
+    ShardMark,
+    Stmt,
+)
 from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
 from jhost.lowering.layout_remarks import LayoutRemarks
 from jhost.lowering.marks import resolved_marks
@@ -73,7 +82,6 @@ class _Rewriter:
         kept |= {s.source.name for s in program.body if isinstance(s, Set)}
         makers = (op for op in solution.operations if op.makes_any_part)
         self.fills = {op.outs[0]: op for op in makers if op.outs[0] not in kept}
-        self.made_as: dict[str, list[str]] = {}
 
     def rewrite(self) -> Program:
         """The program with local shapes and with `Set`s where layouts change."""
@@ -84,19 +92,24 @@ class _Rewriter:
             elif self.fills.keys().isdisjoint(op.outs):
                 self.compute(number, op, op.stmt)
         results = tuple(self.buffers[result.name] for result in self.program.results)
-        marks = tuple(
-            dataclasses.replace(mark, buffer=name)
-            for mark in self.program.marks
-            for name in self.made_as.get(mark.buffer, [mark.buffer])
-        )
         return dataclasses.replace(
             self.program,
             params=params,
             results=results,
             body=tuple(self.body),
-            marks=marks,
+            marks=tuple(self.marks()),
             remarks=(*self.program.remarks, *filter(None, self.remarks)),
         )
+
+    def marks(self) -> Iterator[Mark]:
+        """The marks; one on a fill is on all that was made of it."""
+        for mark in self.program.marks:
+            if mark.buffer not in self.fills:
+                yield mark
+                continue
+            for (value, _), made in self.resharded.items():
+                if value == mark.buffer:
+                    yield dataclasses.replace(mark, buffer=made.name)
 
     def at_rest(self, buffer: Buffer) -> Buffer:
         """`buffer` in the layout that the solution gives it."""
@@ -178,6 +191,5 @@ class _Rewriter:
         )
         unit = dataclasses.replace(op.stmt.unit, eqns=(unit_eqn,), outvars=(var,))
         target = self.place(out, layout, name=self.names.fresh(out.name))
-        self.made_as.setdefault(out.name, []).append(target.name)
         self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
         return target

@@ -128,10 +128,7 @@ def two_layers(wrap: Wrap) -> Function:
 
 def in_one(wrap: Wrap, pipeline: str) -> Any:
     """The same as one jhost function."""
-    how: dict[str, Any] = {"pipeline": pipeline, "chunks": "auto"}
-    if pipeline == "collective":
-        how["chunks"] = 2
-    return jhost.jit(two_layers(wrap), **how, **tp(4, SPECS, SPECS))
+    return hosted(two_layers(wrap), pipeline, out_shardings=SPECS)
 
 
 def not_wrapped(layer: Function) -> Function:

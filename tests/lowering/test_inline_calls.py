@@ -114,6 +114,7 @@ def test_remat_is_inlined_without_a_barrier_in_the_forward() -> None:
 def test_remat_keeps_its_barrier_where_it_is_differentiated() -> None:
     """Without it XLA would find the forward's values again, and keep them."""
     names = inlined(jax.grad(loss(jax.checkpoint(twice_sin))), array(4))
+    assert names.count("optimization_barrier") == 2  # x and the cotangent
     barrier = names.index("optimization_barrier")
     assert "sin" in names[barrier:]
 
