@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jhost.lowering.ir import Set
 from jhost.lowering.layout import Layout
 from jhost.lowering.layout_costs import NOTHING, Costs, Moved
 from jhost.lowering.layout_wishes import Wishes
@@ -51,4 +52,7 @@ class Effects:
             settled = settled and have == rest and not partial
             rests.append((name, rest))
         wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+        if isinstance(op.stmt, Set):
+            # Its source is moved, once for the copy and for those that want it so.
+            wants, cost = [(op.ins[0], rests[0][1])], NOTHING
         return Effect(tuple(wants), tuple(rests), cost, more, settled)

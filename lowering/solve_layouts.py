@@ -208,13 +208,20 @@ class _Solver:
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterator[Assignment]:
-        follows = not self.barriers.isdisjoint(op.outs)
-        claims = claims_of(op, layouts, {} if follows else self.wishes.goals)
+        claims = self.claims(op, layouts)
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
                 yield candidate
-                if follows:
+                if self.follows(op):
                     break  # the first is the operand's own layout
+
+    def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
+        """What its operands claim, and its results' goals unless it only follows."""
+        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
+
+    def follows(self, op: Operation) -> bool:
+        """Whether it is of a barrier, which binds no layouts."""
+        return not self.barriers.isdisjoint(op.outs)
 
     def rank(
         self,
@@ -300,7 +307,7 @@ class _Solver:
         self, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
     ) -> Contest:
         """Which claims `assignment` leaves aside, and what following them takes."""
-        claims = dict.fromkeys(claims_of(op, layouts, self.wishes.goals))
+        claims = dict.fromkeys(self.claims(op, layouts))
         lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
         ranked = [
             (candidate, self.rank(op, candidate, layouts, set()))

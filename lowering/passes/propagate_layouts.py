@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir import (
+    BarrierMark,
     Buffer,
     Compute,
     Mark,
@@ -78,6 +79,7 @@ class _Rewriter:
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
+        self.produced: dict[str, str] = {}
         kept = {result.name for result in program.results}
         kept |= {s.source.name for s in program.body if isinstance(s, Set)}
         makers = (op for op in solution.operations if op.makes_any_part)
@@ -102,14 +104,15 @@ class _Rewriter:
         )
 
     def marks(self) -> Iterator[Mark]:
-        """The marks; one on a fill is on all that was made of it."""
+        """The marks: a barrier's on what it makes, a fill's on all made of it."""
         for mark in self.program.marks:
-            if mark.buffer not in self.fills:
-                yield mark
-                continue
-            for (value, _), made in self.resharded.items():
-                if value == mark.buffer:
-                    yield dataclasses.replace(mark, buffer=made.name)
+            names = [mark.buffer]
+            if isinstance(mark, BarrierMark):
+                names = [self.produced.get(mark.buffer, mark.buffer)]
+            if mark.buffer in self.fills:
+                made = self.resharded.items()
+                names = [copy.name for (value, _), copy in made if value == mark.buffer]
+            yield from (dataclasses.replace(mark, buffer=name) for name in names)
 
     def at_rest(self, buffer: Buffer) -> Buffer:
         """`buffer` in the layout that the solution gives it."""
@@ -129,9 +132,11 @@ class _Rewriter:
         )
 
     def copy(self, stmt: Set) -> None:
-        source = self.buffers[stmt.source.name]
+        """A copy, of what an operation has had moved there if there is such a value."""
+        name, out = stmt.source.name, self.at_rest(stmt.out)
+        source = self.resharded.get((name, layout_of(out)), self.buffers[name])
         self.remarks.append(self.explain.copy(stmt, layout_of(source)))
-        self.body.append(Set(out=self.at_rest(stmt.out), source=source))
+        self.body.append(Set(out=out, source=source))
 
     def compute(self, number: int, op: Operation, stmt: Compute) -> None:
         assignment = self.solution.assignments[number]
@@ -149,6 +154,7 @@ class _Rewriter:
                 suffix = "partial" if produced.partial else "produced"
                 name = self.names.fresh(f"{buffer.name}_{suffix}")
                 produced = dataclasses.replace(produced, name=name)
+                self.produced[buffer.name] = name
                 copies.append(Set(out=rest, source=produced))
                 self.remarks.append(self.explain.result(number, position, produced))
             outs.append(produced)

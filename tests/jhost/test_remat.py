@@ -9,8 +9,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
@@ -185,6 +187,20 @@ def test_a_barrier_binds_no_layouts() -> None:
     # Of x twice and of the cotangent, of the result and of the gradient: never weights.
     moved = [row.bytes for row in explain_program(program).communications]
     assert sum(moved) == 5 * 3 * ARGS[0].nbytes // 4
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_a_barrier_stays_one_where_its_results_are_sharded(size: int) -> None:
+    """It hands each operand on as it comes; what is asked of a result comes after."""
+
+    def apart(x: jax.Array, y: jax.Array) -> Any:
+        v, w = lax.optimization_barrier((x, y))
+        return jhost.shard(v, P("tp")) + w, jhost.shard(2 * w, P("tp"))
+
+    program = exact(apart, array(size), array(size, seed=1), **tp(4, (P(), P()), P()))
+    assert barriers_of(program) == [2]
+    reasons = [row.reason for row in explain_program(program).layouts]
+    assert not any("does not divide" in reason for reason in reasons)
 
 
 def barriers_of(program: Program) -> list[int]:

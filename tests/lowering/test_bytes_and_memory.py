@@ -26,7 +26,7 @@ from jhost.lowering.ir import (
     Stmt,
     walk,
 )
-from tests.lowering.on_mesh import calls, each_size, program_of, tp
+from tests.lowering.on_mesh import calls, each_size, exact, program_of, tp
 from tests.lowering.traced import array, loops
 
 Function = Callable[..., jax.Array]
@@ -121,6 +121,20 @@ def test_what_several_weights_need_is_gathered_once(devices: int, how: str) -> N
     assert received(program) == x.nbytes * (devices - 1) // devices
     for loop in loops(program):
         assert sum(isinstance(stmt, Communicate) for stmt in loop.body) <= 1
+
+
+@each_size
+@each_way
+def test_what_is_returned_whole_as_well_is_gathered_once(
+    devices: int, how: str
+) -> None:
+    def f(x: jax.Array, w: jax.Array) -> Any:
+        return jhost.stream(x @ w, 0), x
+
+    x, w = array(devices * 8, 8), array(8, 64, seed=1)
+    specs = GATHER[0], (GATHER[1], P())
+    program = exact(f, x, w, **tp(devices, *specs, **HOW[how](devices)))
+    assert received(program) == x.nbytes * (devices - 1) // devices
 
 
 # --- Memory: the Host IR ------------------------------------------------------------ #
