@@ -1,0 +1,251 @@
+"""The steps of random programs: one primitive each, on values of random shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+import jhost
+
+Values: TypeAlias = list[Any]
+Step: TypeAlias = Callable[[Values], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """What the steps of a program may be, and the dtype of its values."""
+
+    dtype: Any
+    elementwise: Mapping[str, Callable[[Any, Any], Any]]
+    alone: Mapping[str, Callable[[Any, tuple[int, ...], int], Any]]
+
+
+def elementwise(
+    draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds
+) -> tuple[str, Step]:
+    """One of the primitives that work element by element, on values of one shape."""
+    i = draw(st.integers(0, len(shapes) - 1))
+    j = draw(st.sampled_from([k for k, s in enumerate(shapes) if s == shapes[i]]))
+    name = draw(st.sampled_from(sorted(kinds.elementwise)))
+    function = kinds.elementwise[name]
+    return f"{name}({i}, {j})", lambda values: function(values[i], values[j])
+
+
+_ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "neg": lambda x, y: lax.neg(x),
+    "sign": lambda x, y: lax.sign(x),
+    "abs": lambda x, y: lax.abs(x),
+    "not": lambda x, y: lax.bitwise_not(x),
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+    "rem": lambda x, y: lax.rem(x, lax.abs(y) + np.int32(1)),
+    "select_n": lambda x, y: lax.select(lax.lt(x, y), x, y),
+    "clamp": lambda x, y: lax.clamp(np.int32(-2), x, np.int32(2)),
+    "integer_pow": lambda x, y: lax.integer_pow(x, 2),
+    "shift_left": lambda x, y: lax.shift_left(x, np.int32(1)),
+    "convert_element_type": lambda x, y: (lax.gt(x, y)).astype(jnp.int32),
+    "copy": lambda x, y: jnp.copy(x),
+    "jit": lambda x, y: jax.jit(lambda a, b: a * 2 - b)(x, y),
+    "remat2": lambda x, y: jax.checkpoint(lambda a, b: a + b * b)(x, y),
+    "serial": lambda x, y: jhost.serial(x),
+    "optimization_barrier": lambda x, y: lax.add(*lax.optimization_barrier((x, y))),
+}
+
+
+def alone(
+    draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds
+) -> tuple[str, Step]:
+    """One of the primitives that rearrange or reduce a value."""
+    i = draw(st.integers(0, len(shapes) - 1))
+    shape = shapes[i]
+    makers = [name for name in kinds.alone if shape or name == "broadcast_in_dim"]
+    name = draw(st.sampled_from(makers))
+    dim = draw(st.integers(0, max(len(shape) - 1, 0)))
+    text, function = kinds.alone[name](draw, shape, dim)
+    return f"{name}({i}{text})", lambda values: function(values[i])
+
+
+def _reshape(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    sizes = list(shape)
+    if len(sizes) > 1 and draw(st.booleans()):
+        dim = min(dim, len(sizes) - 2)
+        sizes[dim : dim + 2] = [sizes[dim] * sizes[dim + 1]]
+    else:
+        outer = draw(st.sampled_from([d for d in range(1, 13) if shape[dim] % d == 0]))
+        sizes[dim : dim + 1] = [outer, shape[dim] // outer]
+    return f", {tuple(sizes)}", lambda x: lax.reshape(x, tuple(sizes))
+
+
+def _reduce(function: Any) -> Any:
+    return lambda draw, shape, dim: (f", {dim}", lambda x: function(x, axis=dim))
+
+
+def _along(function: Any) -> Any:
+    return lambda draw, shape, dim: (f", {dim}", lambda x: function(x, axis=dim))
+
+
+def _slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    start = draw(st.integers(0, shape[dim] - 1))
+    stop = draw(st.integers(start + 1, shape[dim]))
+    return f", {dim}, {start}:{stop}", lambda x: lax.slice_in_dim(
+        x, start, stop, axis=dim
+    )
+
+
+def _dynamic_slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    size = draw(st.integers(1, shape[dim]))
+
+    def function(x: Any) -> Any:
+        start = lax.abs(lax.reshape(x, (x.size,))[0])
+        return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+
+    return f", {dim}, {size}", function
+
+
+def _dynamic_update(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    def function(x: Any) -> Any:
+        update = lax.slice_in_dim(x, 0, 1, axis=dim) + np.int32(7)
+        return lax.dynamic_update_slice_in_dim(x, update, shape[dim] - 1, axis=dim)
+
+    return f", {dim}", function
+
+
+def _pad(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    config = [(0, 0, 0)] * len(shape)
+    config[dim] = (draw(st.integers(0, 2)), draw(st.integers(0, 2)), 0)
+    return f", {config}", lambda x: lax.pad(x, np.array(5, x.dtype), config)
+
+
+def _transpose(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    order = draw(st.permutations(range(len(shape))))
+    return f", {order}", lambda x: lax.transpose(x, order)
+
+
+def _broadcast(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    size = draw(st.integers(1, 4))
+    return f", {size}", lambda x: jnp.broadcast_to(x, (size, *shape))
+
+
+def _iota(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    return f", {dim}", lambda x: x + lax.broadcasted_iota(jnp.int32, shape, dim)
+
+
+def _gather(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=5))
+    return f", {rows}", lambda x: x[np.array(rows)]
+
+
+def _scatter_add(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=5))
+    return f", {rows}", lambda x: x.at[np.array(rows)].add(np.int32(3))
+
+
+_ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "expand_dims": lambda draw, shape, dim: ("", lambda x: lax.expand_dims(x, [dim])),
+    "squeeze": lambda draw, shape, dim: ("", jnp.squeeze),
+    "concatenate": lambda draw, shape, dim: (
+        f", {dim}",
+        lambda x: lax.concatenate([x, x], dim),
+    ),
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "rev": lambda draw, shape, dim: (f", {dim}", lambda x: lax.rev(x, [dim])),
+    "iota": _iota,
+    "gather": _gather,
+    "scatter-add": _scatter_add,
+    "reduce_sum": _reduce(jnp.sum),
+    "reduce_max": _reduce(jnp.max),
+    "reduce_min": _reduce(jnp.min),
+    "reduce_prod": _reduce(jnp.prod),
+    "reduce_and": _reduce(lambda x, axis: jnp.all(x > 0, axis).astype(jnp.int32)),
+    "reduce_or": _reduce(lambda x, axis: jnp.any(x > 0, axis).astype(jnp.int32)),
+    "argmax": _reduce(lambda x, axis: lax.argmax(x, axis, jnp.int32)),
+    "argmin": _reduce(lambda x, axis: lax.argmin(x, axis, jnp.int32)),
+    "cumsum": _along(lax.cumsum),
+    "cummax": _along(lax.cummax),
+    "sort": _along(lambda x, axis: lax.sort(x, dimension=axis)),
+    "top_k": lambda draw, shape, dim: ("", lambda x: lax.top_k(x, 1)[0]),
+    "while": lambda draw, shape, dim: (
+        "",
+        lambda x: lax.fori_loop(0, 2, lambda i, y: y + x, x),
+    ),
+}
+
+
+WHOLE = Kinds(np.int32, _ELEMENTWISE, _ALONE)
+"""All that works on integers."""
+
+
+@jax.custom_jvp
+def _own_rule(x: Any) -> Any:
+    return x * x
+
+
+@_own_rule.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return _own_rule(*primals), np.float32(3) * primals[0] * tangents[0]
+
+
+_DIFFERENTIABLE = (
+    "add sub mul neg max min select_n integer_pow copy jit remat2 serial "
+    "optimization_barrier"
+)
+
+_REARRANGING = (
+    "reshape transpose broadcast_in_dim expand_dims squeeze concatenate pad slice rev "
+    "gather while reduce_sum reduce_max cumsum"
+)
+
+SMOOTH = Kinds(
+    np.float32,
+    {
+        **{name: _ELEMENTWISE[name] for name in _DIFFERENTIABLE.split()},
+        "relu": lambda x, y: jnp.maximum(x, 0),
+        "clamp": lambda x, y: lax.clamp(np.float32(-2), x, np.float32(2)),
+        "stop_gradient": lambda x, y: lax.stop_gradient(x) + y,
+        "custom_jvp": lambda x, y: _own_rule(x) * y,
+    },
+    {name: _ALONE[name] for name in _REARRANGING.split()},
+)
+"""What has a gradient, and keeps whole numbers, or halves of them, in floats."""
+
+
+def contraction(
+    draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds
+) -> tuple[str, Step]:
+    """A dot_general over dims of equal size, with batch dims where they are too."""
+    ranked = [i for i, shape in enumerate(shapes) if shape]
+    i = draw(st.sampled_from(ranked))
+    dim = draw(st.integers(0, len(shapes[i]) - 1))
+    fitting = [
+        (j, other)
+        for j in ranked
+        for other, size in enumerate(shapes[j])
+        if size == shapes[i][dim] and len(shapes[i]) + len(shapes[j]) <= 5
+    ]
+    if not fitting:
+        return f"neg({i})", lambda values: -values[i]
+    j, other = draw(st.sampled_from(fitting))
+    if draw(st.booleans()) and dim == other == 0 and len(shapes[i]) == 1:
+        dims = (((), ()), ((dim,), (other,)))
+    else:
+        dims = (((dim,), (other,)), ((), ()))
+    return f"dot_general({i}, {j}, {dims})", lambda v: lax.dot_general(v[i], v[j], dims)
