@@ -9,7 +9,6 @@ taken from benchmarks/results.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,19 @@ LAYERS = {
     "swiglu_mlp": "whole MLP",
 }
 
+PEERS = {
+    "torch_async": "AsyncTP",
+    "pallas": "Pallas",
+    "xla_windowed": "windowed einsum",
+    "recipe": "JAX's recipe",
+}
 ARMS = {
     "jhost": "jhost",
-    "torch_async": "AsyncTP",
+    **PEERS,
     "plain": "plain JAX",
     "compute": "matmuls alone",
 }
+GROUPS = tuple((n, of) for of in report.PASSES for n in (DEVICES, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,25 +112,26 @@ def _gains(model: str) -> str:
 
 def measured() -> str:
     """What was measured in programs, in milliseconds, and where jhost is behind."""
-    files = sorted(report.RESULTS.glob("*.json"))
-    runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
-    parts: list[str] = []
-    for devices, pass_, beside in (
-        (DEVICES, "forward", "torch_async"),
-        (DEVICES, "forward", "plain"),
-        (2, "forward", "plain"),
-        (DEVICES, "backward", "plain"),
-    ):
-        records = report.groups(runs)[KIND, devices, pass_, "program"]
-        times = {name: _milliseconds(record) for name, record in records.items()}
-        both = {
-            name: ms for name, ms in times.items() if {"jhost", beside} <= ms.keys()
-        }
-        where = f"{report.PASSES[pass_]}, {devices} GPUs"
-        parts.append(f"### {ARMS[beside]}, {where}\n\n{_behind(both, beside)}")
-        if beside == "torch_async":
-            parts.append(_times(both))
-    return "\n\n".join(parts)
+    groups = report.groups(report.stored())
+    return "\n\n".join(
+        f"### {devices} GPUs, {report.PASSES[pass_]}\n\n"
+        + _compared(groups[KIND, devices, pass_, "program"])
+        for devices, pass_ in GROUPS
+    )
+
+
+def _compared(records: Mapping[str, report.Record]) -> str:
+    """A sentence for each arm that took part, and a table of the peers' cases."""
+    times = {name: _milliseconds(record) for name, record in records.items()}
+    beside = {
+        arm: {name: ms for name, ms in times.items() if {"jhost", arm} <= ms.keys()}
+        for arm in (*PEERS, "plain")
+    }
+    said = [
+        f"- {ARMS[arm]}: {_behind(both, arm)}" for arm, both in beside.items() if both
+    ]
+    shown = {name: ms for name, ms in times.items() if PEERS.keys() & ms.keys()}
+    return "\n".join(said) + (f"\n\n{_times(shown)}" if shown else "")
 
 
 def _milliseconds(record: report.Record) -> dict[str, float]:
@@ -137,19 +144,20 @@ def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
     ratios = {name: ms["jhost"] / ms[beside] for name, ms in times.items()}
     slower = [f"`{name}` ({r:.2f})" for name, r in ratios.items() if r >= 1.005]
     listed = f": {', '.join(slower)}" if slower else ""
+    mean = figures.geometric_mean(ratios.values())
     return (
         f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. Its time "
-        f"by the other's: {figures.geometric_mean(ratios.values()):.2f}, "
-        "the geometric mean."
+        f"by the other's, geometric mean: {mean:.2f}."
     )
 
 
 def _times(times: Mapping[str, Mapping[str, float]]) -> str:
+    there = [arm for arm in ARMS if any(arm in ms for ms in times.values())]
     rows = (
-        [name, *(f"{ms[arm]:.3f}" if arm in ms else "" for arm in ARMS)]
+        [name, *(f"{ms[arm]:.3f}" if arm in ms else "" for arm in there)]
         for name, ms in times.items()
     )
-    return report.table(["case", *ARMS.values()], rows)
+    return report.table(["case", *(ARMS[arm] for arm in there)], rows)
 
 
 TABLES = {

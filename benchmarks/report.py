@@ -48,17 +48,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--no-plots", action="store_true")
     arguments = parser.parse_args(argv)
-    files = arguments.files or sorted(RESULTS.glob("*.json"))
-    runs = sorted((json.loads(f.read_text()) for f in files), key=started)
+    runs = stored(arguments.files)
     pictures = {} if arguments.no_plots else _draw(runs, arguments.page.parent)
     text = measured(runs, pictures)
     arguments.page.write_text(replaced(arguments.page.read_text(), text))
     print(f"{len(runs)} runs > {arguments.page.name}")
 
 
-def started(run: Mapping[str, Any]) -> str:
-    """When a run began: the order of runs."""
-    return run["started"]
+def stored(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
+    """The runs in those files, or in all of benchmarks/results, as they began."""
+    files = files or sorted(RESULTS.glob("*.json"))
+    runs = (json.loads(file.read_text()) for file in files)
+    return sorted(runs, key=lambda run: run["started"])
 
 
 def replaced(page: str, text: str, what: str = "measured") -> str:
@@ -101,10 +102,11 @@ def _run_line(run: Mapping[str, Any]) -> str:
     facts = run["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items())
     effort = run["effort"]
+    led_in = f" after {effort['lead_in']} untimed" if "lead_in" in effort else ""
     line = (
         f"- {run['started'][:16].replace('T', ' ')} UTC, {facts['device_kind']}, "
         f"{len(run['measurements'])} measurements of {effort['blocks']} blocks of "
-        f"{effort['calls']} calls; {versions}; {_clocks(run)}"
+        f"{effort['calls']} calls{led_in}; {versions}; {_clocks(run)}"
     )
     if run["not_measured"]:
         line += f"; no time was left for {', '.join(run['not_measured'])}"

@@ -188,7 +188,6 @@ def reason_without() -> str | None:
 def job(case: Case, mesh: Mesh, arms: Sequence[str], effort: Effort) -> dict[str, Any]:
     """What the processes are told of a case: one device's shapes."""
     gathered = [shape for kind, shape in case.moved(False) if kind == "gather"]
-    calls = effort.calls * effort.instances
     return {
         "layer": case.layer.__name__,
         "model": dataclasses.asdict(case.model) | {"queries": _queries(case)},
@@ -201,7 +200,8 @@ def job(case: Case, mesh: Mesh, arms: Sequence[str], effort: Effort) -> dict[str
         "arms": list(arms),
         "warmups": effort.warmups,
         "blocks": effort.blocks,
-        "calls": calls,
+        "calls": effort.calls * effort.instances,
+        "lead_in": effort.lead_in * effort.instances,
     }
 
 

@@ -169,6 +169,8 @@ def _blocks(
     count = job["calls"]
     for _ in range(job["blocks"]):
         for arm, call in calls.items():
+            for number in range(job["lead_in"]):
+                call(number)
             _synchronize(device)
             dist.barrier()
             _synchronize(device)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jhost.lowering.ir import CommunicationKind
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -18,20 +20,24 @@ class Link:
 
     A transfer starts `delay` seconds after its operand is there, takes `latency` beside
     what `bandwidth` (bytes received per second) makes, and keeps the launching thread
-    busy for `host`, and `meet` more once in a program, until the threads of all devices
-    have met.  `beside_compute`: whether it runs while matmuls fill the device.
+    busy for `host`, and once in a program for `meet` more for each device, until the
+    threads of all have met.  `between_two` is the bandwidth with which two devices
+    gather and scatter, if that is less; their all-reduces keep to `bandwidth`.
+    `beside_compute`: whether it runs while matmuls fill the device.
     """
 
     delay: float = 0.0
     meet: float = 0.0
     latency: float
     bandwidth: float
+    between_two: float | None = None
     host: float
     beside_compute: bool
 
-    def seconds(self, received: float) -> float:
-        """How long it takes to receive that many bytes."""
-        return self.latency + received / self.bandwidth
+    def seconds(self, kind: CommunicationKind, received: float, devices: int) -> float:
+        """How long each of `devices` takes to receive that many bytes."""
+        slower = devices == 2 and kind != "AllReduce" and self.between_two
+        return self.latency + received / (slower or self.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +59,27 @@ class Rates:
     collective: Link
 
     def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
-        """A matmul by whole waves of tiles, with the tile that suits it best."""
+        """A matmul by the tile that suits it best, in one wave of them or more.
+
+        Of the last wave as much counts as there is: near the power limit those that
+        still multiply have what the others leave (1.7 waves took 83 us, and 3.4 took
+        168, where two and four would have taken 101 and 202).
+        """
         each = self.matmul / self.multiprocessors
 
         def seconds(rows: int, columns: int, share: float) -> float:
             tiles = batch * -(-m // rows) * -(-n // columns)
-            waves = -(-tiles // self.multiprocessors)
+            waves = max(1.0, tiles / self.multiprocessors)
             return waves * 2 * rows * columns * k / (each * share)
 
         return min(seconds(*tile) for tile in self.tiles)
 
 
 _H200 = Rates(
-    matmul=750e12,
+    matmul=700e12,
     multiprocessors=132,
     tiles=((128, 256, 1.0), (256, 128, 1.0), (128, 160, 0.96), (128, 128, 0.88)),
-    memory=4.0e12,
+    memory=3.6e12,
     launch=3e-6,
     host=5e-6,
     # A copy engine's; the host thread waits for those of the other devices.
@@ -77,11 +88,17 @@ _H200 = Rates(
         latency=14e-6,
         bandwidth=383e9,
         host=32e-6,
-        meet=90e-6,
+        meet=30e-6,
         beside_compute=True,
     ),
     # NCCL's kernels need multiprocessors, which a matmul on Hopper does not leave.
-    collective=Link(latency=22e-6, bandwidth=290e9, host=10e-6, beside_compute=False),
+    collective=Link(
+        latency=22e-6,
+        bandwidth=290e9,
+        between_two=215e9,
+        host=10e-6,
+        beside_compute=False,
+    ),
 )
 
 _CPU = Rates(

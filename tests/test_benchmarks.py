@@ -200,6 +200,24 @@ def test_a_wrong_result_is_found(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) ->
     assert not found["integers_equal_plain"]
 
 
+def test_blocks_take_turns_and_each_is_led_in_by_its_own_calls() -> None:
+    made: list[str] = []
+    effort = timing.Effort(warmups=1, blocks=2, calls=2, lead_in=3)
+
+    def broken(number: int) -> None:
+        raise RuntimeError
+
+    times = timing.measure(
+        {"a": lambda _: made.append("a"), "x": broken, "b": lambda _: made.append("b")},
+        effort,
+        instances=1,
+        deadline=timing.Deadline(None),
+        on_error=lambda name, error: made.append(name),
+    )
+    assert "".join(made) == "axb" + 2 * ("aaaaa" + "bbbbb")
+    assert [len(times[name].blocks_ms) for name in "ab"] == [2, 2]
+
+
 def test_instances_of_a_program_stay_apart() -> None:
     x = jnp.ones((2, 2))
     text = jax.jit(tied(jnp.sin)).lower((x,), (x,), (x,)).as_text()

@@ -6,7 +6,6 @@ Nothing is timed here: what was measured once is compared with what is predicted
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,9 +36,8 @@ H200 = "NVIDIA H200"
 
 def measured(of: str) -> Iterator[Any]:
     """The last in-program measurement of each case on H200s, of those passes."""
-    files = sorted(report.RESULTS.glob("*.json"))
-    runs = sorted((json.loads(f.read_text()) for f in files), key=report.started)
-    for (kind, devices, pass_, mode), records in report.groups(runs).items():
+    groups = report.groups(report.stored())
+    for (kind, devices, pass_, mode), records in groups.items():
         if (kind, pass_, mode) == (H200, of, "program"):
             for name, record in records.items():
                 yield pytest.param(name, devices, record, id=f"{name} on {devices}")
@@ -77,15 +75,19 @@ def test_predictions_are_near_and_no_choice_loses(
     f = function(case, make_mesh((devices,), (cases.AXIS,)))
     *_, stream = jhost.explain(f, *case.abstract()).streams
     entries = record["modes"]["program"]
-    if "min_ms" not in entries["jhost"] or "min_ms" not in entries["plain"]:
+    if "min_ms" not in entries["plain"]:
         pytest.skip("there was no time to measure it")
-    jhost_ms, plain_ms = (entries[arm]["min_ms"] for arm in ("jhost", "plain"))
+    plain_ms = entries["plain"]["min_ms"]
     (_, predicted), *_ = stream.predicted
     if stream.pipeline == "off":
         assert 1e3 * predicted == pytest.approx(plain_ms, rel=0.2)
-    elif "p2p pipeline" in record["explain"]["jhost"]:
-        assert 1e3 * predicted == pytest.approx(jhost_ms, rel=0.2)
-        assert jhost_ms <= 1.02 * plain_ms
+        return
+    # What is chosen now may have been chosen then, or measured for comparison.
+    chosen = "p2p pipeline" in record["explain"]["jhost"]
+    p2p = entries.get("jhost" if chosen else "jhost_p2p", {})
+    if "min_ms" in p2p:
+        assert 1e3 * predicted == pytest.approx(p2p["min_ms"], rel=0.2)
+        assert p2p["min_ms"] <= 1.02 * plain_ms
 
 
 # Which arm is what the model predicts for each pipeline.

@@ -162,13 +162,15 @@ def _left_open(mark: StreamMark, why_not: str) -> str:
 class Outcome:
     """One candidate: the mark that asks for it, and the seconds it would take.
 
-    `host_share` is the part of them for which launches keep the host, and `program`
-    what it would be.  The seconds are NaN where the devices' rates are not known.
+    `compute` are those of its computations alone, `host_share` is the part for which
+    launches keep the host, and `program` what it would be.  Times are NaN where the
+    devices' rates are not known.
     """
 
     mark: StreamMark
     text: str
     seconds: float
+    compute: float
     host_share: float
     program: Program
 
@@ -202,20 +204,27 @@ class Trial:
         """`mark` with the choice made: simple ones first, then those that gain."""
         for candidate in self.candidates(mark):
             if (outcome := self.weigh(candidate)) is not None:
-                self.outcomes.append(self.on_fewer_streams(outcome))
+                self.outcomes.append(outcome)
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
-        chosen = self.outcomes[0]
-        for outcome in self.outcomes[1:]:
-            if outcome.seconds < GAIN * chosen.seconds:
-                chosen = outcome
+        chosen = self.chosen()
         others = [outcome for outcome in self.outcomes if outcome is not chosen]
-        ranked = [chosen, *sorted(others, key=lambda outcome: outcome.seconds)]
+        others.sort(key=lambda outcome: outcome.seconds)
+        chosen = self.on_fewer_streams(chosen)
+        ranked = [chosen, *others]
         return dataclasses.replace(
             chosen.mark,
             why=self.reason(ranked),
             predicted=tuple((o.text, o.seconds) for o in ranked),
         )
+
+    def chosen(self) -> Outcome:
+        """The first of the outcomes, but for one that gains enough."""
+        chosen, *others = self.outcomes
+        for outcome in others:
+            if outcome.seconds < GAIN * chosen.seconds:
+                chosen = outcome
+        return chosen
 
     def measurable(self, mark: StreamMark) -> list[Outcome]:
         """All candidates that make different programs."""
@@ -248,8 +257,14 @@ class Trial:
             p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
             yield p2p
             devices = None if given else self.devices()
-            if devices is not None:
+            if devices is not None and self.hides_too_little():
                 yield dataclasses.replace(p2p, chunks=2 * devices)
+
+    def hides_too_little(self) -> bool:
+        """Whether the candidate weighed last would win if more chunks hid the rest."""
+        if self.to_measure:
+            return True
+        return self.outcomes[-1].compute < GAIN * self.chosen().seconds
 
     @property
     def known(self) -> Rates:
@@ -284,10 +299,11 @@ class Trial:
             self.refusals.append(f"not {text}: {str(refusal).splitlines()[0]}")
             return None
         if self.rates is None:
-            return Outcome(candidate, text, math.nan, math.nan, program)
+            return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
         predicted = predict(program, self.rates)
-        host_share = predicted.host / max(predicted.total, 1e-12)
-        return Outcome(candidate, text, predicted.total, host_share, program)
+        total, compute = predicted.total, predicted.compute
+        host_share = predicted.host / max(total, 1e-12)
+        return Outcome(candidate, text, total, compute, host_share, program)
 
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
         """The same on two streams, where that costs nothing and the host is ahead.

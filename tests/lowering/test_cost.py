@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost import predict, seconds_text
-from jhost.lowering.ir import Compute, Program
+from jhost.lowering.ir import CommunicationKind, Compute, Program
 from jhost.lowering.rates import Link, Rates, rates_of
 from jhost.lowering.work import Kernel, kernels
 from tests.lowering.traced import lowered
@@ -103,7 +103,7 @@ def test_batches_and_several_contracted_dims_multiply() -> None:
     assert kernel.matmul == (6, 5, 11, 7)
 
 
-def test_matmuls_take_whole_waves_of_the_tiles_that_suit_them() -> None:
+def test_matmuls_take_a_wave_or_more_of_the_tiles_that_suit_them() -> None:
     rates = dataclasses.replace(
         RATES, matmul=8, multiprocessors=4, tiles=((2, 2, 1.0), (1, 1, 0.5))
     )
@@ -111,6 +111,8 @@ def test_matmuls_take_whole_waves_of_the_tiles_that_suit_them() -> None:
     assert rates.matmul_seconds(1, 2, 2, 1) == 2
     assert rates.matmul_seconds(1, 2, 2, 1) == rates.matmul_seconds(1, 1, 3, 1)
     assert rates.matmul_seconds(1, 4, 4, 1) == 4
+    # Five tiles of 2 x 2: of the second wave only the one that there is.
+    assert rates.matmul_seconds(1, 2, 10, 1) == 5
 
 
 # --- Queues ------------------------------------------------------------------------- #
@@ -140,6 +142,12 @@ def test_what_needs_the_same_processors_hides_nothing() -> None:
 def test_a_program_is_as_slow_as_its_launches() -> None:
     slow = dataclasses.replace(RATES, permute=dataclasses.replace(LINK, host=1000))
     assert predict(gathered("p2p"), slow).total == 3000
+
+
+def test_the_launching_threads_of_all_devices_meet_once() -> None:
+    slow = dataclasses.replace(LINK, host=1000, meet=50)
+    predicted = predict(gathered("p2p"), dataclasses.replace(RATES, permute=slow))
+    assert predicted.host == 3 * 1000 + 4 * 50
 
 
 def test_parts_of_arrays_are_copied_for_matmuls() -> None:
@@ -176,6 +184,17 @@ def test_between_processes_permutes_are_collectives() -> None:
     between = rates_of("NVIDIA H200", processes=4)
     assert between is not None
     assert between.permute == H200.collective
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "seconds"),
+    [("AllGather", 4, 1.5), ("AllGather", 2, 2.5), ("AllReduce", 2, 1.5)],
+)
+def test_two_devices_gather_more_slowly(
+    kind: CommunicationKind, devices: int, seconds: float
+) -> None:
+    link = Link(latency=0.5, bandwidth=4, between_two=2, host=0, beside_compute=False)
+    assert link.seconds(kind, 4, devices) == seconds
 
 
 def test_unknown_devices_have_no_rates() -> None:
