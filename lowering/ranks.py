@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
+from jhost.lowering.index import Constant, Index, LoopIndex, Rank, evaluate
 
 AtRanks: TypeAlias = "int | np.ndarray"
 
@@ -23,6 +23,7 @@ class Ranks:
         self.sizes = dict(sizes)
         self.shape = tuple(self.sizes.values())
         self.positions = {axis: self._position(axis) for axis in self.sizes}
+        self.leaves = {Rank(axis): at for axis, at in self.positions.items()}
 
     @property
     def count(self) -> int:
@@ -39,9 +40,10 @@ class Ranks:
         Otherwise an array with a dim for each mesh axis, of size 1 where the value does
         not depend on that axis.
         """
-        ranks = {Rank(axis): position for axis, position in self.positions.items()}
+        if isinstance(index, Constant):
+            return index.value
         indices = {LoopIndex(name): value for name, value in loops.items()}
-        values = np.asarray(evaluate(index, {**ranks, **indices}))
+        values = np.asarray(evaluate(index, {**self.leaves, **indices}))
         first = values.flat[0]
         return int(first) if (values == first).all() else values
 

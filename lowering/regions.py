@@ -7,8 +7,10 @@ matter) of runs: ascending half-open intervals of the buffer's own dim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+import functools
+import operator
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,7 +39,8 @@ class Region:
         return Region(tuple(dims), kept)
 
 
-def whole(shape: Sequence[int], mesh_dims: int) -> Region:
+@functools.lru_cache(maxsize=4096)
+def whole(shape: tuple[int, ...], mesh_dims: int) -> Region:
     """Every element of a buffer of `shape`, on a mesh of that many axes."""
     return Region(tuple(_one(n, mesh_dims) for n in shape), tuple(range(len(shape))))
 
@@ -52,18 +55,19 @@ def is_empty(region: Region) -> bool:
 
 def overlap(a: Region, b: Region) -> bool:
     """Whether the regions share an element on some device."""
-    return bool(np.any(_compare(_intersect, a, b)))
+    return bool(np.any(_compare(_INTERSECT, a, b)))
 
 
 def same(a: Region, b: Region) -> bool:
     """Whether the regions are the same elements on every device."""
-    return bool(np.all(_compare(_equal, a, b)))
+    return bool(np.all(_compare(_EQUAL, a, b)))
 
 
 def _one(extent: int, mesh_dims: int) -> np.ndarray:
     # A mesh without axes has no rank dims; one of size 1 keeps this an array.
     dim = np.empty((1,) * max(mesh_dims, 1), dtype=object)
     dim.flat[0] = ((0, extent),)
+    dim.flags.writeable = False  # regions share it
     return dim
 
 
@@ -91,13 +95,14 @@ def _intersect(a: Runs, b: Runs) -> bool:
     return any(x[0] < y[1] and y[0] < x[1] for x in a for y in b)
 
 
-def _equal(a: Runs, b: Runs) -> bool:
-    return a == b
+# An array of runs holds tuples, which numpy's own `equal` would compare by element.
+_INTERSECT = np.frompyfunc(_intersect, 2, 1)
+_EQUAL = np.frompyfunc(operator.eq, 2, 1)
 
 
-def _compare(test: Any, a: Region, b: Region) -> np.ndarray:
+def _compare(test: np.ufunc, a: Region, b: Region) -> np.ndarray:
     """Where `test` holds in all dims, an entry for each rank that matters."""
     result = np.asarray(True)
     for x, y in zip(a.dims, b.dims, strict=True):
-        result = result & np.asarray(np.frompyfunc(test, 2, 1)(x, y), dtype=bool)
+        result = result & np.asarray(test(x, y), dtype=bool)
     return result

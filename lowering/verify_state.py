@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn, TypeAlias
 
 from jhost import errors
-from jhost.lowering.index import Index, LoopIndex, Rank, leaves
+from jhost.lowering.index import Index, LoopIndex, leaves
 from jhost.lowering.ir import (
     Buffer,
     Deallocate,
@@ -40,8 +40,12 @@ class Root:
 
     def holds(self, region: Region) -> bool:
         """Whether something of `region` has contents, or it has no elements."""
-        known = self.is_param or self.zero_init or is_empty(region)
-        return known or any(overlap(region, write) for write in self.writes)
+        return (
+            self.is_param
+            or self.zero_init
+            or any(region is write or overlap(region, write) for write in self.writes)
+            or is_empty(region)
+        )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -115,8 +119,8 @@ class State:
 
     def value(self, index: Index) -> AtRanks:
         """The value of `index` here, at every rank."""
-        known = {*map(LoopIndex, self.loops), *map(Rank, self.ranks.sizes)}
-        if unknown := leaves(index) - known:
+        unknown = leaves(index) - self.ranks.leaves.keys()
+        if unknown := unknown - set(map(LoopIndex, self.loops)):
             self.fail(
                 "loop indices and axes in scope",
                 ", ".join(sorted(map(str, unknown))),
