@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 import jhost
 from tests.jhost.derived import vjp
+from tests.lowering.traced import interpreted
 from tests.random_programs import REFUSALS, Case, cases
 from tests.random_steps import SMOOTH, WHOLE
 
@@ -31,8 +32,8 @@ def test_random_programs_equal_the_plain_function(case: Case) -> None:
     except REFUSALS:
         return
     chex.assert_trees_all_equal(result, expected)
-    interpreted = jhost.jit(case.function, interpret=True, **settings)(*case.placed())
-    chex.assert_trees_all_equal(interpreted, expected)
+    again = interpreted(case.function, *case.placed(), **settings)
+    chex.assert_trees_all_equal(again, expected)
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))

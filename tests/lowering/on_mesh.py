@@ -16,6 +16,7 @@ import jhost
 from jhost.lowering.emit import emit
 from jhost.lowering.ir import Buffer, Communicate, Program, walk
 from tests.lowering.hand_built import mesh_of
+from tests.lowering.traced import interpreted
 
 each_size = pytest.mark.parametrize("devices", [2, 4, 8])
 """For a test on any number of devices."""
@@ -46,7 +47,7 @@ def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     wanted, lowered = fun(*args), jhost.jit(fun, **settings).lower(*args)
     results = [lowered.compile()(*args)]
     if settings["mesh"].size == 4:
-        results.append(jhost.jit(fun, interpret=True, **settings)(*args))
+        results.append(interpreted(fun, *args, **settings))
     for given in results:
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_equal(given, wanted)

@@ -39,11 +39,27 @@ def check(
     Returns its Host IR.
     """
     wanted = fun(*args)
-    for interpret in (False, True):
-        given = jhost.jit(fun, interpret=interpret, **settings)(*args)
+    compiled = jhost.jit(fun, **settings)(*args)
+    for given in (compiled, interpreted(fun, *args, **settings)):
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_close(given, wanted, rtol=rtol, atol=rtol)
     return jhost.jit(fun, **settings).lower(*args).host_ir
+
+
+def interpreted(
+    fun: Callable[..., Any],
+    *args: Any,
+    compiler_options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """What the interpreter gives for `fun`, traced into one XLA program.
+
+    Statement by statement, XLA would compile hundreds.
+    """
+    traced = jax.jit(
+        jhost.jit(fun, interpret=True, **settings), compiler_options=compiler_options
+    )
+    return traced(*args)
 
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
