@@ -1,8 +1,9 @@
 """JAX's private parts and version differences, behind typed functions.
 
-No other module of jhost imports `jax._src` or asks which JAX this is; new equations and
-programs stand in `_jax_eqns.py`, the rules that split a call in two in `_jax_split.py`,
-those that 0.10 lacks in `_jax_v010.py`, for this module alone.
+No other module of jhost imports `jax._src` or asks which JAX this is.  For this module
+alone, primitives stand in `_jax_primitives.py`, the rules that split a call in two in
+`_jax_split.py`, new equations and programs in `_jax_eqns.py`, and what 0.10 lacks in
+`_jax_v010.py`.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -16,14 +17,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
-import jax.extend.core
 from jax._src import (
     api_util,
-    checkify,
     core,
     distributed,
     source_info_util,
@@ -31,12 +30,10 @@ from jax._src import (
 )
 from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
-from jax._src.interpreters import ad, batching, mlir, partial_eval
-from jax.experimental import jet
+from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost import errors
 from jhost._jax_eqns import (
     close as close,
     fresh_var as fresh_var,
@@ -46,11 +43,18 @@ from jhost._jax_eqns import (
     rewritten as rewritten,
     without_dead_code as without_dead_code,
 )
+from jhost._jax_primitives import (
+    BatchParams as BatchParams,
+    def_impl as def_impl,
+    def_split as def_split,
+    define_call_primitive as define_call_primitive,
+    define_marker_primitive as define_marker_primitive,
+    register_lowering as register_lowering,
+)
 from jhost._jax_split import (
     Refine as Refine,
     Residual as Residual,
     Split as Split,
-    register_split_rules,
 )
 
 if TYPE_CHECKING:
@@ -63,150 +67,6 @@ else:
 Atom: TypeAlias = Var | Literal
 Nums: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
-
-# ---- Primitives ----
-
-
-class BatchParams(Protocol):
-    """What a marker's parameters become when its operand gets a batch dim at `dim`.
-
-    `names` is the `spmd_axis_name` of the `jax.vmap`, if it has one.
-    """
-
-    def __call__(
-        self, params: dict[str, Any], dim: int, names: tuple[str, ...] | None
-    ) -> dict[str, Any]: ...
-
-
-def define_call_primitive(name: str) -> Primitive:
-    """A primitive that calls its parameter `call_jaxpr`, with every rule of `jit`'s.
-
-    `call_jaxpr` is a closed jaxpr.  Other parameters are hashable and pass through
-    every transform unchanged, so they must fit the derived programs too, which have
-    other operands and results.  The implementation evaluates the program until
-    `def_impl` is called; there is no lowering before `register_lowering`.
-    """
-    prim = Primitive(name)
-    if hasattr(jax.extend.core, "register_call_primitive_rules"):  # from 0.11 on
-        jax.extend.core.register_call_primitive_rules(prim, name=None)
-    else:
-        from jhost import _jax_v010  # what it imports is gone from 0.11 on
-
-        _jax_v010.register_call_primitive_rules(prim)
-    register_split_rules(prim, _as_it_is)
-    checkify.error_checks[prim] = partial(_checkify_call, prim)
-    jet.jet_rules[prim] = _refuse_jet
-    return prim
-
-
-def _as_it_is(split: Split, **_: Any) -> Split:
-    return split
-
-
-def def_split(prim: Primitive, refine: Refine) -> None:
-    """Sets what is made of the two programs that differentiation makes of a call."""
-    register_split_rules(prim, refine)
-
-
-def _refuse_jet(*_: Any, **__: Any) -> Any:
-    raise errors.UnsupportedError(
-        "jax.experimental.jet has no rule for shardings, nor for most of JAX. Nest "
-        "jax.jvp for higher derivatives of a jhost function."
-    )
-
-
-def _checkify_call(
-    prim: Primitive, *args: Any, call_jaxpr: ClosedJaxpr, **params: Any
-) -> Any:
-    """A call of the program with its checks, as checkify's rule for `jit` has it."""
-    # From 0.11 on, a context that counts the checks comes first.
-    count = 1 if hasattr(checkify, "CheckifyContext") else 0
-    (*context, error, enabled), values = args[: count + 2], args[count + 2 :]
-    error_values, error_tree = jax.tree.flatten(error)
-    operands = (*error_values, *values)
-    avals = map(core.typeof, operands)
-    checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
-        *context, call_jaxpr, enabled, error_tree, *avals
-    )
-    results = prim.bind(*operands, call_jaxpr=checked, **params)
-    return jax.tree.unflatten(out_tree, results)
-
-
-def define_marker_primitive(
-    name: str,
-    batch_params: BatchParams,
-    transposed_params: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-) -> Primitive:
-    """A primitive that is the identity, and carries parameters in a jaxpr.
-
-    It is linear and its own transpose, with `transposed_params`, so that derived
-    programs keep their marks.
-    """
-    prim = Primitive(name)
-    prim.def_impl(_identity)
-    # The whole aval: a new one from shape and dtype would drop the varying manual
-    # axes, and `shard_map` would accept wrong `out_specs`.
-    prim.def_abstract_eval(_identity)
-    ad.deflinear2(prim, partial(_marker_transpose, prim, transposed_params or dict))
-    batching.fancy_primitive_batchers[prim] = partial(_marker_batch, prim, batch_params)
-    mlir.register_lowering(prim, _marker_lowering)
-    return prim
-
-
-def _identity(x: Any, **_: Any) -> Any:
-    return x
-
-
-def _marker_transpose(
-    prim: Primitive,
-    transposed_params: Callable[[dict[str, Any]], dict[str, Any]],
-    ct: Any,
-    _: Any,
-    **params: Any,
-) -> list[Any]:
-    return [prim.bind(ct, **transposed_params(params))]
-
-
-def _marker_batch(
-    prim: Primitive,
-    batch_params: BatchParams,
-    axis_data: Any,
-    args: Sequence[Any],
-    dims: Sequence[int | None],
-    **params: Any,
-) -> tuple[Any, int | None]:
-    (x,), (dim,) = args, dims
-    if dim is not None:  # a "fancy" rule is asked about unmapped operands too
-        params = batch_params(params, dim, axis_data.spmd_name)
-    return prim.bind(x, **params), dim
-
-
-def _marker_lowering(_: Any, x: Any, **__: Any) -> list[Any]:
-    return [x]
-
-
-def def_impl(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
-    """Sets what a call primitive does on concrete arrays, outside every trace."""
-    prim.def_impl(_unless_empty(fun))
-
-
-def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
-    """Sets the JAX function that a call primitive is inside a compiled program."""
-    lowering = mlir.lower_fun(_unless_empty(fun), multiple_results=True)
-    mlir.register_lowering(prim, lowering)
-
-
-def _unless_empty(fun: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """Keeps from `fun` the empty calls that partial evaluation leaves beside a scan."""
-
-    @wraps(fun)
-    def call(*args: Any, call_jaxpr: ClosedJaxpr, **params: Any) -> Sequence[Any]:
-        if not call_jaxpr.outvars and not call_jaxpr.effects:
-            return []
-        return fun(*args, call_jaxpr=call_jaxpr, **params)
-
-    return call
-
 
 # ---- Tracing ----
 
