@@ -28,13 +28,8 @@ from jhost.errors import first_line
 from jhost.lowering.emit import emit, spec_of
 from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Mark, Program
-from jhost.lowering.passes.choose_pipelines import (
-    GAIN,
-    Outcome,
-    marks_alike,
-    open_marks,
-    settle,
-)
+from jhost.lowering.marks import marks_alike, open_marks, settle
+from jhost.lowering.trial import GAIN, Outcome
 
 _HOPELESS = 3.0
 """What is predicted to take that many times the best is not measured."""

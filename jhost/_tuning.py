@@ -16,8 +16,8 @@ from jhost._version import __version__
 from jhost.lowering.cost import seconds_text
 from jhost.lowering.ir import Program
 from jhost.lowering.marks import Tuned, Tunings
-from jhost.lowering.passes.choose_pipelines import ranking_text
 from jhost.lowering.printer import type_text
+from jhost.lowering.trial import ranking_text
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
 

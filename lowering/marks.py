@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from jhost.lowering.ir import Program, StreamMark
+from jhost.lowering.ir import Compute, Mark, Program, StreamMark
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +67,49 @@ def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:
     return dataclasses.replace(
         says, buffer=one.buffer, dim=one.dim, where=where, **merged
     )
+
+
+# --- Those that leave something open ----------------------------------------------- #
+
+
+def open_marks(program: Program) -> dict[int, StreamMark]:
+    """The stream marks that leave something open, by their number among all."""
+    return {
+        number: mark
+        for number, mark in enumerate(program.marks)
+        if isinstance(mark, StreamMark) and not _is_settled(mark)
+    }
+
+
+def marks_alike(program: Program) -> list[tuple[int, ...]]:
+    """The open marks by number; those of equal values made on one line go together.
+
+    So the layers of a model, written one after another by a loop, have one choice.
+    """
+    makers = {
+        buffer.name: stmt
+        for stmt in program.body
+        if isinstance(stmt, Compute)
+        for buffer in stmt.outs
+    }
+    groups: dict[Any, list[int]] = {}
+    for number, mark in open_marks(program).items():
+        maker = makers.get(mark.buffer)
+        made = maker and (
+            maker.unit.eqns[0].eqn.primitive.name,
+            *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
+        )
+        key = (mark.where, mark.dim, mark.pipeline, mark.chunks, made)
+        groups.setdefault(key, []).append(number)
+    return [tuple(numbers) for numbers in groups.values()]
+
+
+def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamMark) -> None:
+    """Put what was chosen for one mark in the place of those alike."""
+    for number in numbers:
+        marks[number] = dataclasses.replace(choice, buffer=marks[number].buffer)
+
+
+def _is_settled(mark: StreamMark) -> bool:
+    known = mark.pipeline is not None and mark.chunks is not None
+    return known or mark.pipeline == "off"

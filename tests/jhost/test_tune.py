@@ -22,7 +22,7 @@ from jhost import _tuner, _tuning_cache, errors
 from jhost._compare import beyond_tolerance
 from jhost._program import planned
 from jhost._tuning import Candidate
-from jhost.lowering.passes.choose_pipelines import marks_alike
+from jhost.lowering.marks import marks_alike
 from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost.lowering import trial
 from jhost.lowering.cost import Prediction, predict
 from jhost.lowering.ir import Program, Remark
-from jhost.lowering.passes import choose_pipelines
 from jhost.lowering.pipeline import passes, run_passes
 from jhost.lowering.rates import Rates, rates_of
 from tests.lowering.traced import built, chunk_counts, loops
@@ -92,7 +92,7 @@ def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         predicted.append(program)
         return predict(program, rates)
 
-    monkeypatch.setattr(choose_pipelines, "predict", counted)
+    monkeypatch.setattr(trial, "predict", counted)
     counts: list[int] = []
     for layers in (1, 3):
 
