@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, auto_axes
 
 from jhost import _shardings, errors
 from jhost._arguments import by_name, static_arguments, types_of
+from jhost._execute import executable_options
 from jhost._jax import (
     Traced,
     arg_names,
@@ -27,7 +28,6 @@ from jhost._program import (
     Call,
     Config,
     annotate,
-    executable_options,
     host_program,
 )
 from jhost._residuals import settle_residuals

@@ -1,4 +1,4 @@
-"""The call primitive's meaning: from an annotated jaxpr to a program that runs.
+"""From a call's annotated jaxpr to its Host IR program.
 
 JAX's transforms have acted on the jaxpr by the time these functions see it, so every
 derived program (backward, batched, rematerialized) comes through here as well.
@@ -10,28 +10,16 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib.version import __version__ as jaxlib_version
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
-from jhost._jax import (
-    arg_names,
-    close,
-    def_impl,
-    evaluate,
-    register_lowering,
-    result_paths,
-    without_dead_code,
-)
-from jhost._primitives import Spec, jhost_p
+from jhost._jax import arg_names, close, evaluate, result_paths, without_dead_code
+from jhost._primitives import Spec
 from jhost._tuning import Tuning, changes, tuned_here
-from jhost.lowering.emit import emit
-from jhost.lowering.explain import adds_up_in_loops, count_loops
-from jhost.lowering.fingerprint import fingerprint, fingerprint_lines
-from jhost.lowering.interpret import interpret
+from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Program, StreamMark
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.pipeline import (
@@ -45,15 +33,8 @@ from jhost.lowering.pipeline import (
 from jhost.lowering.rates import rates_of
 from jhost.lowering.streamed_dims import stream_marks
 from jhost.runtime import dump
-from jhost.runtime.agreement import compare_programs
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
-from jhost.runtime.options import explained_refusals
-from jhost.runtime.overlap_options import (
-    options_text,
-    overlap_options,
-    warn_of_missed_options,
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +111,7 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
     Raises:
         StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
     """
-    config = _plain(config)
+    config = plain(config)
     if config.tunings:
         _warn_if_stale(call_jaxpr, config)
     return _lowered(call_jaxpr, config)
@@ -138,14 +119,14 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
     """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
-    config = _plain(config)
+    config = plain(config)
     try:
         return _lowered(call_jaxpr, config)
     except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
         return _lowered(call_jaxpr, config, strict=False)
 
 
-def _plain(config: Config) -> Config:
+def plain(config: Config) -> Config:
     """What a program depends on: it is the same wherever it is called."""
     return dataclasses.replace(config, embedded=False, compared=True)
 
@@ -254,77 +235,3 @@ def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, .
     """The user's names, or numbered ones in programs that JAX derived."""
     given = list(names) or [None] * count
     return tuple(name or f"{prefix}{number}" for number, name in enumerate(given))
-
-
-def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
-    """The JAX function of flat arrays that a Host IR program stands for."""
-    program = derived_program(call_jaxpr, config)
-    mesh = program.mesh if config.mesh is None else config.mesh
-    if config.interpret:
-        return lambda *args: interpret(program, cast(Mesh, mesh), args)[0]
-    return emit(program, mesh)
-
-
-def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
-    if config.interpret:
-        compare(derived_program(call_jaxpr, config), config)
-        return emitted(call_jaxpr, config)(*args)
-    with explained_refusals(config.name, dict(config.compiler_options)):
-        return _compiled(call_jaxpr, config)(*args)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
-    program = derived_program(call_jaxpr, config)
-    compare(program, _plain(config))
-    options = executable_options(program, config)
-    return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
-
-
-def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
-    """What XLA is told for `program` alone: jhost's wishes, then the user's."""
-    return _asked(program, config) | dump.compiler_options() or None
-
-
-def _asked(program: Program, config: Config) -> dict[str, Any]:
-    adds_up = adds_up_in_loops(program)
-    wishes = overlap_options(config.mesh, adds_up) if count_loops(program) else {}
-    return wishes | dict(config.compiler_options)
-
-
-def compare(program: Program, config: Config) -> None:
-    """Sees that every process of the mesh is about to run `program`.
-
-    Raises:
-        ProcessMismatchError, ProcessTimeoutError: some process is not.
-    """
-
-    def describe() -> list[str]:
-        # Of an outer program's options jhost knows nothing.
-        options = {} if config.embedded else _asked(program, config)
-        shown = {n: v for n, v in options.items() if not n.startswith("xla_dump")}
-        assert isinstance(config.mesh, Mesh)
-        return [
-            *fingerprint_lines(program),
-            f"devices {config.mesh.device_ids.tolist()}",
-            f"XLA's options {options_text(dict(sorted(shown.items())))}",
-            f"interpret={config.interpret}",
-            f"JAX {jax.__version__}, jaxlib {jaxlib_version}",
-        ]
-
-    compare_programs(config.name, config.mesh, describe)
-
-
-def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
-    """Inside an outer program: XLA compiles it, with that program's options."""
-    program = derived_program(call_jaxpr, config)
-    if config.compared:
-        compare(program, config)
-    if config.embedded:
-        options = executable_options(program, config) or {}
-        warn_of_missed_options(config.name, config.mesh, options)
-    return emitted(call_jaxpr, config)(*args)
-
-
-def_impl(jhost_p, _run)
-register_lowering(jhost_p, _trace_late)

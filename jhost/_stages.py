@@ -11,7 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from jhost import errors
-from jhost._program import Config, compare
+from jhost._execute import compare
+from jhost._program import Config
 from jhost.lowering.explain import (
     Explanation,
     adds_up_in_loops,

@@ -19,8 +19,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jhost._compare import beyond_tolerance
+from jhost._execute import executable_options
 from jhost._jax import evaluate
-from jhost._program import Call, Planned, executable_options
+from jhost._program import Call, Planned
 from jhost._progress import Progress
 from jhost._timing import take_turns
 from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
