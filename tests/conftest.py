@@ -64,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "jhost",
         max_examples=25,  # for rules and plans; whole programs have an option
         deadline=None,  # most of an example's time is XLA's, once per program
-        # The same programs on every run, so that a failure is the change's own.
+        # The same programs on every run, so that a failure is the change's own; but for
+        # a few numbers that hypothesis takes from the code of all modules then loaded.
         derandomize=not config.getoption("explore"),
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
