@@ -32,7 +32,7 @@ def test_random_programs_equal_the_plain_function(case: Case) -> None:
     except REFUSALS:
         return
     chex.assert_trees_all_equal(result, expected)
-    again = interpreted(case.function, *case.placed(), **settings)
+    again = interpreted(case.function, **settings)(*case.placed())
     chex.assert_trees_all_equal(again, expected)
 
 

@@ -47,7 +47,7 @@ def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     wanted, lowered = fun(*args), jhost.jit(fun, **settings).lower(*args)
     results = [lowered.compile()(*args)]
     if settings["mesh"].size == 4:
-        results.append(interpreted(fun, *args, **settings))
+        results.append(interpreted(fun, **settings)(*args))
     for given in results:
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_equal(given, wanted)

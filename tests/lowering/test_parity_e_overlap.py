@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from tests.lowering.on_mesh import calls, each_size, exact, tp
-from tests.lowering.traced import array, loops, work
+from tests.lowering.on_mesh import calls, each_size, exact, program_of, tp
+from tests.lowering.traced import array, interpreted, loops, work
 
 Function = Callable[..., jax.Array]
 
@@ -117,11 +117,13 @@ def test_hand_written_overlap(name: str, devices: int) -> None:
     k = 2 * K if devices == 8 and specs is SCATTER else K
     settings = tp(devices, *specs)
     inputs = [(array(M, k, seed=i), array(k, N, seed=4 + i)) for i in range(4)]
-    compiled = jhost.jit(f, **settings)
-    given = [compiled(*args) for args in inputs]
-    for args, result in zip(inputs, given, strict=True):
-        chex.assert_trees_all_equal(result, f(*args))
-    program = exact(f, *inputs[0], **settings)
+    functions = [jhost.jit(f, **settings)]
+    functions += [interpreted(f, **settings)] if devices <= 4 else []
+    for function in functions:
+        given = [function(*args) for args in inputs]
+        for args, result in zip(inputs, given, strict=True):
+            chex.assert_trees_all_equal(result, f(*args))
+    program = program_of(f, *inputs[0], **settings)
     assert does in {", ".join(work(loop.body)) for loop in loops(program)}
     matmuls = sum(n for call, n in calls(program).items() if call[:3] == "dot")
     assert matmuls == S

@@ -39,8 +39,8 @@ def check(
     Returns its Host IR.
     """
     wanted = fun(*args)
-    compiled = jhost.jit(fun, **settings)(*args)
-    for given in (compiled, interpreted(fun, *args, **settings)):
+    for f in (jhost.jit(fun, **settings), interpreted(fun, **settings)):
+        given = f(*args)
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_close(given, wanted, rtol=rtol, atol=rtol)
     return jhost.jit(fun, **settings).lower(*args).host_ir
@@ -48,18 +48,17 @@ def check(
 
 def interpreted(
     fun: Callable[..., Any],
-    *args: Any,
+    *,
     compiler_options: dict[str, Any] | None = None,
     **settings: Any,
-) -> Any:
-    """What the interpreter gives for `fun`, traced into one XLA program.
+) -> Callable[..., Any]:
+    """`fun` by the interpreter, traced into one XLA program.
 
     Statement by statement, XLA would compile hundreds.
     """
-    traced = jax.jit(
+    return jax.jit(
         jhost.jit(fun, interpret=True, **settings), compiler_options=compiler_options
     )
-    return traced(*args)
 
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
