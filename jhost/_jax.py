@@ -32,9 +32,11 @@ from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from jhost._jax_eqns import (
+    Atom as Atom,
+    ClosedJaxpr as ClosedJaxpr,
     close as close,
     fresh_var as fresh_var,
     new_eqn as new_eqn,
@@ -58,13 +60,10 @@ from jhost._jax_split import (
 )
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
     from jaxlib._jax.pytree import PyTreeDef  # the public name has no type
 else:
-    from jax.extend.core import ClosedJaxpr
     from jax.tree_util import PyTreeDef
 
-Atom: TypeAlias = Var | Literal
 Nums: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
 

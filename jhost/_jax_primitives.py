@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core
@@ -17,12 +17,8 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 
 from jhost import errors
+from jhost._jax_eqns import ClosedJaxpr
 from jhost._jax_split import Refine, Split, register_split_rules
-
-if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
-else:
-    from jax.extend.core import ClosedJaxpr
 
 
 class BatchParams(Protocol):

@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhost import errors
 from jhost._jax import arg_names, close, evaluate, result_paths, without_dead_code
 from jhost._primitives import Spec
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Program, StreamMark
+from jhost.lowering.marks import REFUSALS
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.pipeline import (
     Pass,
@@ -122,7 +122,7 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
     config = plain(config)
     try:
         return _lowered(call_jaxpr, config)
-    except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
+    except REFUSALS:
         return _lowered(call_jaxpr, config, strict=False)
 
 
@@ -177,7 +177,7 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     strict = True
     try:
         _lowered(call_jaxpr, config)
-    except (errors.StreamDimError, errors.ChunksError, errors.PipelineError):
+    except REFUSALS:
         strict = False  # as for `derived_program`
     before, chooser, rest = around_choice(_sequence(config, strict))
     program = chooser.resolved(_lower(call_jaxpr, config, before))

@@ -10,7 +10,6 @@ takes as long as its devices or its launches, whichever is more.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from jhost.lowering.ir import Program
@@ -43,8 +42,7 @@ def predict(program: Program, rates: Rates) -> Prediction:
     """How long `program` takes on devices of those rates."""
     tasks = unrolled(program, rates)
     compute = [task for task in tasks if not task.transfer]
-    devices = math.prod(program.mesh.shape.values())
-    meeting = devices * max((task.meet for task in tasks), default=0.0)
+    meeting = program.mesh.size * max((task.meet for task in tasks), default=0.0)
     host = meeting + sum(task.host for task in tasks)
     return Prediction(
         total=max(_finish(tasks), host),

@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from jhost import errors
 from jhost.lowering.ir import Compute, Mark, Program, StreamMark
+
+REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
+"""What says that a mark cannot be followed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

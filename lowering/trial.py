@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
-from jhost import errors
+from jhost.errors import first_line
 from jhost.lowering.cost import predict, seconds_text
 from jhost.lowering.ir import Mark, Program, StreamMark
-from jhost.lowering.marks import settle
+from jhost.lowering.marks import REFUSALS, settle
 from jhost.lowering.rates import Rates
 
 GAIN = 0.97
@@ -165,12 +165,8 @@ class Trial:
         try:
             for step in self.following:
                 program = step.apply(program)
-        except (
-            errors.PipelineError,
-            errors.ChunksError,
-            errors.StreamDimError,
-        ) as refusal:
-            self.refusals.append(f"not {text}: {str(refusal).splitlines()[0]}")
+        except REFUSALS as refusal:
+            self.refusals.append(f"not {text}: {first_line(refusal)}")
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jhost
 from jhost import errors
+from jhost.lowering import marks
 from tests.lowering.hand_built import mesh_of
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 
@@ -32,12 +33,7 @@ MESHES = {
     "1 x 4": {"a": 1, "b": 4},
 }
 
-REFUSALS = (
-    errors.StreamDimError,
-    errors.StreamConflictError,
-    errors.ChunksError,
-    errors.PipelineError,
-)
+REFUSALS = (*marks.REFUSALS, errors.StreamConflictError)
 """What a mark at random may rightly run into."""
 
 

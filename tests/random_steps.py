@@ -89,10 +89,6 @@ def _reshape(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     return f", {tuple(sizes)}", lambda x: lax.reshape(x, tuple(sizes))
 
 
-def _reduce(function: Any) -> Any:
-    return lambda draw, shape, dim: (f", {dim}", lambda x: function(x, axis=dim))
-
-
 def _along(function: Any) -> Any:
     return lambda draw, shape, dim: (f", {dim}", lambda x: function(x, axis=dim))
 
@@ -171,14 +167,14 @@ _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
     "iota": _iota,
     "gather": _gather,
     "scatter-add": _scatter_add,
-    "reduce_sum": _reduce(jnp.sum),
-    "reduce_max": _reduce(jnp.max),
-    "reduce_min": _reduce(jnp.min),
-    "reduce_prod": _reduce(jnp.prod),
-    "reduce_and": _reduce(lambda x, axis: jnp.all(x > 0, axis).astype(jnp.int32)),
-    "reduce_or": _reduce(lambda x, axis: jnp.any(x > 0, axis).astype(jnp.int32)),
-    "argmax": _reduce(lambda x, axis: lax.argmax(x, axis, jnp.int32)),
-    "argmin": _reduce(lambda x, axis: lax.argmin(x, axis, jnp.int32)),
+    "reduce_sum": _along(jnp.sum),
+    "reduce_max": _along(jnp.max),
+    "reduce_min": _along(jnp.min),
+    "reduce_prod": _along(jnp.prod),
+    "reduce_and": _along(lambda x, axis: jnp.all(x > 0, axis).astype(jnp.int32)),
+    "reduce_or": _along(lambda x, axis: jnp.any(x > 0, axis).astype(jnp.int32)),
+    "argmax": _along(lambda x, axis: lax.argmax(x, axis, jnp.int32)),
+    "argmin": _along(lambda x, axis: lax.argmin(x, axis, jnp.int32)),
     "cumsum": _along(lax.cumsum),
     "cummax": _along(lax.cummax),
     "sort": _along(lambda x, axis: lax.sort(x, dimension=axis)),

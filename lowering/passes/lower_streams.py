@@ -84,7 +84,7 @@ class LowerStreams:
         except (errors.PipelineError, errors.ChunksError) as refusal:
             if self.strict:
                 raise
-            return off(str(refusal).splitlines()[0])
+            return off(errors.first_line(refusal))
 
 
 # --- What was asked for ------------------------------------------------------- #
