@@ -20,7 +20,13 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from jhost._jax import Residual, Split, rewritten
-from jhost.lowering.inline_calls import IDENTITIES, FlatJaxpr, inline_calls
+from jhost.lowering.inline_calls import (
+    CALLS,
+    IDENTITIES,
+    FlatJaxpr,
+    called_body,
+    inline_plain_calls,
+)
 from jhost.lowering.rules_elementwise import CHEAP
 
 _MARKS = IDENTITIES | {"reshard"}
@@ -40,7 +46,7 @@ def hand_over_least(split: Split) -> Split:
     An operand of the first costs nothing, as it is there anyway.  Where a policy of
     the user's says what is saved, only marks are applied again.
     """
-    flat = inline_calls(split.first)
+    flat = inline_plain_calls(split.first)
     again = _makers(flat, _MARKS if split.by_policy else _COMPUTED_AGAIN)
     wanted = [_value_of(residual, flat) for residual in split.residuals]
     saved = _least_cut(flat, again, [var for var in wanted if var])
@@ -50,8 +56,15 @@ def hand_over_least(split: Split) -> Split:
 
 def _makers(flat: FlatJaxpr, primitives: Collection[str]) -> dict[Var, JaxprEqn]:
     """The equation that makes each variable which may be computed again."""
-    eqns = (eqn for eqn in flat.eqns if eqn.primitive.name in primitives)
+    eqns = (eqn for eqn in flat.eqns if _is_made_of(eqn, primitives))
     return {var: eqn for eqn in eqns if not eqn.effects for var in eqn.outvars}
+
+
+def _is_made_of(eqn: JaxprEqn, primitives: Collection[str]) -> bool:
+    """Whether an equation is one of the primitives, or calls nothing but these."""
+    if eqn.primitive.name not in CALLS:
+        return eqn.primitive.name in primitives
+    return all(_is_made_of(inner, primitives) for inner in called_body(eqn).eqns)
 
 
 def _value_of(residual: Residual, flat: FlatJaxpr) -> Var | None:

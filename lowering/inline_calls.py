@@ -2,13 +2,14 @@
 
 Dim rules, streams and layouts then see through every call.  Control flow (`scan`,
 `while`, `cond`) stays one equation.  This is the first step of lowering, after JAX's
-own transforms have done their work on the calls.
+own transforms have done their work on the calls.  A program that has still to be
+transformed keeps the calls that mean something to them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,14 @@ from jhost._jax import aval_of, fresh_var, user_context
 from jhost.lowering.rules import shape_of
 from jhost.lowering.rules_opaque import INLINED
 
-_CALLS = INLINED | {"jhost"}
+CALLS = INLINED | {"jhost"}
+"""Calls that lowering replaces by their bodies."""
+
+PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
+"""Of these, the ones that mean their bodies and no more to every transform of JAX's.
+
+The others say how they are differentiated, or what is kept for that.
+"""
 
 IDENTITIES = frozenset({"copy", "stream", "serial", "shard", "sharding_constraint"})
 """Equations that hand their operand on; lowering speaks of the value itself."""
@@ -41,10 +49,21 @@ class FlatJaxpr:
 
 
 def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
-    """The equations of `closed_jaxpr` and of everything it calls, in order."""
+    """The equations of `closed_jaxpr` and of everything it calls, in order.
+
+    What comes of it is lowered: no transform of JAX's may follow.
+    """
+    return _inlined(closed_jaxpr, _Inliner(CALLS, splits_barriers=True))
+
+
+def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
+    """The same with nothing inlined that JAX's transforms have to know of."""
+    return _inlined(closed_jaxpr, _Inliner(PLAIN_CALLS))
+
+
+def _inlined(closed_jaxpr: Any, inliner: _Inliner) -> FlatJaxpr:
     jaxpr = closed_jaxpr.jaxpr
     invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
-    inliner = _Inliner()
     outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
     outvars = tuple(inliner.as_variable(out) for out in outs)
     eqns = _needed(inliner.eqns, outvars)
@@ -63,7 +82,9 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn,
 
 
 class _Inliner:
-    def __init__(self) -> None:
+    def __init__(self, calls: Collection[str], splits_barriers: bool = False) -> None:
+        self.calls = calls
+        self.splits_barriers = splits_barriers
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[int, Var] = {}
         self.barriers: list[tuple[JaxprEqn, ...]] = []
@@ -86,9 +107,9 @@ class _Inliner:
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name in IDENTITIES:
             args = [self.as_variable(atom) for atom in args]
-        if eqn.primitive.name == "optimization_barrier" and _comes_apart(eqn):
+        if self.splits_barriers and _comes_apart(eqn):
             return self.barrier(eqn, args)
-        if eqn.primitive.name not in _CALLS:
+        if eqn.primitive.name not in self.calls:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
             self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
             return outs
@@ -145,9 +166,11 @@ class _Inliner:
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
 
 
-def _comes_apart(barrier: JaxprEqn) -> bool:
-    """Whether each operand has a result: references among them have none."""
-    return len(barrier.invars) == len(barrier.outvars) > 1
+def _comes_apart(eqn: JaxprEqn) -> bool:
+    """Whether it is a barrier of several operands, each of which has a result."""
+    if eqn.primitive.name != "optimization_barrier":
+        return False
+    return len(eqn.invars) == len(eqn.outvars) > 1  # references have no results
 
 
 def called_body(eqn: JaxprEqn) -> Any:
