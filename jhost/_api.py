@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline
@@ -136,14 +137,22 @@ def explain(f: JitFunction[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> print(jhost.explain(f, jnp.ones((4, 2))).streams[0].chunks)
         2
     """
-    check_jhost_function("explain", f)
+    f, args = as_jhost_function("explain", f, args)
     return f.lower(*args, **kwargs).explain()
 
 
-def check_jhost_function(name: str, f: Any) -> None:
-    """Refuses what `jhost.jit` has not made, in the words of `jhost.<name>`."""
+def as_jhost_function(
+    name: str, f: Any, args: Sequence[Any]
+) -> tuple[JitFunction[..., Any], tuple[Any, ...]]:
+    """What `jhost.jit` has made, alone or as a method, and what it is called with.
+
+    Anything else is refused in the words of `jhost.<name>`.
+    """
+    if isinstance(f, types.MethodType):
+        f, args = f.__func__, (f.__self__, *args)
     if not isinstance(f, JitFunction):
         raise errors.ArgumentError(
             f"jhost.{name} takes a function made by jhost.jit, but got {f!r}. "
             "Decorate it first."
         )
+    return cast("JitFunction[..., Any]", f), tuple(args)

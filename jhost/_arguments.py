@@ -1,29 +1,25 @@
-"""The arguments of a call: which are static, what they are called, their types."""
+"""A function and the arguments of a call: what they are called, and their types."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jhost import errors
-from jhost._jax import Names, Nums, is_reference
+from jhost._jax import StaticArguments, Traced, arg_names, is_reference
+from jhost.lowering.fingerprint import value_text
 
 
-def static_arguments(
-    fun: Callable[..., Any], static_argnums: Nums, static_argnames: Names
-) -> tuple[frozenset[int], frozenset[str]]:
-    """The static arguments by position and by name, each inferred from the other."""
-    nums, names = _as_tuple(static_argnums), _as_tuple(static_argnames)
-    parameters = _parameters(fun)
-    nums = tuple(num % len(parameters) if parameters else num for num in nums)
-    if not names:
-        names = tuple(parameters[num] for num in nums if num < len(parameters))
-    if not nums:
-        nums = tuple(parameters.index(name) for name in names if name in parameters)
-    return frozenset(nums), frozenset(names)
+def name_of(fun: Callable[..., Any]) -> str:
+    """The name of a function, of what a `partial` calls, or of an object's class."""
+    if isinstance(fun, functools.partial):
+        return name_of(fun.func)
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def by_name(
@@ -38,6 +34,24 @@ def by_name(
         f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(named)
     }
+
+
+def identity_of(
+    traced: Traced,
+    static: StaticArguments,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """What makes the executable of a call beside its program, as lines of text."""
+    names = arg_names(traced.jaxpr)[len(traced.consts) :]
+    donated = itertools.compress(names, traced.donated)
+    held = {f"argument {n}": args[n] for n in sorted(static.positions(len(args)))}
+    held |= {name: kwargs[name] for name in static.names if name in kwargs}
+    return (
+        *(f"{name} is donated" for name in donated),
+        *(f"{name} is static: {value_text(value)}" for name, value in held.items()),
+        *(f"{value_text(const)} is closed over" for const in traced.consts),
+    )
 
 
 def types_of(tree: Any) -> Any:
@@ -57,16 +71,3 @@ def _type_of(leaf: Any) -> Any:
     aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak_type)
-
-
-def _parameters(fun: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):  # a builtin; JAX infers nothing there either
-        return []
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)

@@ -5,7 +5,7 @@ In a multi-process run, processes first see that all are about to run the same.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,9 +13,9 @@ import jax
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
-from jhost._jax import def_impl, register_lowering
+from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
 from jhost._primitives import jhost_p
-from jhost._program import Config, derived_program, plain
+from jhost._program import Config, derived_program
 from jhost.lowering.emit import emit
 from jhost.lowering.explain import adds_up_in_loops, count_loops
 from jhost.lowering.fingerprint import fingerprint_lines
@@ -35,9 +35,16 @@ def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     """The JAX function of flat arrays that a Host IR program stands for."""
     program = derived_program(call_jaxpr, config)
     mesh = program.mesh if config.mesh is None else config.mesh
-    if config.interpret:
-        return lambda *args: interpret(program, cast(Mesh, mesh), args)[0]
-    return emit(program, mesh)
+    on_mesh, avals = emit(program, mesh), call_jaxpr.out_avals
+
+    def run(*args: Any) -> Sequence[Any]:
+        if config.interpret:
+            results, _ = interpret(program, cast(Mesh, mesh), args)
+        else:
+            results = on_mesh(*args)
+        return as_weak(results, avals)
+
+    return run
 
 
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
@@ -48,10 +55,10 @@ def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
         return _compiled(call_jaxpr, config)(*args)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     program = derived_program(call_jaxpr, config)
-    compare(program, plain(config))
+    compare(program, dataclasses.replace(config, embedded=False))
     options = executable_options(program, config)
     return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
 
@@ -81,6 +88,7 @@ def compare(program: Program, config: Config) -> None:
         assert isinstance(config.mesh, Mesh)
         return [
             *fingerprint_lines(program),
+            *config.identity,
             f"devices {config.mesh.device_ids.tolist()}",
             f"XLA's options {options_text(dict(sorted(shown.items())))}",
             f"interpret={config.interpret}",

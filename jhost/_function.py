@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast
+from weakref import WeakKeyDictionary
 
 import jax
-from jax.sharding import NamedSharding, auto_axes
+from jax.sharding import NamedSharding
 
 from jhost import _shardings, errors
-from jhost._arguments import by_name, static_arguments, types_of
+from jhost._arguments import by_name, identity_of, name_of, types_of
 from jhost._execute import executable_options
 from jhost._jax import (
     Traced,
@@ -20,6 +22,7 @@ from jhost._jax import (
     def_split,
     is_tracing,
     result_paths,
+    static_arguments,
     trace,
     under_outer_trace,
 )
@@ -40,11 +43,13 @@ from jhost.runtime.mesh import (
     AnyMesh,
     auto_mesh,
     automatic_axes,
+    explicit_axes,
     explicit_mesh,
     foreign_arrays,
     manual_axes,
     mesh_text,
     resolve_mesh,
+    with_types,
 )
 from jhost.runtime.options import explain_refusal
 
@@ -68,7 +73,7 @@ class JitFunction(Generic[P, R]):
             raise errors.ArgumentError(f"jhost.jit takes a function, but got {fun!r}.")
         self._fun = fun
         self._settings = settings
-        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._name = name_of(fun)
         self._static = static_arguments(
             fun, settings.static_argnums, settings.static_argnames
         )
@@ -77,7 +82,13 @@ class JitFunction(Generic[P, R]):
         self._asks_arguments = None in _shardings.leaves(settings.in_shardings)
         self._jitted: dict[Key, Any] = {}
         self._uncompared: dict[Key, Any] = {}
+        self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
+        self.__name__ = self._name  # not every callable has one
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Makes it a method where it stands in a class, as Python's functions are."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the function; compiles it first where these types are new."""
@@ -125,13 +136,17 @@ class JitFunction(Generic[P, R]):
         key = self._key(self._leaves(args, kwargs))
         with self._explained(key, args, kwargs):
             traced = self._trace(args, kwargs)
-            program = host_program(self._call_jaxpr(key, traced), self._config(key))
+            named = self._names_devices(key, args, kwargs)
+            call_jaxpr = self._call_jaxpr(key, traced, named)
+            config = self._identified(self._config(key), traced, args, kwargs)
+            program = host_program(call_jaxpr, config)
             lowered = self._jitted_alone(key, args, kwargs).lower(*args, **kwargs)
         return Lowered(
             host_ir=program,
             _lowered=lowered,
-            _config=self._config(key),
+            _config=config,
             _consts=traced.consts,
+            _avals=tuple(call_jaxpr.out_avals),
         )
 
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
@@ -192,11 +207,7 @@ class JitFunction(Generic[P, R]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The arguments that what is compiled takes."""
-        nums, names = self._static
-        if nums or names:
-            args = [arg for number, arg in enumerate(args) if number not in nums]
-            kwargs = {name: arg for name, arg in kwargs.items() if name not in names}
-        return args, kwargs
+        return self._static.without(args, kwargs)
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of the arguments that are not static, in order."""
@@ -216,13 +227,14 @@ class JitFunction(Generic[P, R]):
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         shardings = {} if key[0] is None else self._named_shardings(key[0])
-        call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs))
+        named = self._names_devices(key, args, kwargs)
+        call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs), named)
         config = dataclasses.replace(self._config(key), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._bind(key, config, args, kwargs)
+            return self._bind(key, config, args, kwargs, named)
 
         settings = self._settings
         jitted = self._jitted if compared else self._uncompared
@@ -236,6 +248,18 @@ class JitFunction(Generic[P, R]):
             **shardings,
         )
         return jitted[key]
+
+    def _names_devices(self, key: Key, args: Any, kwargs: Any) -> bool:
+        """Whether JAX's jit is told of a mesh with explicit axes.
+
+        Its shardings tell it, or those of the arguments, or `jax.set_mesh`.
+        """
+        if key[0] is None or not explicit_axes(key[0]):
+            return False
+        own = map(_shardings.own, self._leaves(args, kwargs))
+        typed = any(sharding and explicit_axes(sharding.mesh) for sharding in own)
+        given = (self._settings.in_shardings, self._settings.out_shardings)
+        return typed or given != (None, None) or explicit_mesh(()) is not None
 
     def _named_shardings(self, mesh: AnyMesh) -> dict[str, Any]:
         """The shardings that were given, for JAX's own jit."""
@@ -277,27 +301,42 @@ class JitFunction(Generic[P, R]):
             call_jaxpr = self._call_jaxpr(key, traced)
         return Call(call_jaxpr, self._config(key), (*traced.consts, *leaves))
 
-    def _bind(self, key: Key, config: Config, args: Any, kwargs: Any) -> R:
-        """One call of the primitive, in whatever trace there is."""
+    def _bind(
+        self, key: Key, config: Config, args: Any, kwargs: Any, named: bool = False
+    ) -> R:
+        """One call of the primitive, in whatever trace there is.
+
+        `named`: what is around the call names the devices.
+        """
         traced = self._trace(args, kwargs)
-        call_jaxpr = self._call_jaxpr(key, traced)
+        config = self._identified(config, traced, args, kwargs)
         operands = [*traced.consts, *self._leaves(args, kwargs)]
+        explicit = explicit_mesh(operands)
+        call_jaxpr = self._call_jaxpr(key, traced, named or explicit is not None)
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
         # Now, while the user's call is at hand: what JAX derives is lowered later.
         program = host_program(call_jaxpr, config)
-        explicit = explicit_mesh(operands)
         if explicit is not None:
-            # The layouts inside are jhost's; its results have types again.
-            types = [NamedSharding(explicit, spec_of(r)) for r in program.results]
-            automatic = auto_axes(call, axes=explicit.axis_names, out_sharding=types)
-            call = cast(Callable[..., Sequence[Any]], automatic)
+            call = with_types(call, explicit, map(spec_of, program.results))
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
+
+    def _identified(
+        self, config: Config, traced: Traced, args: Any, kwargs: Any
+    ) -> Config:
+        """With all that processes compare, where there are several."""
+        if len(processes_of(config.mesh)) < 2:
+            return config
+        if traced.jaxpr not in self._identities:
+            lines = identity_of(traced, self._static, args, kwargs)
+            self._identities[traced.jaxpr] = lines
+        identity = self._identities[traced.jaxpr]
+        return dataclasses.replace(config, identity=identity)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         """The function's jaxpr on types alone: layouts are jhost's business."""
-        nums, names = self._static
+        nums, names = self._static.positions(len(args)), self._static.names
         with automatic_axes():
             return trace(
                 self._fun,
@@ -305,10 +344,16 @@ class JitFunction(Generic[P, R]):
                 {n: a if n in names else types_of(a) for n, a in kwargs.items()},
                 static_argnums=self._settings.static_argnums,
                 static_argnames=self._settings.static_argnames,
+                donate_argnums=self._settings.donate_argnums,
+                donate_argnames=self._settings.donate_argnames,
             )
 
-    def _call_jaxpr(self, key: Key, traced: Traced) -> Any:
-        """The traced jaxpr with the shardings of operands and results as marks."""
+    def _call_jaxpr(self, key: Key, traced: Traced, named: bool = False) -> Any:
+        """The traced jaxpr with the shardings of operands and results as marks.
+
+        Where devices are `named` around it, by a mesh with explicit axes, the marks
+        must not name them: theirs are automatic, and JAX wants one mesh throughout.
+        """
         mesh, own = key
         if mesh is None:
             return traced.jaxpr
@@ -327,7 +372,9 @@ class JitFunction(Generic[P, R]):
         in_specs = (*[None] * count, *_shardings.padded(ins, in_avals))
         with automatic_axes():
             out_specs = _shardings.padded(outs, jaxpr.out_avals)
-            return annotate(jaxpr, auto_mesh(mesh), in_specs, out_specs)
+            marked = auto_mesh(mesh)
+            marked = marked.abstract_mesh if named else marked
+            return annotate(jaxpr, marked, in_specs, out_specs)
 
     def _specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""

@@ -18,14 +18,16 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
+from jax import lax
 from jax._src import (
     api_util,
     core,
     distributed,
     source_info_util,
+    util,
     xla_bridge,
 )
 from jax._src.compute_on import extend_compute_type
@@ -37,6 +39,7 @@ from jax.extend.core import JaxprEqn
 from jhost._jax_eqns import (
     Atom as Atom,
     ClosedJaxpr as ClosedJaxpr,
+    calls as calls,
     close as close,
     fresh_var as fresh_var,
     new_eqn as new_eqn,
@@ -103,6 +106,7 @@ def trace(
     (('x', 'y'), ("result['sum']",))
     """
     fun = _weakly_referable(fun)
+    static = static_arguments(fun, static_argnums, static_argnames)
     jitted = jax.jit(
         fun,
         static_argnums=static_argnums,
@@ -114,10 +118,7 @@ def trace(
     # `jit` keeps arrays as consts of the jaxpr, but if one of them is a tracer, all
     # are operands already and their values stand aside, in `_consts`.
     jaxpr, consts = partial_eval.separate_consts(traced.jaxpr)
-    *_, nums, names = api_util.resolve_argnums(
-        fun, api_util.fun_signature(fun), None, None, static_argnums, static_argnames
-    )
-    leaves, in_tree = jax.tree.flatten(_without_static(args, kwargs, nums, names))
+    leaves, in_tree = jax.tree.flatten(static.without(args, kwargs))
     return Traced(
         jaxpr=jaxpr,
         consts=(*consts, *traced._consts),
@@ -128,6 +129,42 @@ def trace(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StaticArguments:
+    """Which arguments are static, by position and by name, each given or inferred.
+
+    A negative position counts from the last argument of a call.
+    """
+
+    nums: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def positions(self, count: int) -> frozenset[int]:
+        """Those of `count` positional arguments that are static."""
+        return frozenset(num % count for num in self.nums if -count <= num < count)
+
+    def without(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are not static."""
+        static = self.positions(len(args))
+        return (
+            tuple(arg for i, arg in enumerate(args) if i not in static),
+            {name: arg for name, arg in kwargs.items() if name not in self.names},
+        )
+
+
+def static_arguments(
+    fun: Callable[..., Any], static_argnums: Nums, static_argnames: Names
+) -> StaticArguments:
+    """What `jax.jit` makes of the two, and refuses of them."""
+    signature = api_util.fun_signature(fun)
+    *_, nums, names = api_util.resolve_argnums(
+        fun, signature, None, None, static_argnums, static_argnames
+    )
+    return StaticArguments(tuple(nums), tuple(names))
+
+
 def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
     """JAX caches traces by a weak reference, which not every callable can have."""
     try:
@@ -136,19 +173,6 @@ def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError:
         return partial(fun)
     return fun
-
-
-def _without_static(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    nums: Sequence[int],
-    names: Sequence[str],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    static = {num % len(args) for num in nums if -len(args) <= num < len(args)}
-    return (
-        tuple(arg for i, arg in enumerate(args) if i not in static),
-        {name: arg for name, arg in kwargs.items() if name not in names},
-    )
 
 
 def is_tracing(*values: Any) -> bool:
@@ -196,6 +220,21 @@ def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     return core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
+def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
+    """Arrays with the weak types of `avals`, of which a memory in between knows none.
+
+    A value of weak type takes on the dtype of what it is combined with.
+    """
+    return tuple(
+        lax.convert_element_type_p.bind(
+            value, new_dtype=value.dtype, weak_type=True, sharding=None
+        )
+        if aval.weak_type and not core.typeof(value).weak_type
+        else value
+        for value, aval in zip(values, avals, strict=True)
+    )
+
+
 def arg_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     """The user's name of each operand, as `params['w']`; empty if there is none."""
     return jaxpr.debug_info.safe_arg_names(len(jaxpr.invars))
@@ -224,15 +263,35 @@ def is_array(atom: Atom) -> bool:
     return isinstance(atom.aval, ShapedArray)
 
 
+# ---- Caches ----
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def cached_by_jaxpr(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Remembers what a function makes of its first argument, while that lives.
+
+    That is a jaxpr, or what else is equal to itself alone; what is made of it must not
+    refer to it.  `jax.clear_caches` forgets it too.
+    """
+    return util.weakref_lru_cache(function, trace_context_in_key=False)
+
+
+def cached(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """`functools.lru_cache` of that size that `jax.clear_caches` empties."""
+    return util.cache(size, trace_context_in_key=False)
+
+
 # ---- The user's line ----
 
 # The user's line must never be one of ours, but in the demo, which is a user itself.
 # `jhost/lowering` is a link, and an editable install imports what is behind it.
-for _entry in os.scandir(os.path.dirname(__file__)):
-    for _path in {_entry.path, os.path.realpath(_entry.path)}:
-        if _entry.name != "_block.py":
-            _end = os.sep if _entry.is_dir() else ""
-            source_info_util.register_exclusion(_path + _end)
+_HERE = os.path.dirname(__file__)
+for _folder in (_HERE, *(os.path.join(_HERE, n) for n in ("lowering", "runtime"))):
+    source_info_util.register_exclusion(os.path.realpath(_folder) + os.sep)
+    source_info_util.register_exclusion(_folder + os.sep)
+source_info_util.register_inclusion(os.path.join(_HERE, "_block.py"))
 
 
 NO_LINE = "an unknown line"

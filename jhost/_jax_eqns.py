@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jax._src import core
 from jax._src.core import AbstractValue, ShapedArray
 from jax._src.interpreters import partial_eval
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxprs_in_params,
+)
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
@@ -73,6 +80,15 @@ def rewritten(
     given = {name: list(part) for name, part in parts.items() if part is not None}
     names = jaxpr.debug_info.with_unknown_names()
     return _closed(jaxpr.jaxpr.replace(**given, debug_info=names), jaxpr)
+
+
+def calls(jaxpr: Any, primitive: Primitive) -> bool:
+    """Whether a primitive stands in a program, or in what that calls."""
+    return any(
+        eqn.primitive is primitive
+        or any(calls(inner, primitive) for inner in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
 
 
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

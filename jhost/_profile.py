@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jhost import errors
-from jhost._api import JitFunction, check_jhost_function
+from jhost._api import JitFunction, as_jhost_function
 from jhost._arguments import by_name
 from jhost._stages import Compiled
 from jhost.lowering.cost import predict
@@ -61,7 +61,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
         >>> [s.times for s in report.statements if "dot_general" in s.text]
         [2]
     """
-    check_jhost_function("profile", f)
+    f, args = as_jhost_function("profile", f, args)
     _check_arrays(by_name(f.__wrapped__, args, kwargs))
     compiled = f.lower(*args, **kwargs).compile()
     devices, program = devices_of(compiled.mesh), compiled.host_ir

@@ -7,16 +7,26 @@ derived program (backward, batched, rematerialized) comes through here as well.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhost._jax import arg_names, close, evaluate, result_paths, without_dead_code
-from jhost._primitives import Spec
+from jhost._jax import (
+    arg_names,
+    cached_by_jaxpr,
+    calls,
+    close,
+    evaluate,
+    result_paths,
+    without_dead_code,
+)
+from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.fingerprint import fingerprint
 from jhost.lowering.ir import Program, StreamMark
@@ -56,6 +66,7 @@ class Config:
     tunings: tuple[Tuning, ...] = ()
     embedded: bool = False
     compared: bool = True
+    identity: tuple[str, ...] = ()
 
 
 class Call(NamedTuple):
@@ -66,7 +77,7 @@ class Call(NamedTuple):
     operands: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def annotate(
     jaxpr: Any,
     mesh: AnyMesh,
@@ -98,7 +109,9 @@ def _constrain(
     constrained: list[Any] = []
     for value, spec in zip(values, specs, strict=True):
         entries = (
-            [free] * value.ndim if spec is None else [axes or None for axes in spec]
+            [free] * jnp.ndim(value)
+            if spec is None
+            else [axes or None for axes in spec]
         )
         sharding = NamedSharding(mesh, PartitionSpec(*entries))
         constrained.append(jax.lax.with_sharding_constraint(value, sharding))
@@ -128,10 +141,10 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
 
 def plain(config: Config) -> Config:
     """What a program depends on: it is the same wherever it is called."""
-    return dataclasses.replace(config, embedded=False, compared=True)
+    return dataclasses.replace(config, embedded=False, compared=True, identity=())
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def laid_out(call_jaxpr: Any, config: Config) -> Program:
     """Its program with layouts, and no more: no communications and no loops yet."""
     sequence = up_to_layouts(_sequence(config, strict=False))
@@ -141,9 +154,11 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
 Streams: TypeAlias = Sequence[StreamMark | None]
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
     """For each operand and each result that a stream reaches, a mark that says so."""
+    if not calls(call_jaxpr, stream_p):
+        return [None] * len(call_jaxpr.in_avals), [None] * len(call_jaxpr.out_avals)
     program = _lower(call_jaxpr, config, ())
     marks = stream_marks(program, config.chunks, config.pipeline)
     return (
@@ -152,7 +167,7 @@ def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
     sequence, after_pass = _sequence(config, strict), dump.pass_dumper(config.name)
     program = _lower(call_jaxpr, config, sequence, after_pass)
@@ -184,7 +199,7 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     return Planned(program, chooser, rest)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_jaxpr
 def _warn_if_stale(call_jaxpr: Any, config: Config) -> None:
     """Says once of a program why none of its tunings holds for it."""
     program = planned(call_jaxpr, config).program
@@ -220,15 +235,33 @@ def _lower(
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    return lower_jaxpr(
-        call_jaxpr,
-        name=config.name,
-        mesh=abstract(config.mesh),
-        param_names=_names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x"),
-        result_names=_names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y"),
-        sequence=sequence,
-        after_pass=after_pass,
-    )
+    params = _names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x")
+    results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
+    with _no_garbage_collection():
+        return lower_jaxpr(
+            call_jaxpr,
+            name=config.name,
+            mesh=abstract(config.mesh),
+            param_names=params,
+            result_names=results,
+            sequence=sequence,
+            after_pass=after_pass,
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    """Passes make many objects at once, which live, and hardly a cycle of them.
+
+    Looking for garbage among them is up to a third of their time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:

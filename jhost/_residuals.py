@@ -8,7 +8,6 @@ gathered, the backward gathers again, in its own loops.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 from jax.sharding import NamedSharding
 
 from jhost._annotate import spec_entries
-from jhost._jax import Split, fresh_var, new_eqn, rewritten
+from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost._program import Config, laid_out, streams_of
 from jhost._residual_cut import hand_over_least
@@ -32,11 +31,15 @@ Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
 
 def settle_residuals(split: Split, *, config: Config) -> Split:
     """The same two programs, with few bytes between them, laid out as they are made."""
-    return _settled(split, config) if split.residuals else split
+    if not split.residuals:
+        return split
+    rest = split.second, split.residuals, split.kept, split.by_policy
+    return _settled(split.first, rest, config)
 
 
-@functools.lru_cache(maxsize=1024)
-def _settled(split: Split, config: Config) -> Split:
+@cached_by_jaxpr
+def _settled(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
+    split = Split(first, *rest)
     lean = hand_over_least(split)
     if config.mesh is None:
         return lean

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._execute import compare
+from jhost._jax import as_weak
 from jhost._program import Config
 from jhost.lowering.explain import (
     Explanation,
@@ -34,6 +35,7 @@ class Lowered:
     _lowered: jax.stages.Lowered
     _config: Config
     _consts: tuple[Any, ...]
+    _avals: tuple[Any, ...]
 
     def as_text(self, dialect: str = "host_ir") -> str:
         """The program as text.
@@ -75,6 +77,7 @@ class Lowered:
         mesh = self.host_ir.mesh if mesh is None else mesh
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
         results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
+        results = as_weak(results, self._avals)
         return jax.tree.unflatten(self._lowered.out_tree, results), trace
 
     def compile(self) -> Compiled:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jhost import _tuning_cache, errors
-from jhost._api import JitFunction, check_jhost_function
+from jhost._api import JitFunction, as_jhost_function
 from jhost._calls import calls_of
 from jhost._program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
@@ -74,7 +74,8 @@ def tune(
         >>> fast(x).shape
         (8, 2)
     """
-    _check(f, args, kwargs or {}, rounds)
+    f, args = as_jhost_function("tune", f, args)
+    _check(args, kwargs or {}, rounds)
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
     primal = calls[f.__name__]
     host_program(primal.call_jaxpr, primal.config)  # raises what is wrong with marks
@@ -104,8 +105,7 @@ def tune(
     return tuning
 
 
-def _check(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) -> None:
-    check_jhost_function("tune", f)
+def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) -> None:
     if rounds < 1:
         raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))

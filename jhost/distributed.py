@@ -17,6 +17,9 @@ from jhost._jax import backend_is_up
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.overlap_options import SYMMETRIC_BUFFERS
 
+_LONGEST_TIMEOUT = 1e9
+"""Thirty years: in milliseconds it is still a number that JAX can pass on."""
+
 
 def initialize(
     coordinator_address: str | None = None,
@@ -54,7 +57,8 @@ def initialize(
 
     Raises:
         InitializeError: JAX has started its backend, or this was called before.
-        OptionError: a timeout that is not above 0.
+        OptionError: a timeout that is not above 0, or longer than 30 years.
+        ArgumentError: a timeout that is no number.
 
     Example:
         >>> import jhost
@@ -73,11 +77,19 @@ def initialize(
         os.environ["XLA_FLAGS"] = flags
 
 
-def _check_timeout(seconds: float | None) -> None:
-    if seconds is not None and not seconds > 0:
+def _check_timeout(seconds: Any) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise errors.ArgumentError(
+            "jhost.distributed.initialize takes a number of seconds or None as "
+            f"program_timeout_seconds, but got {seconds!r}."
+        )
+    if not 0 < seconds <= _LONGEST_TIMEOUT:
         raise errors.OptionError(
             f"jhost.distributed.initialize got program_timeout_seconds={seconds!r}, "
-            "but needs seconds above 0, or None for no comparing."
+            f"but needs seconds above 0 and up to {_LONGEST_TIMEOUT:.0e}, or None for "
+            "no comparing."
         )
 
 

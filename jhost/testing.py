@@ -25,7 +25,7 @@ except ImportError as error:
 
 from jhost import errors
 from jhost._annotate import Pipeline
-from jhost._api import JitFunction, check_jhost_function
+from jhost._api import JitFunction, as_jhost_function
 from jhost._calls import by_floats, gradients_of
 from jhost._compare import beyond_tolerance
 from jhost._primitives import jhost_p
@@ -124,7 +124,7 @@ def assert_equals_plain(
         >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0))
         >>> assert_equals_plain(f, jnp.ones((8, 2)), meshes=[{"tp": 1}])
     """
-    check_jhost_function("testing.assert_equals_plain", f)
+    f, args = as_jhost_function("testing.assert_equals_plain", f, args)
     problems: list[str] = []
     for mesh in meshes or [None]:
         # The arguments are needed again.

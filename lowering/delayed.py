@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+import itertools
+from collections.abc import (
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
+from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.graph import touched
 from jhost.lowering.ir import Buffer, Compute, Set, Stmt
@@ -14,64 +22,91 @@ from jhost.lowering.reshard import Partial
 from jhost.lowering.rules import Reducer, axes_size
 from jhost.lowering.table import distributes
 
+Change: TypeAlias = tuple[Stmt, Sequence[Stmt]]
+"""A statement, and what is to stand in its place."""
+
 
 class Body:
-    """Statements, and who makes and reads each buffer.
+    """Statements, and who makes and reads each buffer; changes can be taken back.
 
-    `needed` are the results, and `marked` what the user said something about.
+    Each statement has a place, in which others may come to stand.  `needed` are the
+    results, and `marked` what the user said something about.
     """
 
     def __init__(
-        self, stmts: Sequence[Stmt], needed: Collection[str], marked: Collection[str]
+        self, stmts: Iterable[Stmt], needed: Collection[str], marked: Collection[str]
     ) -> None:
         self.needed = needed
         self.marked = marked
-        self.stmts = tuple(stmts)
+        self.places: list[tuple[Stmt, ...]] = []
+        self.place_of: dict[int, int] = {}
         self.makers: dict[str, Stmt] = {}
-        self.readers: dict[str, list[Stmt]] = {}
-        for stmt in stmts:
-            reads, writes = touched(stmt)
-            self.makers.update((buffer.name, stmt) for buffer in writes)
-            for buffer in reads:
-                self.readers.setdefault(buffer.name, []).append(stmt)
+        self.readers: dict[str, dict[int, Stmt]] = {}  # by identity
+        self.changed: list[tuple[int, tuple[Stmt, ...]]] = []
+        """Each place that was filled otherwise, in order, and what stood there."""
+        for place, stmt in enumerate(stmts):
+            self.places.append(())
+            self._fill(place, (stmt,))
 
     def reduction(self, buffer: Buffer) -> Set | None:
         """The `Set` that makes `buffer` from a partial value, if one does."""
         stmt = self.makers.get(buffer.name)
-        return stmt if isinstance(stmt, Set) and stmt.source.partial else None
-
-    @property
-    def reductions(self) -> dict[str, Set]:
-        """All of them, by the name of what they make."""
-        return {
-            stmt.out.name: stmt
-            for stmt in self.stmts
-            if isinstance(stmt, Set) and stmt.source.partial
-        }
+        return stmt if stmt is not None and is_reduction(stmt) else None
 
     def only_copy(self, buffer: Buffer) -> Set | None:
         """The `Set` that alone reads `buffer`, if nothing else does."""
-        readers = self.readers.get(buffer.name, [])
         kept = buffer.name in self.needed or buffer.name in self.marked
+        readers = [*self.readers.get(buffer.name, {}).values()]
         if kept or len(readers) != 1:
             return None
         return readers[0] if isinstance(readers[0], Set) else None
 
-    def replaced(self, changes: Mapping[int, Sequence[Stmt]]) -> Body:
-        """Other statements in place of some, by identity, without unread copies."""
-        stmts = [new for s in self.stmts for new in changes.get(id(s), (s,))]
-        body = Body(stmts, self.needed, self.marked)
-        unread = {
-            stmt.out.name
-            for stmt in stmts
-            if isinstance(stmt, Set)
-            and stmt.out.name not in self.needed
-            and stmt.out.name not in body.readers
-        }
-        if not unread:
-            return body
-        kept = [s for s in stmts if not (isinstance(s, Set) and s.out.name in unread)]
-        return Body(kept, self.needed, self.marked).replaced({})
+    def replace(self, changes: Sequence[Change]) -> None:
+        """Put others in the place of some statements; copies then unread go."""
+        for old, new in changes:
+            place = self.place_of[id(old)]
+            self.changed.append((place, self.places[place]))
+            stmts = ((s,) if s is not old else new for s in self.places[place])
+            self._fill(place, tuple(itertools.chain(*stmts)))
+        for old, _ in changes:
+            for buffer in touched(old)[0]:
+                copy = self.makers.get(buffer.name)
+                unread = buffer.name not in self.readers
+                if isinstance(copy, Set) and unread and buffer.name not in self.needed:
+                    self.replace([(copy, ())])
+
+    def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
+        """What stood where something changed after the first `count` changes."""
+        return dict(reversed(self.changed[count:]))
+
+    def take_back(self, count: int) -> None:
+        """Undo all changes but the first `count`."""
+        while len(self.changed) > count:
+            self._fill(*self.changed.pop())
+
+    def _fill(self, place: int, stmts: tuple[Stmt, ...]) -> None:
+        for stmt in self.places[place]:
+            del self.place_of[id(stmt)]
+            reads, writes = touched(stmt)
+            for buffer in writes:
+                if self.makers.get(buffer.name) is stmt:
+                    del self.makers[buffer.name]
+            for name in {buffer.name for buffer in reads}:
+                del self.readers[name][id(stmt)]
+                if not self.readers[name]:
+                    del self.readers[name]
+        self.places[place] = stmts
+        for stmt in stmts:
+            self.place_of[id(stmt)] = place
+            reads, writes = touched(stmt)
+            self.makers.update((buffer.name, stmt) for buffer in writes)
+            for buffer in reads:
+                self.readers.setdefault(buffer.name, {})[id(stmt)] = stmt
+
+
+def is_reduction(stmt: Stmt) -> TypeGuard[Set]:
+    """Whether a statement copies a partial value, and so reduces it."""
+    return isinstance(stmt, Set) and bool(stmt.source.partial)
 
 
 def behind(
@@ -80,8 +115,8 @@ def behind(
     fixed: AbstractSet[str],
     mesh: Mapping[str, int],
     names: Names,
-) -> Body | None:
-    """`body` with the reductions of some operands of `stmt` carried behind it.
+) -> list[Change] | None:
+    """What carries the reductions of some operands of `stmt` behind it.
 
     None where it does not distribute over them, where another operand is not there in
     the layout that is needed then, or where a value is `fixed` by the user.
@@ -95,9 +130,9 @@ def behind(
             continue
         (partial,) = partials
         carrier = _Carrier(stmt, body, tuple(sorted(partial)), positions, mesh, names)
-        new = carrier.body_behind()
-        if new is not None:
-            return new
+        changes = carrier.changes()
+        if changes is not None:
+            return changes
     return None
 
 
@@ -151,14 +186,14 @@ class _Carrier:
             for spread in self.unit_eqn.axes
         )
 
-    def body_behind(self) -> Body | None:
+    def changes(self) -> list[Change] | None:
         if self.axes != self.unit_eqn.axes and self.contracts:
             return None  # devices would repeat one another's work
         ins = [self.operand(position) for position in range(len(self.stmt.ins))]
         made = [self.result(position) for position in range(len(self.stmt.outs))]
         if None in ins or None in made:
             return None
-        changes: dict[int, Sequence[Stmt]] = {}
+        changes: list[Change] = []
         after: list[Stmt] = []
         outs: list[Buffer] = []
         for out, partial in zip(self.stmt.outs, made, strict=True):
@@ -166,7 +201,7 @@ class _Carrier:
             copy = self.body.only_copy(out)
             outs.append(partial)
             if copy is not None:
-                changes[id(copy)] = (dataclasses.replace(copy, source=partial),)
+                changes.append((copy, (dataclasses.replace(copy, source=partial),)))
             else:
                 after.append(Set(out=out, source=partial))
         unit_eqn = dataclasses.replace(self.unit_eqn, axes=self.axes)
@@ -177,8 +212,7 @@ class _Carrier:
             ins=tuple(buffer for buffer in ins if buffer is not None),
             outs=tuple(outs),
         )
-        changes[id(self.stmt)] = (compute, *after)
-        return self.body.replaced(changes)
+        return [*changes, (self.stmt, (compute, *after))]
 
     @property
     def contracts(self) -> bool:

@@ -50,6 +50,7 @@ from jhost.lowering.printer import program_text, written
 from jhost.lowering.ranks import Ranks
 from jhost.lowering.rules import COMBINE
 from jhost.lowering.scopes import Scopes
+from jhost.lowering.shard_map import shard_map
 from jhost.lowering.stages import Turn, set_aside, turns
 from jhost.lowering.transfers import match_transfers
 from jhost.lowering.verify_memory import is_reshard
@@ -68,15 +69,8 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
     def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
         return _Emitter(program).run(params)
 
-    if not mesh.axis_names:
-        return on_device
-    return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=tuple(map(spec_of, program.params)),
-        out_specs=tuple(map(spec_of, program.results)),
-        check_vma=False,
-    )
+    ins, outs = map(spec_of, program.params), map(spec_of, program.results)
+    return shard_map(on_device, mesh, tuple(ins), tuple(outs))
 
 
 def spec_of(buffer: Buffer) -> PartitionSpec:

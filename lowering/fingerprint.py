@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jhost._jax import Atom, ClosedJaxpr, close
+from jhost._jax import Atom, ClosedJaxpr, close, is_tracing
 from jhost.lowering.ir import Compute, Program, walk
 from jhost.lowering.printer import program_text
 
@@ -47,30 +49,40 @@ def _eqn_texts(invars: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Iterator[str]
     numbers = _numbers(invars, eqns)
     for eqn in eqns:
         operands = ", ".join(_atom_text(atom, numbers) for atom in eqn.invars)
-        yield f"{eqn.primitive.name}({operands}) {_value_text(eqn.params)}"
+        yield f"{eqn.primitive.name}({operands}) {value_text(eqn.params)}"
 
 
 def _atom_text(atom: Atom, numbers: Mapping[Var, int]) -> str:
     if isinstance(atom, Literal):
-        return _value_text(atom.val)
+        return value_text(atom.val)
     return f"{numbers[atom]}:{atom.aval}"
 
 
-def _value_text(value: Any) -> str:
-    """A parameter; of what has no order, sorted, and of large arrays a digest."""
+def value_text(value: Any) -> str:
+    """A parameter; of what has no order, sorted, and of arrays a digest.
+
+    An array of which other processes have parts is told by its type.
+    """
     match value:
         case Mapping():
-            items = [f"{key}={_value_text(item)}" for key, item in value.items()]
+            items = [f"{key}={value_text(item)}" for key, item in value.items()]
             return f"{{{', '.join(sorted(items))}}}"
         case Set():
-            return f"{{{', '.join(sorted(map(_value_text, value)))}}}"
+            return f"{{{', '.join(sorted(map(value_text, value)))}}}"
         case tuple() | list():
-            return f"({', '.join(map(_value_text, value))})"
+            return f"({', '.join(map(value_text, value))})"
         case Jaxpr() | ClosedJaxpr():
             return _jaxpr_text(close(value))
         case np.ndarray():
             digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
             return f"{value.dtype}{value.shape} {digest[:16]}"
+        case _ if is_tracing(value):
+            return str(jax.typeof(value))
+        case jax.Array() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return f"{value.dtype} {value_text(jax.random.key_data(value))}"
+        case jax.Array():
+            whole = value.is_fully_addressable or value.is_fully_replicated
+            return value_text(np.asarray(value)) if whole else str(jax.typeof(value))
         case _:
             return _ADDRESS.sub("0x", repr(value))
 

@@ -8,7 +8,8 @@ whole.  What may merge is a predicate that the caller hands in (nvFuser #4145).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import (
@@ -45,9 +46,12 @@ class Node:
         return self.stmts[0]
 
 
-Group: TypeAlias = tuple[Node, ...]
+Group: TypeAlias = Sequence[Node]
 ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
-"""Whether two groups may run as one; convexity is not the predicate's business."""
+"""Whether two groups, in each of which all may run as one, may run as one.
+
+Convexity is not the predicate's business.
+"""
 
 
 def nodes(
@@ -143,42 +147,90 @@ def merge_groups(
     Nodes come in program order, so nothing depends on the one at hand yet: it may join
     a group unless another group that it needs depends, through others, on that group.
     """
-    members: list[list[int]] = []
-    upstream: list[set[int]] = []
-    group_of: list[int] = []
+    groups = _Groups()
     for number, node in enumerate(graph):
-        needed = {group_of[other] for other in before[number]}
-        chosen = len(members)
-        for candidate in reversed(range(len(members))):
-            blocked = any(candidate in upstream[g] for g in needed - {candidate})
-            group = tuple(graph[i] for i in members[candidate])
-            if not blocked and should_merge(group, (node,)):
-                chosen = candidate
-                break
-        if chosen == len(members):
-            members.append([])
-            upstream.append(set())
-        members[chosen].append(number)
-        group_of.append(chosen)
-        _extend_upstream(upstream, chosen, needed - {chosen})
-    order = _ordered(members, upstream)
-    return [tuple(graph[i] for i in members[group]) for group in order]
+        needed = groups.of(before[number])
+        fitting = (
+            group
+            for group in groups.free(needed)
+            if should_merge(groups.members[group], (node,))
+        )
+        groups.add(node, next(fitting, None), needed)
+    return [tuple(groups.members[group]) for group in groups.order()]
 
 
-def _extend_upstream(upstream: list[set[int]], group: int, needed: set[int]) -> None:
-    new = needed.union(*(upstream[g] for g in needed))
-    upstream[group] |= new
-    for above in upstream:
-        if group in above:
-            above |= new
+class _Groups:
+    """Groups of nodes while they are put together.
+
+    A set of groups is an integer with a bit for each, the later ones higher.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[list[Node]] = []
+        self.group_of: list[int] = []  # of each node, in order
+        self.needs: list[int] = []  # the groups that some member needs
+        self.readers: list[int] = []  # the groups that need it
+        self.upstream: list[int] = []  # what it needs, through others too
+
+    def of(self, numbers: Iterable[int]) -> int:
+        """The groups that these nodes are in."""
+        found = 0
+        for number in numbers:
+            found |= 1 << self.group_of[number]
+        return found
+
+    def free(self, needed: int) -> Iterator[int]:
+        """The groups on which no other group of `needed` depends, the last first."""
+        blocked = 0
+        for group in _bits(needed):
+            blocked |= self.upstream[group]
+        return _bits((1 << len(self.members)) - 1 & ~blocked)
+
+    def add(self, node: Node, group: int | None, needed: int) -> None:
+        """Put the next node, which needs some groups, into one, or into a new one."""
+        if group is None:
+            group = len(self.members)
+            self.members.append([])
+            for sets in (self.needs, self.readers, self.upstream):
+                sets.append(0)
+        self.members[group].append(node)
+        self.group_of.append(group)
+        needed &= ~(1 << group)
+        self.needs[group] |= needed
+        above = needed
+        for other in _bits(needed):
+            self.readers[other] |= 1 << group
+            above |= self.upstream[other]
+        if above & ~self.upstream[group]:
+            for other in self.behind(group):
+                self.upstream[other] |= above
+
+    def behind(self, group: int) -> set[int]:
+        """A group and all that need it, through others too."""
+        found, waiting = {group}, [group]
+        while waiting:
+            new = set(_bits(self.readers[waiting.pop()])) - found
+            found |= new
+            waiting += new
+        return found
+
+    def order(self) -> Iterator[int]:
+        """Groups after those they need, otherwise in the order of their first nodes."""
+        waiting = [needs.bit_count() for needs in self.needs]
+        # A group is numbered when its first node comes.
+        ready = [group for group, count in enumerate(waiting) if not count]
+        while ready:
+            group = heapq.heappop(ready)
+            yield group
+            for reader in _bits(self.readers[group]):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, reader)
 
 
-def _ordered(members: list[list[int]], upstream: list[set[int]]) -> Iterator[int]:
-    """Groups after those they need, otherwise in the order of their first nodes."""
-    pending = sorted(range(len(members)), key=lambda group: members[group][0])
-    done: set[int] = set()
-    while pending:
-        group = next(g for g in pending if upstream[g] <= done)
-        pending.remove(group)
-        done.add(group)
-        yield group
+def _bits(number: int) -> Iterator[int]:
+    """The bits that are set, the highest first."""
+    while number:
+        bit = number.bit_length() - 1
+        yield bit
+        number ^= 1 << bit

@@ -315,5 +315,7 @@ def _poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jax.lax.empty(shape, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.full(shape, math.nan, dtype)
+        # JAX's search for the user's NaNs must not find this one.
+        poison = jnp.finfo(dtype).max if jax.config.jax_debug_nans else math.nan
+        return jnp.full(shape, poison, dtype)
     return jnp.full(shape, True if dtype == np.bool_ else jnp.iinfo(dtype).max, dtype)

@@ -15,25 +15,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jhost._jax import cached
 from jhost.lowering.emit_collectives import dim_of, reducer_of, swapped_ranks
 from jhost.lowering.ir import Communicate, Unit
 from jhost.lowering.place import ChunkAt, Site, evaluate_unit
 from jhost.lowering.rules import COMBINE, Reducer, axes_size
+from jhost.lowering.shard_map import shard_map
 
 Step: TypeAlias = Callable[..., Any]
 
 
 def stacked(mesh: Mesh, spec: PartitionSpec) -> Step:
     """From a global array to what each device holds of it."""
-    return _over_mesh(mesh, lambda x: _lead(mesh, x), (spec,), _leading(mesh))
+    return _over_mesh(mesh, lambda x: _lead(mesh, x), spec, _leading(mesh))
 
 
 def unstacked(mesh: Mesh, spec: PartitionSpec) -> Step:
     """The global array that the devices hold the parts of."""
-    return _over_mesh(mesh, lambda x: _local(mesh, x), (_leading(mesh),), spec)
+    return _over_mesh(mesh, lambda x: _local(mesh, x), _leading(mesh), spec)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> Step:
     """(source, start) -> the part of the source."""
 
@@ -45,7 +47,7 @@ def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> Step:
     return _per_device(mesh, step)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def update(mesh: Mesh, dim: int, groups: int) -> Step:
     """(source, start, part) -> the source with the part changed."""
 
@@ -61,7 +63,7 @@ def update(mesh: Mesh, dim: int, groups: int) -> Step:
     return _per_device(mesh, step)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> Step:
     """(chunk start, *ins) -> outs; an extent of 0 stands for no chunk."""
 
@@ -75,40 +77,46 @@ def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> Step
     return _per_device(mesh, step)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def combine(mesh: Mesh, reducer: Reducer) -> Step:
     """(held, new) -> both combined."""
     return _per_device(mesh, COMBINE[reducer])
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def choose(mesh: Mesh) -> Step:
     """(predicate, a, b) -> a where the predicate holds."""
     return _per_device(mesh, lambda p, a, b: jnp.where(p.astype(bool), a, b))
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def permute(mesh: Mesh, sources: tuple[int, ...]) -> Step:
     """(sent,) -> what comes from the device that each receives from."""
     axes = mesh.axis_names
 
     def step(x: Any) -> Any:
         mine = jnp.asarray(sources)[lax.axis_index(axes)]
-        return lax.all_gather(x, axes)[mine]
+        return _every(x, axes)[mine]
 
     return _per_device(mesh, step)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(256)
 def communicate(mesh: Mesh, stmt: Communicate, root: int, shift: int) -> Step:
     """(source,) -> what each device has of the result."""
     axes, devices = stmt.axes, axes_size(stmt.axes, mesh.shape)
 
     def step(x: Any) -> Any:
-        every, me = list(lax.all_gather(x, axes)), lax.axis_index(axes)
+        every, me = list(_every(x, axes)), lax.axis_index(axes)
         return _result(stmt, every, me, root, (me - shift) % devices)
 
     return _per_device(mesh, step)
+
+
+def _every(x: Any, axes: tuple[str, ...]) -> Any:
+    """What each device along `axes` has, along a new dim in front."""
+    # As one dim, for JAX cannot lower a gather of keys into a new one.
+    return lax.all_gather(x[None], axes, axis=0, tiled=True)
 
 
 def _result(
@@ -178,14 +186,11 @@ def _per_device(mesh: Mesh, step: Step) -> Step:
     return _over_mesh(mesh, local, _leading(mesh), _leading(mesh))
 
 
-def _over_mesh(mesh: Mesh, step: Step, in_specs: Any, out_specs: Any) -> Step:
-    if not mesh.axis_names:
-        return jax.jit(step)
-    return jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-    )
+def _over_mesh(mesh: Mesh, step: Step, in_spec: PartitionSpec, out_specs: Any) -> Step:
+    def call(*args: Any) -> Any:
+        return shard_map(step, mesh, (in_spec,) * len(args), out_specs)(*args)
+
+    return jax.jit(call)
 
 
 def _leading(mesh: Mesh) -> PartitionSpec:

@@ -23,6 +23,9 @@ class Moved:
             return self  # as most often
         return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
 
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.exposed - other.exposed, self.hidden - other.hidden)
+
     @property
     def all(self) -> int:
         return self.exposed + self.hidden

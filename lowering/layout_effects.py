@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 from jhost.lowering.ir import Set
 from jhost.lowering.layout import Layout
@@ -27,15 +28,15 @@ class Effect:
 
 
 class Effects:
-    """The effects of assignments under the present wishes, each found out once."""
+    """The effects of assignments, each found out once for what is wished for."""
 
     def __init__(self, wishes: Wishes, costs: Costs) -> None:
         self.wishes = wishes
         self.costs = costs
-        self.known: dict[tuple[int, Assignment], Effect] = {}
+        self.known: dict[tuple[int, Assignment, Hashable], Effect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> Effect:
-        key = id(op), assignment
+        key = id(op), assignment, self.wishes.about(op.outs)
         if key not in self.known:
             self.known[key] = self.found(op, assignment)
         return self.known[key]

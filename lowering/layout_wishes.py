@@ -7,7 +7,7 @@ are assigned to, through the factors of the operations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from jhost.lowering.ir import Buffer, ShardMark
 from jhost.lowering.layout import Layout, divides, used_axes
@@ -92,6 +92,10 @@ class Wishes:
             want or tuple(axis for axis in have if axis in free)
             for want, have in zip(self.goals.get(name, rest), rest, strict=True)
         )
+
+    def about(self, names: Iterable[str]) -> Hashable:
+        """All that is wished for of some values at present."""
+        return tuple((self.goals.get(n), self.open.get(n)) for n in names)
 
     def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(self.mesh).difference(axes)

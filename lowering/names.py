@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from jhost.lowering.ir import Program, walk
@@ -13,6 +14,7 @@ class Names:
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
+        self._counts: Counter[str] = Counter()
 
     @classmethod
     def of(cls, program: Program) -> Names:
@@ -22,11 +24,12 @@ class Names:
     def fresh(self, wanted: str) -> str:
         """`wanted` made an identifier, with a number where it is taken."""
         base = re.sub(r"\W+", "_", wanted).strip("_") or "v"
-        name, count = base, 0
+        name, count = base, self._counts[base]  # up to there, all are taken
         while name in self._taken:
             count += 1
             name = f"{base}_{count}"
         self._taken.add(name)
+        self._counts[base] = count
         return name
 
 

@@ -10,13 +10,16 @@ of the whole program in view.
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import BarrierMark, Buffer, Compute, Program, Set, ShardMark
 from jhost.lowering.layout import Layout, whole
 from jhost.lowering.layout_costs import NOTHING, Costs, Moved
+from jhost.lowering.layout_decisions import Decisions, Move
 from jhost.lowering.layout_effects import Effects
 from jhost.lowering.layout_wishes import Wishes
 from jhost.lowering.operations import (
@@ -74,28 +77,15 @@ def solve_layouts(
     best = solver.improved(solver.settled())
     contests = [
         solver.contest(op, assignment, best.layouts)
-        for op, assignment in zip(solver.operations, best.assignments, strict=True)
+        for op, assignment in zip(solver.operations, best.in_order(), strict=True)
     ]
     return Solution(
         operations=tuple(solver.operations),
         layouts=best.layouts,
-        assignments=tuple(best.assignments),
+        assignments=best.in_order(),
         contests=tuple(contests),
         costs=solver.costs,
     )
-
-
-@dataclasses.dataclass(slots=True)
-class _Decisions:
-    """Layouts and assignments, and the bytes that they move in all.
-
-    A value is brought to another layout once, however many operations read it there.
-    """
-
-    layouts: dict[str, Layout]
-    assignments: list[Assignment] = dataclasses.field(default_factory=list)
-    moves: set[tuple[str, Layout]] = dataclasses.field(default_factory=set)
-    total: Moved = NOTHING
 
 
 class _Solver:
@@ -118,84 +108,80 @@ class _Solver:
         self.costs = Costs(self.buffers, self.mesh, streamed, fills)
         self.wishes = Wishes(self.buffers, marks, self.mesh)
         self.effects = Effects(self.wishes, self.costs)
+        self.found: dict[Hashable, Assignment] = {}
+        self.readers: dict[str, list[int]] = {}
+        for number, op in enumerate(self.operations):
+            for name in op.ins:
+                self.readers.setdefault(name, []).append(number)
 
-    def settled(self) -> _Decisions:
+    def settled(self) -> Decisions:
         """Wishes and decisions at a fixed point, of two the one that moves less.
 
         The one begins with what the constraints suggest to the operations before them,
         the other with what follows from the operands.
         """
-        by_operands = self.settled_from(self.forward().assignments)
+        by_operands = self.settled_from(self.forward().in_order())
         goals = dict(self.wishes.goals)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
         fewer = by_operands.total < by_constraints.total
         if fewer and self.repeats_no_more(by_operands, by_constraints):
             self.wishes.goals = goals
-            self.effects.known.clear()
             return by_operands
         return by_constraints
 
-    def repeats_no_more(self, one: _Decisions, other: _Decisions) -> bool:
+    def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
         """Whether no contraction is done by more devices alike than in the `other`."""
-        decided = zip(self.operations, one.assignments, other.assignments, strict=True)
+        decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
         return all(
             sum(map(len, mine)) >= sum(map(len, theirs))
             for op, mine, theirs in decided
             if any(op.reducers)
         )
 
-    def settled_from(self, suggested: Sequence[Assignment] | None) -> _Decisions:
+    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
         self.wishes.backward(self.operations, suggested)
-        self.effects.known.clear()
         made = self.forward()
         for _ in range(_ROUNDS):
             before = made
-            self.wishes.backward(self.operations, made.assignments)
-            self.effects.known.clear()
+            self.wishes.backward(self.operations, made.in_order())
             made = self.forward()
-            if made == before:
+            if made.same_as(before):
                 break
         return made
 
     # --- Decisions ------------------------------------------------------------ #
 
-    def start(self) -> _Decisions:
-        layouts = {
+    def forward(self) -> Decisions:
+        """Decide in program order, from what is decided already."""
+        given = {
             param.name: self.wishes.goals.get(param.name) or whole(len(param.shape))
             for param in self.params
         }
-        return _Decisions(layouts)
-
-    def forward(self) -> _Decisions:
-        """Decide in program order, from what is decided already."""
-        made = self.start()
-        for op in self.operations:
-            self.decide(op, self.cheapest(op, made), made)
+        made = Decisions(self.operations, self.effects, self.costs, given)
+        for number in range(len(self.operations)):
+            made.decide(number, self.cheapest(number, made))
         return made
 
-    def decide(self, op: Operation, assignment: Assignment, made: _Decisions) -> None:
-        """Add `op`, so assigned, to what is `made`."""
-        effect = self.effects.of(op, assignment)
-        made.assignments.append(assignment)
-        for move in effect.wants:
-            if move not in made.moves:
-                made.moves.add(move)
-                made.total += self.costs.reshard(
-                    move[0], made.layouts[move[0]], move[1]
-                )
-        made.total += effect.cost
-        made.layouts.update(effect.rests)
+    def cheapest(self, number: int, made: Decisions) -> Assignment:
+        """The assignment that moves the fewest bytes; found once for the same case."""
+        op, moves = self.operations[number], made.known(number)
+        layouts = {name: made.layouts[name] for name in op.ins}
+        case = number, moves, *layouts.values(), self.wishes.about(op.outs)
+        if case not in self.found:
+            self.found[case] = self.find_cheapest(op, layouts, moves)
+        return self.found[case]
 
-    def cheapest(self, op: Operation, made: _Decisions) -> Assignment:
-        """The assignment that moves the fewest bytes.
+    def find_cheapest(
+        self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
+    ) -> Assignment:
+        """The best of those that spread the work alike, then by all of their bytes.
 
-        What loops hide does not pay for a contraction that more devices repeat: the
-        best of each spread compare by all of their bytes.
+        What loops hide does not pay for a contraction that more devices repeat.
         """
         best: dict[int, tuple[Rank, Assignment]] = {}
-        for candidate in self.candidates(op, made.layouts):
-            rank = self.rank(op, candidate, made.layouts, made.moves)
+        for candidate in self.candidates(op, layouts):
+            rank = self.rank(op, candidate, layouts, moves)
             spread = rank[1] if any(op.reducers) else 0
             if spread not in best or rank < best[spread][0]:
                 best[spread] = rank, candidate
@@ -228,7 +214,7 @@ class _Solver:
         op: Operation,
         assignment: Assignment,
         layouts: Mapping[str, Layout],
-        moves: set[tuple[str, Layout]],
+        moves: Container[Move],
     ) -> Rank:
         """How good an assignment is, with the way to what the consumers wish for."""
         effect = self.effects.of(op, assignment)
@@ -242,26 +228,24 @@ class _Solver:
 
     # --- With the whole program in view --------------------------------------- #
 
-    def improved(self, made: _Decisions) -> _Decisions:
+    def improved(self, made: Decisions) -> Decisions:
         """`made`, with single decisions changed as long as that moves fewer bytes."""
         trials, number = _TRIALS, 0
         numbers = self.paying(made)
         while number < len(numbers) and trials > 0:
-            better = None
+            better = False
             for candidate in self.others(numbers[number], made):
                 trials -= 1
-                trial = self.tried(numbers[number], candidate, made)
-                if trial.total < made.total:
-                    better = made = trial
-            if better is None:
+                better |= self.tried(numbers[number], candidate, made)
+            if not better:
                 number += 1
             else:
                 numbers, number = self.paying(made), 0
         return made
 
-    def paying(self, made: _Decisions) -> list[int]:
+    def paying(self, made: Decisions) -> list[int]:
         """The operations that move something, or whose results are moved."""
-        moved = {name for name, want in made.moves if want != made.layouts[name]}
+        moved = made.moved()
         return [
             number
             for number, op in enumerate(self.operations)
@@ -269,7 +253,7 @@ class _Solver:
             or not self.effects.of(op, made.assignments[number]).settled
         ]
 
-    def others(self, number: int, made: _Decisions) -> list[Assignment]:
+    def others(self, number: int, made: Decisions) -> list[Assignment]:
         """What the operation could be assigned to instead.
 
         No contraction is repeated on more devices for fewer bytes.
@@ -282,24 +266,29 @@ class _Solver:
             if candidate != current and sum(map(len, candidate)) >= least
         ]
 
-    def tried(self, number: int, candidate: Assignment, base: _Decisions) -> _Decisions:
-        """`base` with one decision changed, and those after that it bears on."""
-        made = self.start()
-        changed: set[str] = set()
-        for other, op in enumerate(self.operations):
-            assignment = base.assignments[other]
-            if other == number:
-                assignment = candidate
-            elif not changed.isdisjoint(op.ins):
-                assignment = self.cheapest(op, made)
-            self.decide(op, assignment, made)
-            if assignment != base.assignments[other]:
-                # Those that read the same values may now share what is moved.
-                changed.update(op.ins)
-            changed.update(n for n in op.outs if made.layouts[n] != base.layouts[n])
-            if made.total >= base.total:
-                break  # it only grows
-        return made
+    def tried(self, number: int, candidate: Assignment, made: Decisions) -> bool:
+        """Change a decision, and those after it that it bears on, if that is better."""
+        before, undo = made.total, list[tuple[int, Assignment]]()
+        waiting = {number}
+        order = [number]
+        while order:
+            other = heapq.heappop(order)
+            old = made.assignments[other]
+            new = candidate if other == number else self.cheapest(other, made)
+            if new == old:
+                continue
+            undo.append((other, old))
+            # Those that read the same values may now share what is moved.
+            changed = {*made.decide(other, new), *self.operations[other].ins}
+            for reader in itertools.chain(*(self.readers.get(n, ()) for n in changed)):
+                if reader > other and reader not in waiting:
+                    waiting.add(reader)
+                    heapq.heappush(order, reader)
+        if made.total < before:
+            return True
+        for other, old in reversed(undo):
+            made.decide(other, old)
+        return False
 
     # --- What there was to choose from ---------------------------------------- #
 

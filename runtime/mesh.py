@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -84,9 +91,37 @@ def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
     meshes = [get_abstract_mesh()]
     meshes += [jax.typeof(value).sharding.mesh for value in values]
     for mesh in meshes:
-        if AxisType.Explicit in mesh.axis_types:
+        if explicit_axes(mesh):
             return mesh
     return None
+
+
+def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes of `mesh` of which types speak."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def with_types(
+    call: Callable[..., Sequence[Any]],
+    mesh: AbstractMesh,
+    specs: Iterable[PartitionSpec],
+) -> Callable[..., Sequence[Any]]:
+    """`call`, in which no type speaks of shardings, with results whose types do."""
+    axes = explicit_axes(mesh)
+    types = tuple(NamedSharding(mesh, _spec_over(axes, spec)) for spec in specs)
+
+    def untyped(*args: Any) -> tuple[Any, ...]:
+        return tuple(call(*args))
+
+    typed = jax.sharding.auto_axes(untyped, axes=axes, out_sharding=types)
+    return cast(Callable[..., Sequence[Any]], typed)
+
+
+def _spec_over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    """`spec` without other axes, which are of no type."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return PartitionSpec(*(tuple(a for a in e if a in axes) or None for e in entries))
 
 
 def automatic(value: Any) -> Any:

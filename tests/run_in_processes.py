@@ -214,6 +214,30 @@ def another_parameter(port: str, count: str, number: str) -> None:
     caught(blocks_on(jax.devices(), compiler_options=dump))
 
 
+def another_executable(port: str, count: str, number: str) -> None:
+    """One Host IR program, and what the processes say around it differs."""
+    initialize(port, count, number)
+    mesh = mesh_of(jax.devices())
+    is_last = number == str(int(count) - 1)
+    factor = np.full(16, 3 if is_last else 2, np.float32)
+
+    def mine(x: jax.Array, tag: object = None) -> jax.Array:
+        return jhost.stream(jnp.sin(x @ x), 0)
+
+    def closing(x: jax.Array) -> jax.Array:
+        return jhost.stream((x * factor) @ x, 0)
+
+    how: dict[str, Any] = {"mesh": mesh, "pipeline": "p2p", "in_shardings": ROW}
+    x = placed(mesh, (16, 16), ROW, seed=0)
+    donating = jhost.jit(mine, **how, donate_argnums=0 if is_last else None)
+    caught(partial(donating, x))
+    caught(partial(jhost.jit(closing, **how), x))
+    caught(partial(jax.jit(jhost.jit(closing, **how)), x))
+    # An object says where it is, which is no difference.
+    for tag in (is_last, object()):
+        caught(partial(jhost.jit(mine, **how, static_argnums=1), x, tag))
+
+
 def another_order(port: str, count: str, number: str) -> None:
     initialize(port, count, number)
     pipelines = ("p2p", "collective")

@@ -492,3 +492,17 @@ def test_the_overhead_of_a_call_is_measured(
             assert 0 < row["minimum_us"][name] <= row["median_us"][name]
         more = row["minimum_us"]["jhost"] - row["minimum_us"]["plain"]
         assert row["within_limit"] == (more <= found["limit_us"])
+
+
+def test_the_time_of_lowering_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    main = script("lowering_time.py")["main"]
+    main(["--layers", "1,2", "--runs", "1", "--json", str(path)])
+    found, table = json.loads(path.read_text()), capsys.readouterr().out
+    assert len(found["seconds"]) == 4
+    for name, times in found["seconds"].items():
+        assert name in table
+        assert len(times) == 2
+        assert all(seconds > 0 for seconds in times)

@@ -162,6 +162,18 @@ def test_parameters_and_options_that_differ_are_named() -> None:
     assert dump == {"error": None}
 
 
+@each_count
+def test_what_else_makes_an_executable_is_named(count: int) -> None:
+    ends = said("another_executable", count)
+    assert all(lines == ends[0] for lines in ends)
+    donated, *closed, static, of_an_object = ends[0]
+    assert f"process {count - 1}, in mine: `x is donated`" in donated["text"]
+    for line in closed:
+        assert "is closed over`" in line["text"]
+    assert "`argument 1 is static: True`, where process" in static["text"]
+    assert of_an_object == {"error": None}
+
+
 def test_another_order_of_programs_is_an_error_in_all() -> None:
     ends = said("another_order", 2)
     assert ends[0] == ends[1]
@@ -251,9 +263,15 @@ def test_initialize_is_too_late_once_there_are_devices() -> None:
         distributed.initialize("localhost:1234", 2, 0)
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_a_timeout_is_above_zero(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e10])
+def test_a_timeout_is_above_zero_and_ends(seconds: float) -> None:
     with pytest.raises(errors.OptionError, match=f"program_timeout_seconds={seconds}"):
+        distributed.initialize(program_timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", ["a", True, [1]])
+def test_a_timeout_is_a_number(seconds: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match="takes a number of seconds"):
         distributed.initialize(program_timeout_seconds=seconds)
 
 

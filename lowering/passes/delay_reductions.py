@@ -8,18 +8,23 @@ the bytes received or the number of communications falls and neither grows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from jhost.lowering.delayed import Body, behind
+from jhost.lowering.delayed import Body, behind, is_reduction
+from jhost.lowering.graph import touched
 from jhost.lowering.ir import (
     BarrierMark,
     Buffer,
     Compute,
+    Mark,
     Program,
     Remark,
     Set,
     ShardMark,
+    Stmt,
     StreamMark,
 )
 from jhost.lowering.layout import layout_of
@@ -49,16 +54,25 @@ class DelayReductions:
 
     def apply(self, program: Program) -> Program:
         asked = resolved_marks(program, self.chunks, self.pipeline)
-        delayer = _Delayer(program, streamed_dims(program, asked))
-        program = delayer.delay()
+        program = _Delayer(program, streamed_dims(program, asked)).delay()
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cost:
-    moved: Moved
-    communications: int
+    """What reshards move and how many communications they are, or a difference."""
+
+    moved: Moved = NOTHING
+    communications: int = 0
+
+    def __add__(self, other: _Cost) -> _Cost:
+        count = self.communications + other.communications
+        return _Cost(self.moved + other.moved, count)
+
+    def __sub__(self, other: _Cost) -> _Cost:
+        count = self.communications - other.communications
+        return _Cost(self.moved - other.moved, count)
 
     def improves(self, other: _Cost) -> bool:
         """Whether something falls and nothing grows."""
@@ -66,8 +80,7 @@ class _Cost:
         return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
     def terms(self) -> tuple[int, int, int]:
-        exposed, hidden = self.moved.exposed, self.moved.hidden
-        return exposed, exposed + hidden, self.communications
+        return self.moved.exposed, self.moved.all, self.communications
 
 
 class _Delayer:
@@ -76,58 +89,101 @@ class _Delayer:
         self.mesh = dict(program.mesh.shape)
         self.streamed = streamed
         self.names = Names.of(program)
-        self.given = [m for m in program.marks if not isinstance(m, BarrierMark)]
-        fixed = [mark for mark in self.given if not isinstance(mark, StreamMark)]
+        given = [m for m in program.marks if not isinstance(m, BarrierMark)]
+        fixed = [mark for mark in given if not isinstance(mark, StreamMark)]
         self.fixed = {mark.buffer for mark in fixed}
+        needed = {result.name for result in program.results}
+        self.body = Body(program.body, needed, {mark.buffer for mark in given})
+        self.gone: dict[str, Set] = {}
+        self.stale: set[str] = set()
+        self.remarks: dict[str, Remark] = {}
 
     def delay(self) -> Program:
-        program = self.program
-        needed = {result.name for result in program.results}
-        body = Body(program.body, needed, {mark.buffer for mark in self.given})
-        started: set[str] = set()
-        while starts := [n for n in body.reductions if n not in started]:
-            started.add(starts[0])
-            new = self.carried(starts[0], body)
-            if new is not body:
-                program = self.rewritten(program, body, new)
-                body = new
-                started.clear()
-        return program
+        """Carry each reduction on, and those again for which that changed something."""
+        waiting = self.starts(self.program.body)
+        queued = set(waiting)
+        ended: dict[str, set[tuple[int, str]]] = {}
+        while waiting:
+            start = heapq.heappop(waiting)
+            queued.remove(start)
+            if start not in self.starts([self.body.makers.get(start[1])]):
+                continue
+            seen = self.carry(start[1])
+            if not self.body.changed:
+                for name in seen:
+                    ended.setdefault(name, set()).add(start)
+                continue
+            changed = self.settle()
+            again = set(self.starts(map(self.body.makers.get, changed)))
+            again.update(*(ended.pop(name, ()) for name in changed))
+            for other in again - queued:
+                heapq.heappush(waiting, other)
+            queued |= again
+        return self.rewritten()
 
-    def carried(self, start: str, body: Body) -> Body:
-        """`body` with one reduction, and those that it meets, as far on as is best."""
-        reached, trial = {start}, body
-        best, least = body, self.cost(body)
-        for stmt in body.stmts:
-            if not isinstance(stmt, Compute):
+    def starts(self, stmts: Iterable[Stmt | None]) -> list[tuple[int, str]]:
+        """The place and the name of each reduction among statements."""
+        return [
+            (self.body.place_of[id(stmt)], stmt.out.name)
+            for stmt in stmts
+            if stmt is not None and is_reduction(stmt)
+        ]
+
+    def carry(self, start: str) -> set[str]:
+        """Carry one reduction, and those that it meets, as far on as is best.
+
+        Returns the values that had a say in it.
+        """
+        body, seen, reached = self.body, {start}, {start}
+        waiting = self.readers(start)
+        heapq.heapify(waiting)
+        cost, least, best, last = _Cost(), _Cost(), 0, -1
+        while waiting:
+            place = heapq.heappop(waiting)
+            if place == last:
                 continue
-            if reached.isdisjoint(buffer.name for buffer in stmt.ins):
+            last = place
+            stmt = next(s for s in body.places[place] if isinstance(s, Compute))
+            seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
+            changes = behind(stmt, body, self.fixed, self.mesh, self.names)
+            if changes is None:
                 continue
-            new = behind(stmt, trial, self.fixed, self.mesh, self.names)
-            if new is None:
-                continue
-            trial = new
-            reached |= _new_reductions(new, body).keys()
-            cost = self.cost(trial)
+            count = len(body.changed)
+            body.replace(changes)
+            cost += self.growth(count)
+            for name in self.made(count).keys() - reached:
+                reached.add(name)
+                for other in self.readers(name):
+                    heapq.heappush(waiting, other)
             if cost.improves(least):
-                best, least = trial, cost
-        return best
+                least, best = cost, len(body.changed)
+        body.take_back(best)
+        return seen
+
+    def readers(self, name: str) -> list[int]:
+        """The places of the computations that read a value."""
+        readers = self.body.readers.get(name, {}).values()
+        return [self.body.place_of[id(s)] for s in readers if isinstance(s, Compute)]
 
     # --- What it costs -------------------------------------------------------- #
 
-    def cost(self, body: Body) -> _Cost:
-        moved, count = NOTHING, 0
-        for stmt in body.stmts:
-            if isinstance(stmt, Set):
-                one = self.cost_of(stmt)
-                moved, count = moved + one.moved, count + one.communications
-        return _Cost(moved, count)
+    def growth(self, count: int) -> _Cost:
+        """What the changes after the first `count` add."""
+        grown = _Cost()
+        for place, old in self.body.before(count).items():
+            for stmt in self.body.places[place]:
+                grown += self.cost_of(stmt)
+            for stmt in old:
+                grown -= self.cost_of(stmt)
+        return grown
 
-    def cost_of(self, stmt: Set) -> _Cost:
+    def cost_of(self, stmt: Stmt) -> _Cost:
+        if not isinstance(stmt, Set):
+            return _Cost()
         have, want = layout_of(stmt.source), layout_of(stmt.out)
         partial = stmt.source.partial
         if have == want and not partial:
-            return _Cost(NOTHING, 0)
+            return _Cost()
         streamed = self.streamed.get(stmt.out.name)
         streamed = streamed or self.streamed.get(stmt.source.name)
         steps = plan_reshard(have, want, partial, self.mesh)
@@ -142,37 +198,64 @@ class _Delayer:
 
     # --- What becomes of it --------------------------------------------------- #
 
-    def rewritten(self, program: Program, old: Body, new: Body) -> Program:
-        """The program with the statements of `new`; marks and remarks follow."""
-        gone = {n: s for n, s in old.reductions.items() if n not in new.makers}
-        made = _new_reductions(new, old)
-        marks = tuple(
-            dataclasses.replace(mark, buffer=gone[mark.buffer].source.name)
-            if isinstance(mark, StreamMark | BarrierMark) and mark.buffer in gone
-            else mark
-            for mark in program.marks
-        )
-        stale = {*gone, *made}
+    def made(self, count: int) -> dict[str, Set]:
+        """The reductions that the changes after the first `count` made."""
+        before = self.body.before(count)
+        old = set(map(id, itertools.chain(*before.values())))
+        return {
+            stmt.out.name: stmt
+            for place in sorted(before)
+            for stmt in self.body.places[place]
+            if is_reduction(stmt) and id(stmt) not in old
+        }
+
+    def settle(self) -> set[str]:
+        """Keep what is changed, and say so; the values that it bears on."""
+        before, made = self.body.before(0), self.made(0)
+        old = list(itertools.chain(*(before[place] for place in sorted(before))))
+        new = itertools.chain(*(self.body.places[place] for place in before))
+        gone = {
+            stmt.out.name: stmt
+            for stmt in old
+            if is_reduction(stmt) and stmt.out.name not in self.body.makers
+        }
+        self.gone |= gone
+        self.stale |= {*gone, *made}
+        for name in (*gone, *made):
+            self.remarks.pop(name, None)
+        for name, stmt in made.items():
+            self.remarks[name] = self.remark(stmt, [*gone])
+        self.body.changed.clear()
+        buffers = (b for stmt in (*old, *new) for b in itertools.chain(*touched(stmt)))
+        return {buffer.name for buffer in buffers}
+
+    def rewritten(self) -> Program:
+        """The program with what is changed; marks and remarks follow."""
+        if not self.stale:
+            return self.program
         remarks = [
             remark
-            for remark in program.remarks
-            if remark.kind != "layout" or dict(remark.facts)["value"] not in stale
+            for remark in self.program.remarks
+            if remark.kind != "layout" or dict(remark.facts)["value"] not in self.stale
         ]
-        remarks += [self.remark(stmt, new, [*gone]) for stmt in made.values()]
         return dataclasses.replace(
-            program, body=new.stmts, marks=marks, remarks=tuple(remarks)
+            self.program,
+            body=tuple(itertools.chain(*self.body.places)),
+            marks=tuple(map(self.followed, self.program.marks)),
+            remarks=(*remarks, *self.remarks.values()),
         )
 
-    def remark(self, stmt: Set, body: Body, gone: Sequence[str]) -> Remark:
-        maker = body.makers[stmt.source.name]
+    def followed(self, mark: Mark) -> Mark:
+        """A stream or barrier mark on what has taken the place of its value."""
+        while isinstance(mark, StreamMark | BarrierMark) and mark.buffer in self.gone:
+            mark = dataclasses.replace(mark, buffer=self.gone[mark.buffer].source.name)
+        return mark
+
+    def remark(self, stmt: Set, gone: Sequence[str]) -> Remark:
+        maker = self.body.makers[stmt.source.name]
         assert isinstance(maker, Compute), "only computations make partial values"
         before = made_text(stmt.source, operation(maker))
         after = spec_text(layout_of(stmt.out))
         reason = f"{' and '.join(gone)} stayed partial until here" if gone else ""
         moved, where = self.cost_of(stmt).moved, line_of(operation(maker))
         return layout_remark(stmt.out.name, before, after, moved, [reason], where)
-
-
-def _new_reductions(new: Body, old: Body) -> dict[str, Set]:
-    before = old.reductions
-    return {n: s for n, s in new.reductions.items() if s is not before.get(n)}

@@ -21,6 +21,8 @@ class ReceiveEarly:
     name: ClassVar[str] = "receive_early"
 
     def apply(self, program: Program) -> Program:
+        if not any(isinstance(stmt, For) for stmt in program.body):
+            return program
         return dataclasses.replace(program, body=_in_loops(program.body))
 
 

@@ -43,11 +43,10 @@ from jhost.lowering.names import Names
 
 def merge_computations(one: Group, other: Group) -> bool:
     """The default: computations on the same chunk merge, nothing else does."""
-    stmts = [node.stmt for node in (*one, *other)]
-    computes = [s for s in stmts if isinstance(s, Compute) and s.reducer is None]
-    if len(computes) < len(stmts):
+    first, second = one[0].stmt, other[0].stmt  # the others of each are alike
+    if not (isinstance(first, Compute) and isinstance(second, Compute)):
         return False
-    return all(compute.chunk == computes[0].chunk for compute in computes)
+    return first.chunk == second.chunk and not (first.reducer or second.reducer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
