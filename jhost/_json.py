@@ -7,6 +7,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from jhost.errors import first_line
+
 T = TypeVar("T")
 
 
@@ -43,4 +45,8 @@ def _fields(kind: Any, value: Any, path: str) -> Any:
     hints = typing.get_type_hints(kind)
     if not isinstance(value, dict) or set(value) != set(hints):
         raise ValueError(f"{path} needs the fields {', '.join(hints)}")
-    return kind(**{n: _read(hints[n], value[n], f"{path}.{n}") for n in hints})
+    fields = {n: _read(hints[n], value[n], f"{path}.{n}") for n in hints}
+    try:
+        return kind(**fields)
+    except ValueError as error:  # of the kind's own checks, which name the field
+        raise ValueError(f"{path}.{first_line(error)}") from error

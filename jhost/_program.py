@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jhost import errors
 from jhost._jax import (
     arg_names,
     cached_by_jaxpr,
@@ -125,18 +126,27 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
         StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
     """
     config = plain(config)
-    if config.tunings:
-        _warn_if_stale(call_jaxpr, config)
-    return _lowered(call_jaxpr, config)
+    if not config.tunings:
+        return _lowered(call_jaxpr, config)
+    _warn_if_stale(call_jaxpr, config)
+    try:
+        return _lowered(call_jaxpr, config)
+    except REFUSALS as refusal:
+        untuned = dataclasses.replace(config, tunings=())
+        program = _lowered(call_jaxpr, untuned)  # raises what is the user's doing
+        _warn_of_tuning(config, [errors.first_line(refusal)])
+        return program
 
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
     """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
     config = plain(config)
-    try:
-        return _lowered(call_jaxpr, config)
-    except REFUSALS:
-        return _lowered(call_jaxpr, config, strict=False)
+    for tunings in dict.fromkeys((config.tunings, ())):
+        try:
+            return _lowered(call_jaxpr, dataclasses.replace(config, tunings=tunings))
+        except REFUSALS:
+            pass
+    return _lowered(call_jaxpr, config, strict=False)
 
 
 def plain(config: Config) -> Config:
@@ -207,7 +217,11 @@ def _warn_if_stale(call_jaxpr: Any, config: Config) -> None:
     found = [changes(tuning, mesh, program, digest) for tuning in config.tunings]
     if not all(found):
         return
-    lines = [f"  * {line}" for lines in found for line in lines]
+    _warn_of_tuning(config, [line for lines in found for line in lines])
+
+
+def _warn_of_tuning(config: Config, changed: Sequence[str]) -> None:
+    lines = [f"  * {line}" for line in changed]
     warnings.warn(
         f"The tuning of {config.name} does not hold here and is ignored: its streams "
         f"are chosen by prediction. Tune again with jhost.tune({config.name}, ...). "

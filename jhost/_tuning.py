@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import jax
 
@@ -60,6 +62,25 @@ class Candidate:
     minimum: float
     median: float
     predicted: float | None
+
+    def __post_init__(self) -> None:
+        if self.pipeline not in (None, "collective", "p2p"):
+            _refuse("pipeline", self.pipeline, "'collective', 'p2p' or None")
+        for name in ("chunks", "streams"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                _refuse(name, count, "at least 1, or None")
+        for name in ("minimum", "median", "predicted"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < math.inf:
+                _refuse(name, seconds, "seconds, from 0 on")
+
+
+def _refuse(field: str, value: object, allowed: str) -> NoReturn:
+    raise errors.TuningError(
+        f"{field} is {value!r}, and can be {allowed}. Tune again, or leave the tuning "
+        "out."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +185,7 @@ class Tuning:
         try:
             return read(cls, fields)
         except (TypeError, ValueError) as error:
-            raise errors.TuningError(f"This text is no tuning: {error}.") from error
+            raise errors.TuningError(f"This text is no tuning: {error}") from error
 
 
 def _row(candidate: Candidate) -> str:

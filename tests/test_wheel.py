@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,25 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> Non
         for path in (ROOT / folder).rglob("*.py")
     }
     assert shipped == modules | {"jhost/py.typed"}
+
+
+def test_the_wheel_works_as_it_is_zipped(wheel: zipfile.ZipFile) -> None:
+    """On the path, not installed; the user's lines are still told from its own."""
+    script = """
+import jax.numpy as jnp, jhost
+assert ".whl" in jhost.__file__, jhost.__file__
+f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+assert f(jnp.ones(4)).tolist() == [2, 2, 2, 2]
+print(jhost.explain(f, jnp.ones(4)).streams[0].where)
+"""
+    assert wheel.filename is not None
+    environment = os.environ | {"PYTHONPATH": wheel.filename, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-c", script]
+    ran = subprocess.run(
+        command, cwd="/", env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("<string>:4")
 
 
 def test_the_wheel_needs_jax_and_what_that_needs(wheel: zipfile.ZipFile) -> None:

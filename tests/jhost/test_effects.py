@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify, io_callback
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import jhost
 from tests.jhost.blocks import (
     ARGS,
     SPECS,
@@ -131,6 +133,24 @@ def test_ordered_callbacks_over_devices_are_refused_as_by_jax() -> None:
 
     with pytest.raises(ValueError, match="ordered effects are not supported for more"):
         hosted(block, "p2p")(*ARGS)
+
+
+@pytest.mark.parametrize("callback", [jax.pure_callback, io_callback])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "set_mesh"])
+def test_callbacks_on_explicit_meshes(callback: Any, inside: bool) -> None:
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,))
+    there = jax.device_put(X, NamedSharding(mesh, P("tp")))
+
+    def doubled(x: jax.Array) -> jax.Array:
+        y = callback(lambda x: 2 * np.asarray(x), jax.typeof(X), x)
+        return rows(y + x)
+
+    f = jhost.jit(doubled, mesh=mesh, chunks=2)
+    named = jhost.jit(doubled, mesh=mesh, chunks=2, in_shardings=P("tp"))
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        results = [f(there), named(X), named(there), jax.jit(f)(there)]
+    for result in results:
+        assert_same(result, 3 * X)
 
 
 # --- Randomness --------------------------------------------------------------- #

@@ -162,6 +162,38 @@ def test_a_static_argument_may_be_anything_hashable() -> None:
     assert (f("sum", X), f("max", X)) == (X.sum(), 63)
 
 
+@pytest.mark.parametrize("number", [2, -1, (2,), (-1, 0)])
+def test_a_number_counts_among_the_arguments_of_the_call(
+    mesh: Mesh, number: int | tuple[int, ...]
+) -> None:
+    """Of a function that takes any number of them, as `jax.jit` counts."""
+
+    def f(a: Any, *rest: Any) -> Any:
+        assert isinstance(rest[-1], float)
+        return a + rest[0] * rest[1]
+
+    first: Any = 1.0 if isinstance(number, tuple) and 0 in number else X
+    wanted = jax.jit(f, static_argnums=number)(first, X * 10, 3.0)
+    for settings in (options(), options(mesh=mesh, out_shardings=P("tp"))):
+        compiled = jhost.jit(f, static_argnums=number, **settings)
+        np.testing.assert_array_equal(compiled(first, X * 10, 3.0), wanted)
+
+
+@pytest.mark.parametrize(
+    "static",
+    [{"static_argnums": 5}, {"static_argnames": "nobody"}, {"static_argnums": "x"}],
+    ids=str,
+)
+def test_static_arguments_that_there_are_not_are_refused_as_by_jax(
+    static: dict[str, Any],
+) -> None:
+    with pytest.raises((ValueError, TypeError)) as by_jax:
+        jax.jit(block, **static)
+    with pytest.raises(by_jax.type) as by_jhost:
+        jhost.jit(block, **static)
+    assert str(by_jhost.value) == str(by_jax.value)
+
+
 def test_what_is_donated_is_gone(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, P("tp"))
     for donate in (options(donate_argnums=0), options(donate_argnames="x")):
@@ -206,6 +238,25 @@ def test_closed_over_arrays_and_tracers_are_operands(mesh: Mesh) -> None:
     np.testing.assert_allclose(outer(scale), total * 3, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(outer)(scale), total * 3, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(outer)(scale), total, rtol=1e-6)
+
+
+def test_python_s_numbers_are_results(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> Any:
+        return x, {"float": 2.0, "list": [3, True, 1j]}
+
+    wanted = jax.jit(f)(X)
+    for settings in (options(), options(mesh=mesh, in_shardings=P("tp"))):
+        g = jhost.jit(f, **settings)
+        chex.assert_trees_all_equal(g(X), wanted)
+        for given, plain in zip(
+            jax.tree.leaves(g(X)), jax.tree.leaves(wanted), strict=True
+        ):
+            assert (given.dtype, given.weak_type) == (plain.dtype, plain.weak_type)
+        slope, aux = jax.grad(lambda x, g=g: (jnp.sum(g(x)[0]), g(x)[1]), has_aux=True)(
+            X
+        )
+        chex.assert_trees_all_equal((slope, aux), (jnp.ones_like(X), wanted[1]))
+        assert jax.eval_shape(g, X) == jax.eval_shape(f, X)
 
 
 def test_weak_types_stay_weak(mesh: Mesh) -> None:

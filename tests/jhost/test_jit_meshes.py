@@ -82,6 +82,33 @@ def test_auto_and_explicit_meshes_in_and_out_of_set_mesh(
     np.testing.assert_allclose(cotangent, expected(expected()), rtol=1e-6)
 
 
+@pytest.mark.parametrize("types", ["EA", "AE"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "set_mesh"])
+def test_meshes_of_which_types_tell_some_axes_alone(types: str, inside: bool) -> None:
+    kinds = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    axis_types = tuple(kinds[letter] for letter in types)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axis_types)
+    specs = P(("dp", "tp")), P(None, "tp")
+    x, w = (
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip((X, W), specs, strict=True)
+    )
+    given = jhost.jit(block, mesh=mesh, in_shardings=specs, out_shardings=P("dp", "tp"))
+    taken = jhost.jit(block, mesh=mesh)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        results = [
+            given(X, W),
+            given(x, w),
+            taken(x, w),
+            jax.jit(lambda x, w: taken(x, w) + 0)(x, w),
+            jax.vjp(taken, x, w)[0],
+        ]
+        cotangent, _ = jax.vjp(given, x, w)[1](given(x, w))
+    for result in results:
+        np.testing.assert_array_equal(result, expected())
+    np.testing.assert_allclose(cotangent, expected(expected()), rtol=1e-6)
+
+
 def test_a_call_inside_jax_jit_is_pipelined_as_well(mesh: Mesh) -> None:
     f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
     outer = jax.jit(lambda x, w: f(x, w) * 2)

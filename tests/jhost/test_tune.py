@@ -373,6 +373,44 @@ def test_what_is_no_tuning_is_refused(change: Any, message: str) -> None:
         jhost.Tuning.from_json(text)
 
 
+def with_candidate(tuning: jhost.Tuning, **changed: Any) -> str:
+    """The JSON of a tuning whose first candidate has other fields."""
+    fields = json.loads(tuning.to_json())
+    fields["programs"][0]["streams"][0]["candidates"][0].update(changed)
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"chunks": 0}, "chunks is 0, and can be at least 1, or None"),
+        ({"chunks": -2}, "chunks is -2, and can be at least 1, or None"),
+        ({"streams": 0}, "streams is 0, and can be at least 1"),
+        ({"pipeline": "ring"}, "pipeline is 'ring', and can be 'collective', 'p2p'"),
+        ({"median": -1.0}, "median is -1.0, and can be seconds"),
+    ],
+    ids=str,
+)
+def test_what_no_stream_can_do_is_refused_by_its_field(
+    changed: dict[str, Any], message: str
+) -> None:
+    place = r"Tuning\.programs\[0\]\.streams\[0\]\.candidates\[0\]\."
+    with pytest.raises(errors.TuningError, match=place + message):
+        jhost.Tuning.from_json(with_candidate(tuned(), **changed))
+    with pytest.raises(errors.TuningError, match=message):
+        dataclasses.replace(tuned().programs[0].streams[0].candidates[0], **changed)
+
+
+def test_a_tuning_that_cannot_be_followed_is_ignored_with_a_warning() -> None:
+    text = with_candidate(tuned(), pipeline="p2p", chunks=7)
+    f: Any = jhost.jit(relu_block, tuning=jhost.Tuning.from_json(text), **SETTINGS)
+    with pytest.warns(UserWarning, match=r"(?s)is ignored.*[*] .*chunks"):
+        result = f(*ARGS)
+    chex.assert_trees_all_equal(result, relu_block(*ARGS))
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert jhost.explain(f, *ARGS).streams[0].pipeline == "off"
+
+
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(errors.TuningError, match="is no tuning"):
         jhost.Tuning.from_json("{")
@@ -401,16 +439,22 @@ def test_without_the_cache_nothing_is_written(cache: Path) -> None:
     assert files(cache) == []
 
 
-@pytest.mark.parametrize("kind", ["corrupt", "foreign", "binary"])
+@pytest.mark.parametrize("kind", ["corrupt", "foreign", "binary", "no chunks"])
 def test_a_file_that_is_no_tuning_of_this_is_ignored_and_replaced(
     cache: Path, kind: str
 ) -> None:
     tuning = tuned(cache=True)
     (path,) = files(cache)
     other = dataclasses.replace(tuning, programs=()).to_json()
-    contents = {"corrupt": b'{"jhost', "foreign": other.encode(), "binary": b"\xff\xfe"}
+    contents = {
+        "corrupt": b'{"jhost',
+        "foreign": other.encode(),
+        "binary": b"\xff\xfe",
+        "no chunks": with_candidate(tuning, chunks=0).encode(),
+    }
     path.write_bytes(contents[kind])
-    with pytest.warns(UserWarning, match=r"\.json is ignored: "):
+    said = "chunks is 0" if kind == "no chunks" else ""
+    with pytest.warns(UserWarning, match=rf"\.json is ignored: .*{said}"):
         again = tuned(cache=True)
     assert jhost.Tuning.from_json(path.read_text()) == again
 
