@@ -16,11 +16,7 @@ from jhost.lowering.ranks import Ranks
 from jhost.lowering.rules import COMBINE, Reducer
 from jhost.lowering.transfers import Transfer
 
-_REDUCE: Mapping[Reducer, Callable[..., Any]] = {
-    "sum": lax.psum,
-    "max": lax.pmax,
-    "min": lax.pmin,
-}
+_EXTREMA: Mapping[Reducer, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
 
 
 def dim_of(stmt: Communicate) -> int:
@@ -107,9 +103,36 @@ def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:
 
 
 def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
-    if reduce := _REDUCE.get(reducer):
-        return reduce(x, axes)
+    if reducer == "sum":
+        return lax.psum(x, axes)
+    if extremum := _EXTREMA.get(reducer):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return extremum(x, axes)
+        # Between floats, XLA:CPU and NCCL pass over what is no number.
+        return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
+
+
+def _ordered(x: Any, reducer: Reducer) -> Any:
+    """Integers in the order of floats, with NaN at the end that `reducer` takes."""
+    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
+    ends = jnp.iinfo(bits.dtype)
+    end = jnp.array(ends.max if reducer == "max" else ends.min, bits.dtype)
+    return jnp.where(jnp.isnan(wide), end, _flipped(bits))
+
+
+def _from_ordered(numbers: Any, dtype: np.dtype) -> Any:
+    """The floats again: NaN is what the integers at both ends stand for."""
+    wide = lax.bitcast_convert_type(
+        _flipped(numbers), f"float{8 * numbers.dtype.itemsize}"
+    )
+    return wide.astype(dtype)
+
+
+def _flipped(bits: Any) -> Any:
+    """A float's bits in the order of its value, or back: negative ones are reversed."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _reduce_scatter(

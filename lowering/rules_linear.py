@@ -3,6 +3,8 @@
 A partial sum may then stay partial through the equation, and what comes out is reduced
 instead.  The other reducers distribute over what only arranges elements, and over
 reductions of their own kind.  Integers stay exact: they wrap round alike either way.
+Factors of a product are taken to be finite, as a sum in another order takes what it
+adds to be; a divisor is often 0.
 """
 
 from __future__ import annotations
@@ -84,9 +86,11 @@ def _product(eqn: JaxprEqn) -> tuple[Group, ...]:
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[Group, ...]:
-    """The dividend, unless integers are rounded."""
+    """The dividend, where the divisor is not 0, unless integers are rounded."""
+    divisor = eqn.invars[1]
     exact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
-    return (frozenset({0}),) if exact else ()
+    known = isinstance(divisor, Literal) and divisor.val != 0
+    return (frozenset({0}),) if exact and known else ()
 
 
 def _conversion(eqn: JaxprEqn) -> tuple[Group, ...]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import jax
 import numpy as np
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jhost
@@ -39,33 +41,97 @@ REFUSALS = (*marks.REFUSALS, errors.StreamConflictError)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function of arrays of whole numbers, its arguments, and where they are."""
+    """A function of arrays of whole numbers, its arguments, and where they are.
+
+    `kinds` says of each argument whether it is an array, one of weak type, or a number
+    of Python's; `numbers` are more results.  `static` are the places at which static
+    arguments stand among the others.
+    """
 
     dtype: Any
     mesh: dict[str, int]
     shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
     steps: tuple[tuple[str, Step], ...]
     results: tuple[int, ...]
+    numbers: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     chunks: int | str
+    called: str
+    static: tuple[int, ...]
 
     def __repr__(self) -> str:
         steps = ", ".join(name for name, _ in self.steps)
         return (
-            f"Case({self.mesh}, {self.shapes} -> {steps} -> {self.results}, "
-            f"in={self.in_specs}, out={self.out_specs}, chunks={self.chunks})"
+            f"Case({self.mesh}, {self.shapes} {self.kinds} -> {steps} -> "
+            f"{self.results}, {self.numbers}, in={self.in_specs}, "
+            f"out={self.out_specs}, chunks={self.chunks}, {self.called}, "
+            f"static={self.static})"
         )
+
+    def count(self) -> None:
+        """Tells hypothesis's statistics of what kind the case is."""
+        steps = {f"step {name.partition('(')[0]}" for name, _ in self.steps}
+        kinds = {f"argument {kind}" for kind in self.kinds}
+        for kind in {*steps, *kinds, f"called {self.called or 'as a function'}"}:
+            hypothesis.event(kind)
+        for size in {0, 1}.intersection(sum(self.shapes, ())):
+            hypothesis.event(f"a dim of {size}")
 
     def function(self, *args: Any) -> tuple[Any, ...]:
         values = list(args)
         for _, step in self.steps:
             values.append(step(values))
-        return tuple(values[i] for i in self.results)
+        return (*(values[i] for i in self.results), *self.numbers)
 
-    def arguments(self) -> list[np.ndarray]:
+    def compiled(self, jit: Callable[..., Any]) -> Callable[..., Any]:
+        """The function compiled by `jit` in the way that it is called."""
+        match self.called:
+            case "with static arguments":
+                return self._with_static(jit)
+            case "as a method":
+                return self._as_method(jit)
+            case _:
+                return jit(self.function)
+
+    def _with_static(self, jit: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any) -> Any:
+            held = [arg for n, arg in enumerate(args) if n in self.static]
+            assert all(isinstance(name, str) for name in held)
+            return self.function(*(a for a in args if not isinstance(a, str)))
+
+        def call(*args: Any) -> Any:
+            given = list(args)
+            for place in self.static:
+                given.insert(place, f"argument {place}")
+            return compiled(*given)
+
+        compiled = jit(function, static_argnums=self.static)
+        return call
+
+    def _as_method(self, jit: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an object that holds the first argument."""
+
+        @jax.tree_util.register_dataclass
+        @dataclasses.dataclass(frozen=True)
+        class Holder:
+            first: Any
+            run = jit(lambda holder, *rest: self.function(holder.first, *rest))
+
+        return lambda first, *rest: Holder(first).run(*rest)
+
+    def arguments(self, most: int = 3, special: bool = False) -> list[Any]:
+        """The same on every call: whole numbers, or some `special` ones among them."""
         random = np.random.default_rng(0)
-        return [random.integers(-3, 4, s).astype(self.dtype) for s in self.shapes]
+        given: list[Any] = []
+        for shape, kind in zip(self.shapes, self.kinds, strict=True):
+            array = random.integers(-most, most + 1, shape).astype(self.dtype)
+            if special:
+                others = random.choice([np.nan, np.inf, -np.inf], shape)
+                array = np.where(random.random(shape) < 0.2, others, array)
+            given.append(_as_kind(kind, array.astype(self.dtype)))
+        return given
 
     def settings(self, results: bool = True) -> dict[str, Any]:
         """What `jhost.jit` is told, with or without where the results are to be."""
@@ -78,15 +144,29 @@ class Case:
             **({"out_shardings": self.out_specs} if results else {}),
         }
 
-    def placed(self) -> list[Any]:
+    def placed(self, arguments: Sequence[Any] | None = None) -> list[Any]:
         """The arguments, where the function takes them."""
+        arguments = self.arguments() if arguments is None else arguments
         if not self.mesh:
-            return self.arguments()
+            return [*arguments]
         mesh = mesh_of(**self.mesh)
         return [
             jax.device_put(argument, NamedSharding(mesh, spec))
-            for argument, spec in zip(self.arguments(), self.in_specs, strict=True)
+            if hasattr(argument, "shape")
+            else argument
+            for argument, spec in zip(arguments, self.in_specs, strict=True)
         ]
+
+
+def _as_kind(kind: str, array: np.ndarray) -> Any:
+    scalar = type(array.dtype.type(0).item())
+    match kind:
+        case "number":
+            return array.item()
+        case "weak":
+            return lax.convert_element_type(array, scalar)
+        case _:
+            return array
 
 
 def random_spec(
@@ -124,7 +204,7 @@ def mark(
     count = draw(st.sampled_from(counts))
     settings: dict[str, Any] = {"pipeline": "p2p", "chunks": count}
     if draw(st.booleans()):
-        least, most = min(2, shapes[i][dim]), min(4, shapes[i][dim])
+        least, most = (max(1, min(n, shapes[i][dim])) for n in (2, 4))
         settings = {"chunks": draw(st.integers(least, most))}
     return (
         f"stream({i}, {dim}, {settings})",
@@ -133,14 +213,19 @@ def mark(
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: Kinds) -> Case:
+def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
-    sizes = st.sampled_from([4, 8, 2, 6, 16, 12, 3, 5, 1, 10, 7])
+    sizes = st.sampled_from([4, 8, 2, 6, 16, 12, 3, 5, 1, 10, 7, 0])
     shape = st.lists(sizes, min_size=1, max_size=3).map(tuple)
-    shapes = draw(st.lists(shape, min_size=1, max_size=3))
-    inputs = tuple(shapes)
+    inputs = draw(st.lists(shape, min_size=1, max_size=3))
+    array = st.sampled_from(["array", "array", "weak"])
+    of_inputs = [draw(array) for _ in inputs]
+    if draw(st.integers(0, 3)) == 0:
+        inputs.append(())
+        of_inputs.append(draw(st.sampled_from(["number", "array"])))
+    shapes = list(inputs)
     steps: list[tuple[str, Step]] = []
-    for _ in range(draw(st.integers(1, 8))):
+    for _ in range(draw(st.integers(1, most_steps))):
         kind = draw(st.sampled_from([elementwise, alone, contraction, None, None]))
         made = kind(draw, shapes, kinds) if kind else mark(draw, shapes, mesh)
         result = jax.eval_shape(
@@ -152,13 +237,23 @@ def cases(draw: st.DrawFn, kinds: Kinds) -> Case:
         steps.append(made)
         shapes.append(result.shape)
     results = draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=3))
+    numbers = draw(st.sampled_from([(), (), (2,), (2.0, True)]))
+    called = draw(st.sampled_from(["", "", "with static arguments", "as a method"]))
+    places = st.lists(st.integers(0, len(inputs)), max_size=2, unique=True)
     return Case(
         dtype=kinds.dtype,
         mesh=mesh,
-        shapes=inputs,
+        shapes=tuple(inputs),
+        kinds=tuple(of_inputs),
         steps=tuple(steps),
         results=tuple(results),
+        numbers=numbers,
         in_specs=tuple(random_spec(draw, s, mesh) for s in inputs),
-        out_specs=tuple(random_spec(draw, shapes[i], mesh) for i in results),
+        out_specs=(
+            *(random_spec(draw, shapes[i], mesh) for i in results),
+            *(PartitionSpec() for _ in numbers),
+        ),
         chunks=draw(st.sampled_from(["auto", "auto", 1, 2, 3])),
+        called=called,
+        static=tuple(sorted(draw(places))),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -72,6 +73,8 @@ def alone(
     i = draw(st.integers(0, len(shapes) - 1))
     shape = shapes[i]
     makers = [name for name in kinds.alone if shape or name == "broadcast_in_dim"]
+    if 0 in shape:
+        makers = [name for name in makers if name in _OF_NOTHING]
     name = draw(st.sampled_from(makers))
     dim = draw(st.integers(0, max(len(shape) - 1, 0)))
     text, function = kinds.alone[name](draw, shape, dim)
@@ -186,19 +189,73 @@ _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
 }
 
 
+_OF_NOTHING = (
+    "transpose broadcast_in_dim expand_dims concatenate pad rev iota reduce_sum "
+    "reduce_prod cumsum sort while"
+).split()
+"""What a value without elements has as well."""
+
+
 WHOLE = Kinds(np.int32, _ELEMENTWISE, _ALONE)
 """All that works on integers."""
 
 
+# --- Rules of the user's ------------------------------------------------------------ #
+
+# None is the true derivative, so that one that is lost shows.
+
+
 @jax.custom_jvp
-def _own_rule(x: Any) -> Any:
+def _square(x: Any) -> Any:
     return x * x
 
 
-@_own_rule.defjvp
+@_square.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    return _own_rule(*primals), np.float32(3) * primals[0] * tangents[0]
+    return _square(*primals), np.float32(3) * primals[0] * tangents[0]
 
+
+@jax.custom_jvp
+def _product(x: Any, y: Any) -> Any:
+    return jax.jit(lambda a, b: a * b)(x, y)
+
+
+# By one operand alone, and of what the function gives.
+_product.defjvps(lambda t, result, x, y: t * (result + np.float32(1)), None)
+
+
+@jax.custom_vjp
+def _absolute(x: Any) -> Any:
+    return lax.abs(x)
+
+
+_absolute.defvjp(
+    lambda x: (_absolute(x), _square(x)), lambda square, ct: (ct * (square - ct),)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _power(exponent: int, x: Any) -> Any:
+    return lax.integer_pow(x, exponent)
+
+
+_power.defvjp(
+    lambda exponent, x: (_power(exponent, x), x), lambda exponent, x, ct: (x + ct,)
+)
+
+FORWARD_RULES: dict[str, Callable[[Any, Any], Any]] = {
+    "custom_jvp": lambda x, y: _square(x) * y,
+    "custom_jvp of two": _product,
+    "relu": lambda x, y: jax.nn.relu(x) - y,
+    "relu6": lambda x, y: jax.nn.relu6(x) + y,
+}
+
+REVERSE_RULES: dict[str, Callable[[Any, Any], Any]] = {
+    "custom_vjp": lambda x, y: _absolute(x) * y,
+    "custom_vjp with a number": lambda x, y: _power(2, x) + y,
+}
+
+# --- What has a gradient ------------------------------------------------------------ #
 
 _DIFFERENTIABLE = (
     "add sub mul neg max min select_n integer_pow copy jit remat2 serial "
@@ -214,10 +271,11 @@ SMOOTH = Kinds(
     np.float32,
     {
         **{name: _ELEMENTWISE[name] for name in _DIFFERENTIABLE.split()},
-        "relu": lambda x, y: jnp.maximum(x, 0),
+        "max with 0": lambda x, y: jnp.maximum(x, 0),
         "clamp": lambda x, y: lax.clamp(np.float32(-2), x, np.float32(2)),
         "stop_gradient": lambda x, y: lax.stop_gradient(x) + y,
-        "custom_jvp": lambda x, y: _own_rule(x) * y,
+        **FORWARD_RULES,
+        **REVERSE_RULES,
     },
     {name: _ALONE[name] for name in _REARRANGING.split()},
 )

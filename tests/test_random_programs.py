@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -14,6 +16,7 @@ from hypothesis import given, strategies as st
 import jhost
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
+from tests.random_derivatives import Derivatives, derivatives
 from tests.random_programs import REFUSALS, Case, cases
 from tests.random_steps import SMOOTH, WHOLE
 
@@ -21,44 +24,111 @@ EXACT = 2.0**20
 """Up to here float32 holds whole numbers, their sums, and halves of them."""
 
 
+def assert_same(given: Any, wanted: Any) -> None:
+    """Values, dtypes and weak types are equal."""
+    chex.assert_trees_all_equal(given, wanted)
+    assert list(map(type_of, given)) == list(map(type_of, wanted))
+
+
+def type_of(array: jax.Array) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array.weak_type
+
+
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(WHOLE))
 def test_random_programs_equal_the_plain_function(case: Case) -> None:
     """Emission and interpretation do."""
-    expected = jax.jit(case.function)(*case.arguments())
+    case.count()
+    expected = case.compiled(jax.jit)(*case.arguments())
     settings = case.settings()
     try:
-        result = jhost.jit(case.function, **settings)(*case.placed())
+        f = case.compiled(functools.partial(jhost.jit, **settings))
+        result = f(*case.placed())
     except REFUSALS:
         return
-    chex.assert_trees_all_equal(result, expected)
+    assert_same(result, expected)
     again = interpreted(case.function, **settings)(*case.placed())
-    chex.assert_trees_all_equal(again, expected)
+    assert_same(again, expected)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(SMOOTH))
+def test_infinities_and_no_numbers_stay_where_they_are(case: Case) -> None:
+    case.count()
+    args = case.arguments(special=True)
+    f = jhost.jit(case.function, **case.settings())
+    try:
+        remarks = f.lower(*case.placed(args)).host_ir.remarks
+        result = f(*case.placed(args))
+    except REFUSALS:
+        return
+    # What is multiplied before it is added up is taken to be finite.
+    hypothesis.assume(not any("stayed partial" in remark.text for remark in remarks))
+    assert_same(result, jax.jit(case.function)(*args))
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(SMOOTH), st.booleans())
 def test_their_gradients_equal_the_plain_functions(case: Case, inside: bool) -> None:
     """Around a jhost function, and `inside` of one."""
+    case.count()
     shapes = jax.eval_shape(case.function, *case.arguments())
     random = np.random.default_rng(1)
-    cotangents = tuple(
-        jnp.asarray(random.integers(-1, 2, result.shape), result.dtype)
-        for result in shapes
+    cotangents = jax.tree.map(
+        lambda result: (
+            jnp.asarray(random.integers(-1, 2, result.shape), result.dtype)
+            if jnp.issubdtype(result.dtype, jnp.floating)
+            else np.zeros(result.shape, jax.dtypes.float0)
+        ),
+        shapes,
     )
 
     def both(function: Any) -> Any:
         return lambda *args: vjp(function)(cotangents, *args)
 
     expected = jax.jit(both(case.function))(*case.arguments())
-    largest = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
-    hypothesis.assume(largest < EXACT)
+    hypothesis.assume(largest(expected) < EXACT)
     try:
         if inside:
             f = jhost.jit(both(case.function), **case.settings(results=False))
         else:
-            f = both(jhost.jit(case.function, **case.settings()))
+            f = both(case.compiled(functools.partial(jhost.jit, **case.settings())))
         result = f(*case.placed())
     except REFUSALS:
         return
     chex.assert_trees_all_equal(result, expected)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(SMOOTH, most_steps=5), derivatives())
+def test_their_derivatives_of_any_order_equal_the_plain_functions(
+    case: Case, taken: Derivatives
+) -> None:
+    """In every mix of modes, some of them taken inside of the jhost function."""
+    case.count()
+    for name in taken.names:
+        hypothesis.event(f"taken {name}")
+    args = case.arguments(most=1)
+    expected = outcome(lambda: taken.of(case.function, jax.jit)(*args))
+    hypothesis.assume(largest(expected) < EXACT)
+    jit = functools.partial(jhost.jit, **case.settings(results=False))
+    try:
+        result = outcome(lambda: taken.of(case.function, jit)(*case.placed(args)))
+    except REFUSALS:
+        return
+    chex.assert_trees_all_equal(result, expected)
+
+
+def outcome(f: Callable[[], Any]) -> Any:
+    """What a call gives, or the name of JAX's error where it has no derivative."""
+    try:
+        return f()
+    except (TypeError, NotImplementedError) as refusal:
+        return {type(refusal).__name__: jnp.zeros(())}
+
+
+def largest(tree: Any) -> float:
+    """The largest number in a tree of arrays; infinite if one is none."""
+    arrays = [a for a in jax.tree.leaves(tree) if a.dtype != jax.dtypes.float0]
+    sizes = [float(jnp.max(jnp.abs(a), initial=0)) for a in arrays]
+    return max((n if n == n else np.inf for n in sizes), default=0.0)

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jhost
 from jhost.lowering.emit import emit
 from jhost.lowering.index import Rank, less
 from jhost.lowering.ir import (
@@ -85,6 +87,30 @@ def test_allreduce(devices: int, reducer: Reducer) -> None:
     reduce = communicate("AllReduce", out, partial, reducer=reducer)
     wanted = REDUCE[reducer](x, axis=0)
     check(program(mesh, (source,), (out,), drop, reduce, WAIT), mesh, (x,), wanted)
+
+
+ROWS = [
+    [1.0, np.nan, -np.inf, -0.0, 2.0, np.inf, -448.0, np.nan],
+    [3.0, 1.0, -np.inf, 0.0, np.nan, -np.inf, -2.0, np.nan],
+]
+
+
+@pytest.mark.parametrize("reducer", ["max", "min"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_a_maximum_is_no_number_where_one_is_none(dtype: str, reducer: str) -> None:
+    """As `lax.max` has it; collectives of XLA:CPU and of NCCL pass over NaN."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.max(x, axis=0) if reducer == "max" else jnp.min(x, axis=0)
+
+    x = jnp.asarray(ROWS, jnp.float32).astype(dtype)
+    specs: Any = {"in_shardings": P("tp"), "out_shardings": P()}
+    given = jhost.jit(f, mesh=mesh_of(tp=2), **specs)(x)
+    assert given.dtype == x.dtype
+    given, wanted = (np.asarray(a.astype(jnp.float32)) for a in (given, f(x)))
+    np.testing.assert_array_equal(given, wanted)
 
 
 @devices

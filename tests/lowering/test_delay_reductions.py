@@ -210,6 +210,16 @@ def test_what_a_pipeline_hides_is_not_put_off_to_where_it_cannot() -> None:
     assert "CollectivePermute tp" in communications(program)
 
 
+def test_a_sum_is_divided_by_0_and_not_its_parts() -> None:
+    """The parts would be infinities of both signs, and their sum no number."""
+
+    def f(x: jax.Array, w: jax.Array, count: jax.Array) -> jax.Array:
+        return jnp.exp(-((x @ w) / count + x @ (w + 1)))
+
+    x, w = jnp.tile(jnp.float32([[3, -1, 0, 0]]), (4, 1)), jnp.ones((4, 4))
+    exact(f, x, w, jnp.zeros(4), **tp(4, (K, ROWS, P()), P()))
+
+
 # --- The rules ---------------------------------------------------------------------- #
 
 INTEGERS = np.arange(12, dtype=np.int32).reshape(3, 4) - 5
@@ -221,6 +231,7 @@ EQUATIONS: dict[str, tuple[Function, tuple[Any, ...]]] = {
     "mul": (lax.mul, (INTEGERS, OTHER)),
     "div": (lax.div, (INTEGERS, OTHER * 0 + 3)),
     "div of floats": (lax.div, (INTEGERS * 1.0, OTHER * 0 + 2.0)),
+    "div by two": (lambda x: x / np.float32(2), (INTEGERS * 1.0,)),
     "neg": (lax.neg, (INTEGERS,)),
     "abs": (lax.abs, (INTEGERS,)),
     "dot_general": (lambda x, y: lax.dot(x, y.T), (INTEGERS, OTHER)),
@@ -252,6 +263,7 @@ NOT_LINEAR = {
     "abs",
     "clamp",
     "div",
+    "div of floats",
     "from int8",
     "pad with ones",
     "reduce_max",
