@@ -64,6 +64,7 @@ def test_a_sparse_array_is_refused_by_jax() -> None:
         f(BCOO.fromdense(jnp.eye(3)))
 
 
+@pytest.mark.usefixtures("options_not_asked_for")
 def test_a_nested_function_s_options_are_missed_with_a_warning() -> None:
     """Where `jax.jit` raises: what jhost wants for itself, it may do without."""
     options = {"xla_cpu_enable_fast_math": True}

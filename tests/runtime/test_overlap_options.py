@@ -44,8 +44,8 @@ def test_a_trial_is_apart_from_the_mesh_that_is_set(
         assert accepts(jax.devices()[1], "xla_gpu_dot_merger_threshold_mb", 0)
 
 
-def test_missed_options_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap_options, "_asked_for", False)
+@pytest.mark.usefixtures("options_not_asked_for")
+def test_missed_options_are_told_once() -> None:
     with pytest.warns(UserWarning, match="told_once .* misses .* xla_option=4"):
         overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
     with warnings.catch_warnings():
@@ -53,20 +53,16 @@ def test_missed_options_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
 
 
-def test_who_asked_for_the_options_is_not_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(overlap_options, "_asked_for", False)
+@pytest.mark.usefixtures("options_not_asked_for")
+def test_who_asked_for_the_options_is_not_warned() -> None:
     jhost.compiler_options()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         overlap_options.warn_of_missed_options("not_warned", None, {"xla_option": 4})
 
 
-def test_a_function_with_options_warns_inside_an_outer_jit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(overlap_options, "_asked_for", False)
+@pytest.mark.usefixtures("options_not_asked_for")
+def test_a_function_with_options_warns_inside_an_outer_jit() -> None:
     options = {"xla_cpu_enable_fast_math": False}
 
     @jhost.jit(compiler_options=options)
@@ -100,6 +96,7 @@ def test_copies_in_one_process_and_symmetric_buffers_between_several(
     assert between["xla_gpu_experimental_enable_nccl_symmetric_buffers"] is True
 
 
+@pytest.mark.usefixtures("options_not_asked_for")
 def test_what_became_of_the_options_is_explained(
     make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
     monkeypatch: pytest.MonkeyPatch,
@@ -107,7 +104,6 @@ def test_what_became_of_the_options_is_explained(
     mesh = make_mesh((4,), ("tp",))
     wanted = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_there_is_no_such": 1}
     monkeypatch.setattr(overlap_options, "wanted_options", lambda *_: wanted)
-    monkeypatch.setattr(overlap_options, "_asked_for", False)
     with pytest.warns(UserWarning, match="explained_options"):
         overlap_options.warn_of_missed_options("explained_options", mesh, {"a": 1})
     assert overlap_options.options_report("explained_options", mesh) == (
