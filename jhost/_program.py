@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
+from jhost._annotate import Pipeline
 from jhost._jax import (
     arg_names,
     cached_by_jaxpr,
@@ -30,8 +31,8 @@ from jhost._jax import (
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.fingerprint import fingerprint
-from jhost.lowering.ir import Program, StreamMark
-from jhost.lowering.marks import REFUSALS
+from jhost.lowering.ir import Program, StreamChoice
+from jhost.lowering.marks import REFUSALS, Settings
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.pipeline import (
     Pass,
@@ -42,7 +43,7 @@ from jhost.lowering.pipeline import (
     up_to_layouts,
 )
 from jhost.lowering.rates import rates_of
-from jhost.lowering.streamed_dims import stream_marks
+from jhost.lowering.streamed_dims import reached_by_streams
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
@@ -60,7 +61,7 @@ class Config:
     name: str
     mesh: AnyMesh | None
     chunks: int | Literal["auto"]
-    pipeline: str
+    pipeline: Pipeline
     streams: int
     interpret: bool
     compiler_options: tuple[tuple[str, Any], ...] = ()
@@ -161,19 +162,19 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
     return _lower(call_jaxpr, config, sequence)
 
 
-Streams: TypeAlias = Sequence[StreamMark | None]
+Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
 
 
 @cached_by_jaxpr
 def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
-    """For each operand and each result that a stream reaches, a mark that says so."""
+    """For each operand and each result, the stream that reaches it, and its mark."""
     if not calls(call_jaxpr, stream_p):
         return [None] * len(call_jaxpr.in_avals), [None] * len(call_jaxpr.out_avals)
-    program = _lower(call_jaxpr, config, ())
-    marks = stream_marks(program, config.chunks, config.pipeline)
+    program = _settings(config).applied_to(_lower(call_jaxpr, config, ()))
+    reached = reached_by_streams(program)
     return (
-        [marks.get(param.name) for param in program.params],
-        [marks.get(result.name) for result in program.results],
+        [reached.get(param.name) for param in program.params],
+        [reached.get(result.name) for result in program.results],
     )
 
 
@@ -205,7 +206,7 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     except REFUSALS:
         strict = False  # as for `derived_program`
     before, chooser, rest = around_choice(_sequence(config, strict))
-    program = chooser.resolved(_lower(call_jaxpr, config, before))
+    program = chooser.settings.applied_to(_lower(call_jaxpr, config, before))
     return Planned(program, chooser, rest)
 
 
@@ -233,14 +234,17 @@ def _warn_of_tuning(config: Config, changed: Sequence[str]) -> None:
 def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
     devices = devices_of(config.mesh)
     return passes(
-        chunks=config.chunks,
-        pipeline=config.pipeline,
+        settings=_settings(config),
         streams=config.streams,
         strict=strict,
         rates=rates_of(devices.kind, devices.processes),
         device_kind=devices.kind,
         tuned=tuned_here(config.tunings, config.mesh),
     )
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(config.chunks, config.pipeline)
 
 
 def _lower(

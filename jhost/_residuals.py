@@ -19,7 +19,7 @@ from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost._program import Config, laid_out, streams_of
 from jhost._residual_cut import hand_over_least
-from jhost.lowering.ir import Buffer, StreamMark
+from jhost.lowering.ir import Buffer, StreamChoice
 
 _MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
 
@@ -76,7 +76,7 @@ def spec_of(buffer: Buffer) -> Spec:
 
 def _streams_to_mark(
     split: Split, config: Config
-) -> tuple[dict[int, StreamMark], dict[int, StreamMark]]:
+) -> tuple[dict[int, StreamChoice], dict[int, StreamChoice]]:
     """Marks for results of the first program, and for operands of the second.
 
     A program that keeps nothing but residuals, or that lost its marks on the way, is
@@ -92,9 +92,9 @@ def _streams_to_mark(
 
 
 def _one_of_each_stream(
-    marks: Mapping[int, StreamMark | None],
-) -> dict[int, StreamMark]:
-    streams = {mark.why: (number, mark) for number, mark in marks.items() if mark}
+    reached: Mapping[int, tuple[str, StreamChoice] | None],
+) -> dict[int, StreamChoice]:
+    streams = {at[0]: (number, at[1]) for number, at in reached.items() if at}
     return dict(streams.values())
 
 
@@ -108,7 +108,7 @@ def _made(split: Split) -> dict[int, int]:
 
 
 def _with_marked_results(
-    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamMark]
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamChoice]
 ) -> Any:
     """The first, with residuals laid out by `specs`, and streamed, where it makes them.
 
@@ -129,7 +129,7 @@ def _with_marked_results(
 
 
 def _with_marked_operands(
-    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamMark]
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamChoice]
 ) -> Any:
     """The second, with operands laid out by `specs`, and marked as in the first."""
     jaxpr = split.second.jaxpr
@@ -184,7 +184,7 @@ def _shard(spec: Spec) -> Mark:
     return shard_p, {"spec": spec}
 
 
-def _stream(mark: StreamMark | None) -> list[Mark]:
+def _stream(mark: StreamChoice | None) -> list[Mark]:
     if mark is None:
         return []
     chunks, pipeline = mark.chunks or "auto", mark.pipeline or "auto"

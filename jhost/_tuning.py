@@ -16,7 +16,7 @@ from jhost import errors
 from jhost._json import read
 from jhost._version import __version__
 from jhost.lowering.cost import seconds_text
-from jhost.lowering.ir import Program
+from jhost.lowering.ir import PipelineKind, Program
 from jhost.lowering.marks import Tuned, Tunings
 from jhost.lowering.printer import type_text
 from jhost.lowering.trial import ranking_text
@@ -56,7 +56,7 @@ class Candidate:
     """
 
     text: str
-    pipeline: str | None
+    pipeline: PipelineKind | None
     chunks: int | None
     streams: int | None
     minimum: float
@@ -242,7 +242,7 @@ def _tuned_marks(program: TunedProgram) -> dict[int, Tuned]:
             pipeline=stream.candidates[0].pipeline,
             chunks=stream.candidates[0].chunks,
             streams=stream.candidates[0].streams,
-            why=stream.reason(),
+            reason=stream.reason(),
             measured=stream.times(),
         )
         for stream in program.streams

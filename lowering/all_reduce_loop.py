@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jhost.lowering.choose_pipeline import Choice
+from jhost.lowering.choose_pipeline import Pipelining
 from jhost.lowering.chunk_loop import MAIN, Surroundings
 from jhost.lowering.collective_loop import INDEX, on_stream
 from jhost.lowering.graph import Group, Node
@@ -145,7 +145,7 @@ def _along(unit_eqn: UnitEqn, dim: int) -> UnitEqn:
 
 
 def ways_back(
-    graph: Sequence[Node], choice: Choice, mesh: Mapping[str, int]
+    graph: Sequence[Node], choice: Pipelining, mesh: Mapping[str, int]
 ) -> dict[int, Node]:
     """The gathers of sums, by identity, that hide nothing themselves; and the sums.
 

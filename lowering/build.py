@@ -24,13 +24,13 @@ from jhost.lowering.ir import (
     Compute,
     Dim,
     Mark,
+    Note,
     Program,
-    Remark,
     SerialMark,
     Set,
     ShardMark,
     Stmt,
-    StreamMark,
+    StreamRequest,
     Unit,
     UnitEqn,
 )
@@ -90,7 +90,7 @@ class _Builder:
         self.names = Names()
         self.body: list[Stmt] = []
         self.marks: dict[tuple[type[Mark], str], Mark] = {}
-        self.remarks: list[Remark] = []
+        self.remarks: list[Note] = []
         self.problems: list[tuple[str, Problem]] = []
         self.buffers: dict[Var, Buffer] = {}
         self.taken: set[str] = set()
@@ -188,7 +188,7 @@ class _Builder:
     def remark_opaque(self, eqn: JaxprEqn) -> None:
         primitive = eqn.primitive.name
         text = f"{primitive} works on whole arrays: {opaque_reason(primitive)}"
-        self.remarks.append(Remark(kind="opaque", text=text, where=source_line(eqn)))
+        self.remarks.append(Note(text=text, where=source_line(eqn)))
 
     # --- Markers -------------------------------------------------------------- #
 
@@ -198,20 +198,22 @@ class _Builder:
     def stream(self, eqn: JaxprEqn) -> Buffer:
         """Mark the value itself; a second mark may add to the first, not differ."""
         buffer, params = self.operand(eqn), eqn.params
-        mark = StreamMark(
+        mark = StreamRequest(
             buffer=buffer.name,
             dim=params["axis"],
             chunks=params["chunks"],
             pipeline=params["pipeline"],
-            where=source_line(eqn),
+            lines=(source_line(eqn),),
         )
-        first = self.marks.get((StreamMark, buffer.name))
-        if isinstance(first, StreamMark):
+        first = self.marks.get((StreamRequest, buffer.name))
+        if isinstance(first, StreamRequest):
             mark = self.agreed(buffer, first, mark)
-        self.marks[StreamMark, buffer.name] = mark
+        self.marks[StreamRequest, buffer.name] = mark
         return buffer
 
-    def agreed(self, buffer: Buffer, one: StreamMark, other: StreamMark) -> StreamMark:
+    def agreed(
+        self, buffer: Buffer, one: StreamRequest, other: StreamRequest
+    ) -> StreamRequest:
         """One mark for two on the same value."""
         merged = merge_marks(one, other) if one.dim == other.dim else None
         if merged is None:
@@ -241,8 +243,7 @@ class _Builder:
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             text = f"a sharding constraint is no NamedSharding: {sharding}"
-            remark = Remark(kind="sharding", text=text, where=source_line(eqn))
-            self.remarks.append(remark)
+            self.remarks.append(Note(text=text, where=source_line(eqn)))
             return self.operand(eqn)
         if self.mesh.shape and dict(sharding.mesh.shape) != dict(self.mesh.shape):
             raise errors.MeshMismatchError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import jax.numpy as jnp
 
 from jhost import errors
 from jhost.lowering.graph import Node
-from jhost.lowering.ir import Communicate, StreamMark
+from jhost.lowering.ir import Communicate, PipelineKind, StreamChoice
 from jhost.lowering.layout import layout_of, used_axes
 from jhost.lowering.rules import axes_size
 from jhost.lowering.stream_parts import Part
@@ -21,15 +20,15 @@ DEFAULT_CHUNKS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a stream gets; `parts` are the nodes that work in chunks, by number.
+class Pipelining:
+    """What a stream gets: `parts` are the nodes that work in chunks, by number.
 
     `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
     that was asked for `by_name` stands even where nothing runs beside the transfers.
     Loops take turns on `streams` at most, if that is chosen.
     """
 
-    pipeline: Literal["off", "collective", "p2p"]
+    pipeline: PipelineKind
     chunks: int
     reason: str
     parts: Mapping[int, Part]
@@ -39,12 +38,12 @@ class Choice:
 
 
 def choose_pipeline(
-    mark: StreamMark,
+    mark: StreamChoice,
     extent: int,
     graph: Sequence[Node],
     parts: Mapping[int, Part],
     mesh: Mapping[str, int],
-) -> Choice:
+) -> Pipelining:
     """The pipeline of one stream, whose loop could cut `extent` steps on a device.
 
     Raises:
@@ -56,24 +55,27 @@ def choose_pipeline(
     if mark.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.chunks is not None:
-        count, reason = int(mark.chunks), mark.why or f"{mark.chunks} chunks, as asked"
+        count, reason = (
+            int(mark.chunks),
+            mark.reason or f"{mark.chunks} chunks, as asked",
+        )
     elif mark.pipeline == "collective":
         count = min(DEFAULT_CHUNKS, extent)
         reason = f"{count} chunks, the default of a collective pipeline"
     else:
-        return off(mark.why or "auto, and nothing is known of the devices")
+        return off(mark.reason or "auto, and nothing is known of the devices")
     _check_count(mark, count, extent)
-    return _collective(count, reason, extent, parts, mark.why)
+    return _collective(count, reason, extent, parts, mark.reason)
 
 
-def off(reason: str) -> Choice:
+def off(reason: str) -> Pipelining:
     """No pipeline."""
-    return Choice(pipeline="off", chunks=1, reason=reason, parts={})
+    return Pipelining(pipeline="off", chunks=1, reason=reason, parts={})
 
 
 def _collective(
     count: int, reason: str, extent: int, parts: Mapping[int, Part], why: str
-) -> Choice:
+) -> Pipelining:
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
     chunks = -(-extent // steps)
@@ -83,10 +85,10 @@ def _collective(
         ) + (f"; {why}" if why else "")
     if chunks == 1:
         return off("one chunk is no loop")
-    return Choice(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
+    return Pipelining(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
 
 
-def _check_count(mark: StreamMark, count: int, extent: int, devices: int = 1) -> None:
+def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) -> None:
     """Refuse more chunks than steps, where each device has its part of the chunks."""
     if count // devices > extent:
         each = f", {count // devices} on a device," if devices > 1 else ""
@@ -98,12 +100,12 @@ def _check_count(mark: StreamMark, count: int, extent: int, devices: int = 1) ->
 
 
 def _p2p(
-    mark: StreamMark,
+    mark: StreamChoice,
     extent: int,
     graph: Sequence[Node],
     parts: Mapping[int, Part],
     mesh: Mapping[str, int],
-) -> Choice:
+) -> Pipelining:
     """A chunk a device, or as many pieces of it as the count asks for."""
     if math.prod(mesh.values()) == 1:
         return off("there is one device, and nothing moves")
@@ -124,8 +126,8 @@ def _p2p(
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
     source = "the devices" if mark.chunks is None else "as asked"
-    reason = mark.why or f"{count} chunks, {source}"
-    return Choice(
+    reason = mark.reason or f"{count} chunks, {source}"
+    return Pipelining(
         pipeline="p2p",
         chunks=count,
         reason=reason,
@@ -151,7 +153,7 @@ def _moves(
 
 
 def _moving_axes(
-    mark: StreamMark, moves: Mapping[tuple[str, ...], Sequence[int]]
+    mark: StreamChoice, moves: Mapping[tuple[str, ...], Sequence[int]]
 ) -> tuple[str, ...]:
     """The mesh axes along which most moves go: the loops are about those."""
     if not moves:

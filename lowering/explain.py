@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 from jhost.lowering.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir import (
@@ -14,11 +13,13 @@ from jhost.lowering.ir import (
     Compute,
     For,
     If,
+    LayoutReport,
+    Note,
     Program,
-    Remark,
     Select,
     SetCurrentStream,
     Stmt,
+    StreamReport,
     Synchronize,
     walk,
 )
@@ -26,50 +27,6 @@ from jhost.lowering.layout import size_in_bytes
 from jhost.lowering.layout_costs import bytes_text
 from jhost.lowering.reshard import received_bytes
 from jhost.lowering.rules import axes_size
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamReport:
-    """One stream: what was asked for, what was chosen, and why.
-
-    `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
-    number of steps that could be cut.  `predicted` has the seconds that the program
-    would take with each choice that was weighed, the best first; of a stream that
-    follows a `jhost.Tuning`, `measured` has those that it took, the chosen one first.
-    """
-
-    stream: str
-    axis: int
-    pipeline: str
-    chunks: int
-    extent: int
-    reason: str
-    where: str
-    predicted: tuple[tuple[str, float], ...] = ()
-    measured: tuple[tuple[str, float], ...] = ()
-
-    def __str__(self) -> str:
-        how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
-        return f"{self.stream} on axis {self.axis}: {how}: {self.reason} [{self.where}]"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutReport:
-    """A value that changes its layout, and why it had to or was chosen to.
-
-    `bytes` is what each device receives; a later pass may find a cheaper way.
-    """
-
-    value: str
-    before: str
-    after: str
-    bytes: int
-    reason: str
-    text: str
-    where: str
-
-    def __str__(self) -> str:
-        return self.text + (f" [{self.where}]" if self.where else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,22 +98,10 @@ def explain_program(program: Program) -> Explanation:
     return Explanation(
         name=program.name,
         loops=count_loops(program),
-        streams=tuple(
-            StreamReport(where=remark.where, **_facts(remark))
-            for remark in program.remarks
-            if remark.kind == "stream"
-        ),
-        layouts=tuple(
-            LayoutReport(text=remark.text, where=remark.where, **_facts(remark))
-            for remark in program.remarks
-            if remark.kind == "layout"
-        ),
+        streams=tuple(r for r in program.remarks if isinstance(r, StreamReport)),
+        layouts=tuple(r for r in program.remarks if isinstance(r, LayoutReport)),
         communications=communications,
-        notes=tuple(
-            remark.text + (f" [{remark.where}]" if remark.where else "")
-            for remark in program.remarks
-            if remark.kind not in ("stream", "layout")
-        ),
+        notes=tuple(str(r) for r in program.remarks if isinstance(r, Note)),
     )
 
 
@@ -201,10 +146,6 @@ def _chunks_worth(loop: For) -> Fraction:
 def _received(stmt: Communicate, mesh: Mapping[str, int]) -> int:
     held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
     return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
-
-
-def _facts(remark: Remark) -> dict[str, Any]:
-    return dict(remark.facts)
 
 
 def _works(loop: For) -> bool:

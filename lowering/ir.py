@@ -20,6 +20,7 @@ from jhost.lowering.index import Constant, Index
 from jhost.lowering.rules import DimRule, Reducer
 
 MemorySpace: TypeAlias = Literal["device", "host"]
+PipelineKind: TypeAlias = Literal["off", "collective", "p2p"]
 CommunicationKind: TypeAlias = Literal[
     "AllGather",
     "AllReduce",
@@ -134,12 +135,16 @@ class UnitEqn:
 
 @_node
 class Unit:
-    """Equations that run together (nvFuser's HostUnit)."""
+    """Equations that run together (nvFuser's HostUnit).
+
+    `pads` says that it hands a value of the user's on, padded.
+    """
 
     name: str
     eqns: tuple[UnitEqn, ...]
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
+    pads: bool = False
 
 
 @_node
@@ -308,25 +313,49 @@ Stmt: TypeAlias = (
 
 
 @_node
-class StreamMark:
-    """`jhost.stream` on a buffer's dim.
+class StreamRequest:
+    """`jhost.stream` on a buffer's dim, as it was written.
 
-    `by_name` tells the pipeline that the user named from one that a pass chose.  `why`
-    is the reason for that choice, and `predicted` the seconds that each candidate would
-    take, the best first, or `measured` those that it took.  `streams` is how many the
-    loops take turns on at most.
+    What it leaves open (None) the settings of the function say; `"auto"` leaves it to
+    jhost whatever they say.
     """
 
     buffer: str
     dim: int
     chunks: int | Literal["auto"] | None
-    pipeline: str | None
-    where: str
+    pipeline: PipelineKind | Literal["auto"] | None
+    lines: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.lines)
+
+
+@_node
+class StreamChoice:
+    """What a request for a stream comes to: `choose_pipelines` makes one of each.
+
+    A `pipeline` of None was neither asked for nor chosen: the value takes part in a
+    stream that reaches it.  `chunks` of None are as many as the pipeline has unasked.
+    The loops take turns on `streams` at most.  A pipeline that the user named stands
+    even where it gains nothing: `by_name`.  `reason` is that of the choice, with the
+    seconds that each candidate was `predicted` to take, or was `measured` to.
+    """
+
+    buffer: str
+    dim: int
+    chunks: int | None
+    pipeline: PipelineKind | None
+    lines: tuple[str, ...]
     by_name: bool = True
     streams: int | None = None
-    why: str = ""
+    reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.lines)
 
 
 @_node
@@ -357,22 +386,77 @@ class BarrierMark:
     operands: tuple[str, ...]
 
 
-Mark: TypeAlias = StreamMark | SerialMark | ShardMark | BarrierMark
+Mark: TypeAlias = StreamRequest | StreamChoice | SerialMark | ShardMark | BarrierMark
 
 # --- Program ------------------------------------------------------------------ #
 
 
 @_node
-class Remark:
-    """What a pass decided and why, for `explain`; `where` is the user's line.
+class Note:
+    """Something to know of a value, or of the user's line `where`, if there is one."""
 
-    `facts` are the numbers and names in `text`, for tools.
-    """
-
-    kind: str
     text: str
     where: str = ""
-    facts: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
+
+
+@_node
+class LayoutReport:
+    """A value that changes its layout, and why it had to or was chosen to.
+
+    `bytes` is what each device receives; a later pass may find a cheaper way.
+    """
+
+    value: str
+    before: str
+    after: str
+    bytes: int
+    reason: str
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
+
+
+@_node
+class StreamReport:
+    """One stream: what was asked for, what was chosen, and why.
+
+    `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
+    number of steps that could be cut.  `predicted` has the seconds that the program
+    would take with each choice that was weighed, the best first; of a stream that
+    follows a `jhost.Tuning`, `measured` has those that it took, the chosen one first.
+    `lines` are the user's, of all marks that make up the stream.
+    """
+
+    stream: str
+    axis: int
+    pipeline: PipelineKind
+    chunks: int
+    extent: int
+    reason: str
+    lines: tuple[str, ...]
+    predicted: tuple[tuple[str, float], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.lines)
+
+    @property
+    def text(self) -> str:
+        how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
+        return f"{self.stream} on axis {self.axis}: {how}: {self.reason}"
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.where}]"
+
+
+Remark: TypeAlias = Note | LayoutReport | StreamReport
+"""What a pass says of its decisions, for `jhost.explain`."""
 
 
 @_node

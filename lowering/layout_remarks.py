@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
-from jhost.lowering.ir import Buffer, Compute, Remark, Set, ShardMark
+from jhost.lowering.ir import Buffer, Compute, LayoutReport, Set, ShardMark
 from jhost.lowering.layout import Layout, layout_of
 from jhost.lowering.layout_costs import NOTHING, Moved, bytes_text
 from jhost.lowering.operations import Claim, Operation
@@ -13,6 +14,11 @@ from jhost.lowering.rules import axes_size
 from jhost.lowering.solve_layouts import Contest, Solution
 from jhost.lowering.specs import spec_text
 from jhost.lowering.stream_parts import whole_reason
+
+
+class _Reason(NamedTuple):
+    text: str
+    though_nothing_moves: bool = False
 
 
 class LayoutRemarks:
@@ -30,7 +36,7 @@ class LayoutRemarks:
 
     # --- The three places where layouts change -------------------------------- #
 
-    def operand(self, number: int, position: int, have: Layout) -> Remark | None:
+    def operand(self, number: int, position: int, have: Layout) -> LayoutReport | None:
         """An operand that an operation needs in another layout than it rests in."""
         op, contest = self.solution.operations[number], self.solution.contests[number]
         name = op.ins[position]
@@ -38,27 +44,33 @@ class LayoutRemarks:
         moved = self.solution.costs.reshard(name, have, want)
         reasons = [*self.losses(op, position, contest, have, want)]
         # Every device may have its part already.
-        if moved == NOTHING and not any("divide" in reason for reason in reasons):
+        if moved == NOTHING and not any(
+            reason.though_nothing_moves for reason in reasons
+        ):
             return None
         before, after = spec_text(have), f"{spec_text(want)} for {_title(op)}"
-        return layout_remark(name, before, after, moved, reasons, line_of(op))
+        return layout_remark(name, before, after, moved, _said(reasons), line_of(op))
 
-    def result(self, number: int, position: int, made: Buffer) -> Remark | None:
+    def result(self, number: int, position: int, made: Buffer) -> LayoutReport | None:
         """A result that does not rest as it is made."""
         op, contest = self.solution.operations[number], self.solution.contests[number]
         name = op.outs[position]
         have, rest = layout_of(made), self.solution.layouts[name]
         moved = self.solution.costs.reshard(name, have, rest, made.partial)
         reasons = [*self.given(name), *self.undivided(op, contest)]
-        if moved == NOTHING and not any("divide" in reason for reason in reasons):
+        if moved == NOTHING and not any(
+            reason.though_nothing_moves for reason in reasons
+        ):
             return None
         if made.partial and not reasons:
-            reasons = ["reduced once for all its readers"]
+            reasons = [_Reason("reduced once for all its readers")]
         before = made_text(made, op)
         where = self.given_at(name) or line_of(op)
-        return layout_remark(name, before, spec_text(rest), moved, reasons, where)
+        return layout_remark(
+            name, before, spec_text(rest), moved, _said(reasons), where
+        )
 
-    def copy(self, stmt: Set, have: Layout) -> Remark | None:
+    def copy(self, stmt: Set, have: Layout) -> LayoutReport | None:
         """A copy of a value in another layout, which is what the user asked for."""
         name = stmt.out.name
         rest = self.solution.layouts[name]
@@ -68,9 +80,9 @@ class LayoutRemarks:
         where = self.given_at(name)
         before, after = spec_text(have), spec_text(rest)
         value, reasons = stmt.source.name, [*self.given(name)]
-        return layout_remark(value, before, after, moved, reasons, where)
+        return layout_remark(value, before, after, moved, _said(reasons), where)
 
-    def left_whole(self, number: int) -> Remark | None:
+    def left_whole(self, number: int) -> LayoutReport | None:
         """That a dim is whole because its axes do not divide it, and nothing moves."""
         op = self.solution.operations[number]
         reasons = [*self.undivided(op, self.solution.contests[number])]
@@ -78,49 +90,54 @@ class LayoutRemarks:
             return None
         layout = spec_text(self.solution.layouts[op.outs[0]])
         made = f"{layout} by {_title(op)}"
-        return layout_remark(op.outs[0], made, layout, NOTHING, reasons, line_of(op))
+        return layout_remark(
+            op.outs[0], made, layout, NOTHING, _said(reasons), line_of(op)
+        )
 
     # --- Reasons -------------------------------------------------------------- #
 
     def losses(
         self, op: Operation, position: int, contest: Contest, have: Layout, want: Layout
-    ) -> Iterator[str]:
+    ) -> Iterator[_Reason]:
         """Why the operand's dims lose the axes that they are over."""
         for dim, axes in enumerate(have):
             lost = [axis for axis in axes if axis not in want[dim]]
             mapped = op.operands[position][dim]
             if lost and mapped is None:
-                yield _whole_reason(op, dim)
+                yield _Reason(_whole_reason(op, dim))
             elif mapped is not None:
                 for axis in lost:
                     yield self.rival(op, contest, (axis, mapped.factor), dim)
 
-    def rival(self, op: Operation, contest: Contest, claim: Claim, dim: int) -> str:
+    def rival(self, op: Operation, contest: Contest, claim: Claim, dim: int) -> _Reason:
         """What it would take to leave a dim over the axis that it is over."""
         rank, (axis, factor) = contest.rivals.get(claim), claim
         if rank is None:
             return self.undivisible(op.sizes[factor], axis)
         mine, instead = contest.rank, f"with dim {dim} over {axis}"
         if rank[0] > mine[0]:
-            return f"{instead}, {_rival_text(rank[0], mine[0])}"
+            return _Reason(f"{instead}, {_rival_text(rank[0], mine[0])}")
         if rank[0] < mine[0]:
-            return f"{instead}, more would move in the program"
+            return _Reason(f"{instead}, more would move in the program")
         if rank[1] > mine[1]:
-            return f"{instead}, as much would move and more work be repeated"
+            return _Reason(f"{instead}, as much would move and more work be repeated")
         larger = ", of a larger operand" if rank[2] > mine[2] else ""
-        return f"{instead}, as much would move{larger}"
+        return _Reason(f"{instead}, as much would move{larger}")
 
-    def undivided(self, op: Operation, contest: Contest) -> Iterator[str]:
+    def undivided(self, op: Operation, contest: Contest) -> Iterator[_Reason]:
         for (axis, factor), rank in contest.rivals.items():
             if rank is None:
                 yield self.undivisible(op.sizes[factor], axis)
 
-    def undivisible(self, size: int, axis: str) -> str:
-        return f"{size} does not divide over {axis} ({axes_size((axis,), self.mesh)})"
+    def undivisible(self, size: int, axis: str) -> _Reason:
+        devices = axes_size((axis,), self.mesh)
+        return _Reason(
+            f"{size} does not divide over {axis} ({devices})", though_nothing_moves=True
+        )
 
-    def given(self, name: str) -> Iterator[str]:
+    def given(self, name: str) -> Iterator[_Reason]:
         if name in self.marks:
-            yield "as constrained"
+            yield _Reason("as constrained")
 
     def given_at(self, name: str) -> str:
         """The user's line, which the shardings of arguments and results do not have."""
@@ -128,28 +145,29 @@ class LayoutRemarks:
         return "" if where == NO_LINE else where
 
 
+def _said(reasons: Sequence[_Reason]) -> str:
+    """Each reason once."""
+    return "; ".join(dict.fromkeys(reason.text for reason in reasons if reason.text))
+
+
 def layout_remark(
     name: str,
     before: str,
     after: str,
     moved: Moved,
-    reasons: list[str],
+    reason: str,
     where: str,
-) -> Remark:
-    """The remark on one value; `reasons` are said one after the other."""
-    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+) -> LayoutReport:
+    """The remark on one value."""
     text = f"{name}: {before} -> {after}: {_moved_text(moved)}"
-    return Remark(
-        kind="layout",
+    return LayoutReport(
+        value=name,
+        before=before,
+        after=after,
+        bytes=moved.exposed + moved.hidden,
+        reason=reason,
         text=f"{text}; {reason}" if reason else text,
         where=where,
-        facts=(
-            ("value", name),
-            ("before", before),
-            ("after", after),
-            ("bytes", moved.exposed + moved.hidden),
-            ("reason", reason),
-        ),
     )
 
 

@@ -4,60 +4,78 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
-from jhost.lowering.ir import Compute, Mark, Program, StreamMark
+from jhost.lowering.ir import (
+    Compute,
+    Mark,
+    PipelineKind,
+    Program,
+    StreamChoice,
+    StreamRequest,
+)
 
 REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
 """What says that a mark cannot be followed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What holds for requests that do not say: arguments of `jhost.jit`."""
+
+    chunks: int | Literal["auto"] = "auto"
+    pipeline: PipelineKind | Literal["auto"] = "auto"
+
+    def applied(self, request: StreamRequest) -> StreamChoice:
+        """What is asked for in all; what is open then is None."""
+        chunks = self.chunks if request.chunks is None else request.chunks
+        pipeline = self.pipeline if request.pipeline is None else request.pipeline
+        return StreamChoice(
+            buffer=request.buffer,
+            dim=request.dim,
+            chunks=None if chunks == "auto" else chunks,
+            pipeline=None if pipeline == "auto" else pipeline,
+            lines=request.lines,
+        )
+
+    def applied_to(self, program: Program) -> Program:
+        """`program` with a choice for each request."""
+        marks = [
+            self.applied(mark) if isinstance(mark, StreamRequest) else mark
+            for mark in program.marks
+        ]
+        return dataclasses.replace(program, marks=tuple(marks))
+
+
+def stream_choices(program: Program) -> list[StreamChoice]:
+    """The choices among the marks of a program."""
+    return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """What was measured to be best for a mark; None in both: no pipeline."""
 
-    pipeline: str | None = None
+    pipeline: PipelineKind | None = None
     chunks: int | None = None
     streams: int | None = None
-    why: str = ""
+    reason: str = ""
     measured: tuple[tuple[str, float], ...] = ()
 
-    def settle(self, mark: StreamMark) -> StreamMark:
+    def settle(self, mark: StreamChoice) -> StreamChoice:
         """`mark` asking for that, as if by name: it stands where it was measured."""
-        return dataclasses.replace(mark, **_fields(self), by_name=True)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(mark, **fields, by_name=True)
 
 
 Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
 """By fingerprint of a program and number of a mark among all of the program's."""
 
-
-def _fields(tuned: Tuned) -> dict[str, Any]:
-    return {f.name: getattr(tuned, f.name) for f in dataclasses.fields(tuned)}
+_Stream = TypeVar("_Stream", StreamRequest, StreamChoice)
 
 
-def resolved_mark(
-    mark: StreamMark, chunks: int | Literal["auto"], pipeline: str
-) -> StreamMark:
-    """`mark`, with the function's settings where it has none; None is "auto"."""
-    count = chunks if mark.chunks is None else mark.chunks
-    kind = pipeline if mark.pipeline is None else mark.pipeline
-    return dataclasses.replace(
-        mark,
-        chunks=None if count == "auto" else count,
-        pipeline=None if kind == "auto" else kind,
-    )
-
-
-def resolved_marks(
-    program: Program, chunks: int | Literal["auto"], pipeline: str
-) -> list[StreamMark]:
-    """The stream marks of `program`, with the function's settings."""
-    marks = [mark for mark in program.marks if isinstance(mark, StreamMark)]
-    return [resolved_mark(mark, chunks, pipeline) for mark in marks]
-
-
-def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:
+def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
     """What two marks ask for together, or None where they contradict each other."""
     merged: dict[str, Any] = {}
     for field in ("chunks", "pipeline"):
@@ -65,23 +83,23 @@ def merge_marks(one: StreamMark, other: StreamMark) -> StreamMark | None:
         if len(asked) > 1:
             return None
         merged[field] = asked.pop() if asked else None
-    where = one.where if one.where == other.where else f"{one.where}, {other.where}"
+    lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
     # The reason for a choice goes with what was chosen.
     says = next((m for m in (one, other) if m.chunks or m.pipeline), one)
     return dataclasses.replace(
-        says, buffer=one.buffer, dim=one.dim, where=where, **merged
+        says, buffer=one.buffer, dim=one.dim, lines=lines, **merged
     )
 
 
 # --- Those that leave something open ----------------------------------------------- #
 
 
-def open_marks(program: Program) -> dict[int, StreamMark]:
+def open_marks(program: Program) -> dict[int, StreamChoice]:
     """The stream marks that leave something open, by their number among all."""
     return {
         number: mark
         for number, mark in enumerate(program.marks)
-        if isinstance(mark, StreamMark) and not _is_settled(mark)
+        if isinstance(mark, StreamChoice) and not _is_settled(mark)
     }
 
 
@@ -103,17 +121,17 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
         )
-        key = (mark.where, mark.dim, mark.pipeline, mark.chunks, made)
+        key = (mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
         groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 
 
-def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamMark) -> None:
+def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
     """Put what was chosen for one mark in the place of those alike."""
     for number in numbers:
         marks[number] = dataclasses.replace(choice, buffer=marks[number].buffer)
 
 
-def _is_settled(mark: StreamMark) -> bool:
+def _is_settled(mark: StreamChoice) -> bool:
     known = mark.pipeline is not None and mark.chunks is not None
     return known or mark.pipeline == "off"

@@ -13,7 +13,8 @@ from jhost.lowering.ir import (
     Program,
     SerialMark,
     ShardMark,
-    StreamMark,
+    StreamChoice,
+    StreamRequest,
 )
 from jhost.lowering.rules import axes_size
 
@@ -38,7 +39,7 @@ def move_marks(
         match mark:
             case ShardMark():
                 moved += _shardings(mark, shapes[mark.buffer], others, mesh)
-            case StreamMark():
+            case StreamRequest() | StreamChoice():
                 names = _streamed(mark, shapes[mark.buffer], others)
                 if mark.buffer in read_unpadded:
                     names = {mark.buffer: None, **names}
@@ -65,7 +66,7 @@ def possible_marks(program: Program) -> Program:
 
 
 def _streamed(
-    mark: StreamMark, shape: Sequence[int], others: Sequence[Buffer]
+    mark: StreamRequest | StreamChoice, shape: Sequence[int], others: Sequence[Buffer]
 ) -> dict[str, None]:
     """Where a stream begins: work is on the padded values, if the dim is padded."""
     longer = [other.name for other in others if other.shape[mark.dim] > shape[mark.dim]]

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost._jax import resized_var
-from jhost.lowering.ir import Buffer, Compute, Program, Remark, Stmt
+from jhost.lowering.ir import Buffer, Compute, Note, Program, Stmt
 from jhost.lowering.names import Names
 from jhost.lowering.pad_marks import move_marks
 from jhost.lowering.pad_region import Ask, Operands, Region, plan_region
@@ -25,15 +25,7 @@ from jhost.lowering.rewrite import replace_buffers
 from jhost.lowering.rules import Dims, Reducer, identity, shape_of
 from jhost.lowering.unit import computes_of
 
-PADDING = "padding"
-"""Names the units that pad: they make a value of jhost's, not of the user's."""
-
 _Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]
-
-
-def is_padding(stmt: Stmt) -> bool:
-    """Whether `stmt` hands a value of the user's on, padded."""
-    return isinstance(stmt, Compute) and stmt.unit.name.startswith(PADDING)
 
 
 def pad_program(program: Program, asks: Sequence[Ask]) -> Program:
@@ -67,12 +59,12 @@ class _Padder:
         marks = move_marks(
             self.program, self.kept, self.padded, self.read_unpadded, self.mesh
         )
-        remarks = [self.remark(ask, *sizes) for ask, sizes in self.region.asks.items()]
+        notes = [self.note(ask, *sizes) for ask, sizes in self.region.asks.items()]
         return dataclasses.replace(
             self.program,
             body=tuple(self.body),
             marks=marks,
-            remarks=(*self.program.remarks, *remarks),
+            remarks=(*self.program.remarks, *notes),
         )
 
     def statement(self, number: int, stmt: Stmt, op: Operands) -> None:
@@ -204,7 +196,15 @@ class _Padder:
     def pad(self, value: Buffer, shape: tuple[int, ...], fill: Any) -> Buffer:
         more = [(0, n - old, 0) for n, old in zip(shape, value.shape, strict=True)]
         out = self.named(dataclasses.replace(value, shape=shape), "padded")
-        return self.computed(PADDING, lambda x: lax.pad(x, fill, more), value, out)
+        self.body += computes_of(
+            "padding",
+            lambda x: lax.pad(x, fill, more),
+            value,
+            out,
+            self.names,
+            pads=True,
+        )
+        return out
 
     def cut(
         self, value: Buffer, shape: tuple[int, ...], out: Buffer | None = None
@@ -232,18 +232,8 @@ class _Padder:
         name = self.names.fresh(f"{buffer.name}_{suffix}")
         return dataclasses.replace(buffer, name=name)
 
-    def remark(self, ask: Ask, old: int, new: int) -> Remark:
+    def note(self, ask: Ask, old: int, new: int) -> Note:
         axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in ask.axes)
         do = "does" if len(ask.axes) == 1 else "do"
-        return Remark(
-            kind="padding",
-            text=f"dim {ask.dim} of {ask.buffer} padded from {old} to {new}: "
-            f"{axes} {do} not divide {old}",
-            where=ask.where,
-            facts=(
-                ("buffer", ask.buffer),
-                ("dim", ask.dim),
-                ("size", old),
-                ("padded", new),
-            ),
-        )
+        text = f"dim {ask.dim} of {ask.buffer} padded from {old} to {new}"
+        return Note(text=f"{text}: {axes} {do} not divide {old}", where=ask.where)

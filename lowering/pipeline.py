@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.build import build
 from jhost.lowering.inline_calls import inline_calls
 from jhost.lowering.ir import Program
-from jhost.lowering.marks import Tunings
+from jhost.lowering.marks import Settings, Tunings
 from jhost.lowering.passes.choose_pipelines import ChoosePipelines
 from jhost.lowering.passes.compute_late import ComputeLate
 from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
@@ -36,8 +36,7 @@ class Pass(Protocol):
 
 def passes(
     *,
-    chunks: int | Literal["auto"],
-    pipeline: str,
+    settings: Settings,
     streams: int,
     strict: bool = True,
     rates: Rates | None = None,
@@ -53,13 +52,13 @@ def passes(
     """
     up_to_units = (
         # Layouts: what each device holds, and what must move.
-        PropagateLayouts(chunks=chunks, pipeline=pipeline),
-        DelayReductions(chunks=chunks, pipeline=pipeline),
+        PropagateLayouts(),
+        DelayReductions(),
         ConvertToCommunications(),
         # Streams: loops over chunks.
-        SplitAllReduces(chunks=chunks, pipeline=pipeline),
+        SplitAllReduces(),
         ComputeLate(),
-        LowerStreams(chunks=chunks, pipeline=pipeline, streams=streams, strict=strict),
+        LowerStreams(streams=streams, strict=strict),
         Segment(),
         ReceiveEarly(),
     )
@@ -68,8 +67,7 @@ def passes(
         PadUneven(),
         ChoosePipelines(
             following=up_to_units,
-            chunks=chunks,
-            pipeline=pipeline,
+            settings=settings,
             rates=rates,
             device_kind=device_kind,
             tuned=tuned or {},

@@ -39,7 +39,8 @@ from jhost.lowering.ir import (
     StartCoalescing,
     Stmt,
     Stream,
-    StreamMark,
+    StreamChoice,
+    StreamRequest,
     Synchronize,
     Unit,
     Wait,
@@ -225,7 +226,7 @@ def _target(
 
 
 def _mark_text(mark: Mark) -> str:
-    if isinstance(mark, StreamMark):
+    if isinstance(mark, StreamRequest | StreamChoice):
         chunks = "" if mark.chunks is None else f", chunks={mark.chunks}"
         pipeline = "" if mark.pipeline is None else f", pipeline={mark.pipeline}"
         return f"jhost.stream({mark.buffer}, axis={mark.dim}{chunks}{pipeline})"

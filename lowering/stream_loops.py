@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from jhost.lowering.all_reduce_loop import AllReduceLoop, ways_back
-from jhost.lowering.choose_pipeline import Choice
+from jhost.lowering.choose_pipeline import Pipelining
 from jhost.lowering.chunk_loop import ChunkLoop
 from jhost.lowering.collective_loop import CollectiveLoop
 from jhost.lowering.graph import Group, Node, dependencies
@@ -29,7 +29,7 @@ class LoopBuilder:
         self,
         program: Program,
         graph: Sequence[Node],
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, Pipelining],
         extents: Mapping[str, int],
         streams: int,
     ) -> None:

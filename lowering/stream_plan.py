@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from jhost.lowering.graph import Node, nodes
-from jhost.lowering.ir import BarrierMark, Buffer, Program, SerialMark, StreamMark
-from jhost.lowering.marks import merge_marks
+from jhost.lowering.ir import BarrierMark, Buffer, Program, SerialMark, StreamChoice
+from jhost.lowering.marks import merge_marks, stream_choices
 from jhost.lowering.stream_parts import Access, Part, part_of
 
 
@@ -29,7 +29,7 @@ class StreamPlan:
     a stream stops there.
     """
 
-    marks: Mapping[str, StreamMark]
+    marks: Mapping[str, StreamChoice]
     parts: Mapping[int, Part]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
@@ -39,14 +39,12 @@ class StreamPlan:
         return {n: part for n, part in self.parts.items() if part.stream == stream}
 
 
-def plan_program(
-    program: Program, asked: Sequence[StreamMark]
-) -> tuple[list[Node], StreamPlan]:
-    """The nodes of a straight-line program, and the streams that `asked` makes there.
+def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
+    """The nodes of a straight-line program, and the streams that its marks make there.
 
     A mark that is off takes no other with it.
     """
-    marks = [mark for mark in asked if mark.pipeline != "off"]
+    marks = [mark for mark in stream_choices(program) if mark.pipeline != "off"]
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
@@ -55,7 +53,7 @@ def plan_program(
 
 def plan_streams(
     graph: Sequence[Node],
-    marks: Sequence[StreamMark],
+    marks: Sequence[StreamChoice],
     serial: Sequence[SerialMark],
     mesh: Mapping[str, int],
 ) -> StreamPlan:
@@ -80,7 +78,7 @@ class _Propagation:
         self.steps: dict[str, Fraction] = {}
         self.offered: dict[str, Fraction] = {}
         self.declined: dict[int, str] = {}
-        self.marks: dict[str, StreamMark] = {}
+        self.marks: dict[str, StreamChoice] = {}
         self.merged: dict[str, str] = {}
         self.queue: deque[str] = deque()
         self.touching: dict[str, list[tuple[int, bool, int]]] = {}
@@ -90,7 +88,7 @@ class _Propagation:
                     place = (number, writes, position)
                     self.touching.setdefault(buffer.name, []).append(place)
 
-    def seed(self, stream: str, mark: StreamMark) -> None:
+    def seed(self, stream: str, mark: StreamChoice) -> None:
         self.marks[stream] = mark
         self.values[mark.buffer] = stream, Access(mark.dim, Fraction(1))
         self.queue.append(mark.buffer)
@@ -208,7 +206,7 @@ class _Propagation:
 
     # --- The finished plan ---------------------------------------------------- #
 
-    def finish(self, streams: Mapping[str, StreamMark]) -> StreamPlan:
+    def finish(self, streams: Mapping[str, StreamChoice]) -> StreamPlan:
         """Whole groups: scaled up until every statement has an integer number."""
         marks = {s: self.marks[s] for s in streams if s not in self.merged}
         parts = {

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from jhost.lowering.graph import Node
-from jhost.lowering.ir import Program, ShardMark, StreamMark
-from jhost.lowering.marks import resolved_marks
+from jhost.lowering.ir import Program, ShardMark, StreamChoice
+from jhost.lowering.marks import stream_choices
 from jhost.lowering.reshard import Step
 from jhost.lowering.stream_plan import StreamPlan, plan_program
 
@@ -47,13 +46,12 @@ class StreamedDim:
         return bool(self.axes) and not self.axes & set(step.axes)
 
 
-def streamed_dims(
-    program: Program, asked: Sequence[StreamMark]
-) -> Mapping[str, StreamedDim]:
-    """The dims of values that pipelines asked for by name will cut, by value."""
+def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
+    """The dims of values that pipelines chosen or asked for will cut, by value."""
+    asked = stream_choices(program)
     if not any(mark.pipeline in _HIDING for mark in asked):
         return {}
-    graph, plan = plan_program(program, asked)
+    graph, plan = plan_program(program)
     streamed: dict[str, StreamedDim] = {}
     for stream, mark in plan.marks.items():
         if mark.pipeline in _HIDING:
@@ -64,16 +62,11 @@ def streamed_dims(
     return streamed
 
 
-def stream_marks(
-    program: Program, chunks: int | Literal["auto"], pipeline: str
-) -> Mapping[str, StreamMark]:
-    """For each value that a stream reaches, the mark that would say so of the value.
-
-    The streams' names stand in the marks' reasons: values of one stream share theirs.
-    """
-    graph, plan = plan_program(program, resolved_marks(program, chunks, pipeline))
+def reached_by_streams(program: Program) -> Mapping[str, tuple[str, StreamChoice]]:
+    """The stream that reaches each value, and the mark that would say so of it."""
+    graph, plan = plan_program(program)
     return {
-        name: dataclasses.replace(mark, buffer=name, dim=dim, why=stream)
+        name: (stream, dataclasses.replace(mark, buffer=name, dim=dim))
         for stream, mark in plan.marks.items()
         for name, dim in _dims_of_values(graph, plan, stream).items()
     }

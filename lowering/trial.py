@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 from jhost.errors import first_line
 from jhost.lowering.cost import predict, seconds_text
-from jhost.lowering.ir import Mark, Program, StreamMark
+from jhost.lowering.ir import Mark, Program, StreamChoice, StreamReport
 from jhost.lowering.marks import REFUSALS, settle
 from jhost.lowering.rates import Rates
 
@@ -41,7 +41,7 @@ class Outcome:
     devices' rates are not known.
     """
 
-    mark: StreamMark
+    mark: StreamChoice
     text: str
     seconds: float
     compute: float
@@ -74,7 +74,7 @@ class Trial:
         self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
 
-    def best(self, mark: StreamMark) -> StreamMark:
+    def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
         for candidate in self.candidates(mark):
             if (outcome := self.weigh(candidate)) is not None:
@@ -88,7 +88,7 @@ class Trial:
         ranked = [chosen, *others]
         return dataclasses.replace(
             chosen.mark,
-            why=self.reason(ranked),
+            reason=self.reason(ranked),
             predicted=tuple((o.text, o.seconds) for o in ranked),
         )
 
@@ -100,7 +100,7 @@ class Trial:
                 chosen = outcome
         return chosen
 
-    def measurable(self, mark: StreamMark) -> list[Outcome]:
+    def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
         for candidate in self.candidates(mark):
             if (outcome := self.weigh(candidate)) is not None:
@@ -116,7 +116,7 @@ class Trial:
         rows = [(outcome.text, outcome.seconds) for outcome in ranked]
         return ranking_text("predicted", rows, self.refusals)
 
-    def candidates(self, mark: StreamMark) -> Iterator[StreamMark]:
+    def candidates(self, mark: StreamChoice) -> Iterator[StreamChoice]:
         """What could be done with a mark, as far as it leaves that open."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
@@ -150,13 +150,13 @@ class Trial:
         last = self.outcomes[-1] if self.outcomes else None
         if last is None or last.mark.pipeline != "p2p":
             return None
-        for remark in last.program.remarks:
-            facts = dict(remark.facts)
-            if last.mark.where in remark.where and facts.get("pipeline") == "p2p":
-                return cast(int, facts["chunks"])
+        for report in last.program.remarks:
+            if isinstance(report, StreamReport) and report.pipeline == "p2p":
+                if set(last.mark.lines) <= set(report.lines):
+                    return report.chunks
         return None
 
-    def weigh(self, candidate: StreamMark) -> Outcome | None:
+    def weigh(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
         settle(marks, self.numbers, candidate)
@@ -202,7 +202,7 @@ def ranking_text(
     return "; ".join(said)
 
 
-def _text(mark: StreamMark) -> str:
+def _text(mark: StreamChoice) -> str:
     if mark.pipeline is None:
         return "not pipelined"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"

@@ -34,11 +34,17 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
 
 
 def computes_of(
-    name: str, fun: Callable[..., Any], source: Buffer, out: Buffer, names: Names
+    name: str,
+    fun: Callable[..., Any],
+    source: Buffer,
+    out: Buffer,
+    names: Names,
+    *,
+    pads: bool = False,
 ) -> list[Compute]:
     """Statements of an equation each that compute `fun` of `source` into `out`.
 
-    Between them stand values laid out as `out` is; `name` begins the units' names.
+    Between them stand values laid out as `out` is; `name` and `pads` are the units'.
     """
     unit = unit_of(name, fun, jax.ShapeDtypeStruct(source.shape, source.dtype))
     (result,) = unit.outvars
@@ -56,7 +62,9 @@ def computes_of(
                 partial=(),
             )
             buffers[var] = between
-        one = Unit(name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,))
+        one = Unit(
+            name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,), pads=pads
+        )
         ins = tuple(buffers[v] for v in invars)
         computes.append(Compute(unit=one, ins=ins, outs=(buffers[var],)))
     return computes

@@ -407,7 +407,7 @@ def test_predictions_are_those_of_the_last_choice() -> None:
         chunks=4,
         extent=8,
         reason="",
-        where="",
+        lines=(),
     )
     explained = functools.partial(
         Explanation, name="f", loops=1, layouts=(), communications=(), notes=()

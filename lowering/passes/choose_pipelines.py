@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jhost.lowering.fingerprint import fingerprint
-from jhost.lowering.ir import Mark, Program, StreamMark
+from jhost.lowering.ir import Mark, Program, StreamChoice
 from jhost.lowering.marks import (
+    Settings,
     Tuned,
     Tunings,
     marks_alike,
     open_marks,
-    resolved_mark,
     settle,
 )
 from jhost.lowering.rates import Rates
@@ -30,21 +30,21 @@ from jhost.lowering.trial import Step, Trial
 class ChoosePipelines:
     """Marks that leave something open -> marks that say it, with the reason.
 
-    `following` are the passes up to the loops; `rates` are those of devices of
-    `device_kind`, if they are known; `tuned` is what was measured.
+    `following` are the passes up to the loops, and `settings` hold for what requests
+    do not say; `rates` are those of devices of `device_kind`, if they are known;
+    `tuned` is what was measured.
     """
 
     name: ClassVar[str] = "choose_pipelines"
 
     following: tuple[Step, ...]
-    chunks: int | Literal["auto"] = "auto"
-    pipeline: str = "auto"
+    settings: Settings
     rates: Rates | None = None
     device_kind: str = "unknown"
     tuned: Tunings = dataclasses.field(default_factory=dict[str, Mapping[int, Tuned]])
 
     def apply(self, program: Program) -> Program:
-        program = self.resolved(program)
+        program = self.settings.applied_to(program)
         marks, tuned = list(program.marks), self.tuned_marks(program)
         open_ones = open_marks(program)
         for group in marks_alike(program):
@@ -58,23 +58,13 @@ class ChoosePipelines:
 
     def choice(
         self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
-    ) -> StreamMark:
+    ) -> StreamChoice:
         """What is chosen for some marks alike, the others as they are."""
         mark = open_marks(program)[numbers[0]]
         why_not = self.nothing_to_gain(program)
         if why_not or self.rates is None:
-            return dataclasses.replace(mark, why=_left_open(mark, why_not))
+            return dataclasses.replace(mark, reason=_left_open(mark, why_not))
         return Trial(program, marks, numbers, self.following, self.rates).best(mark)
-
-    def resolved(self, program: Program) -> Program:
-        """`program` with the function's settings in the marks that have none."""
-        marks = [
-            resolved_mark(mark, self.chunks, self.pipeline)
-            if isinstance(mark, StreamMark)
-            else mark
-            for mark in program.marks
-        ]
-        return dataclasses.replace(program, marks=tuple(marks))
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """What was measured for the marks of a resolved program, by number."""
@@ -100,8 +90,8 @@ class ChoosePipelines:
         return ""
 
 
-def _left_open(mark: StreamMark, why_not: str) -> str:
+def _left_open(mark: StreamChoice, why_not: str) -> str:
     """The reason of a mark that asks for nothing; others keep theirs."""
     if mark.pipeline is None and mark.chunks is None:
         return f"auto: {why_not}; ask with chunks= or pipeline="
-    return mark.why
+    return mark.reason

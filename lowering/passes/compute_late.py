@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost.lowering.graph import touched
-from jhost.lowering.ir import Buffer, Compute, Program, Stmt, StreamMark
+from jhost.lowering.ir import Buffer, Compute, Program, Stmt
 from jhost.lowering.layout import size_in_bytes
+from jhost.lowering.marks import stream_choices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class ComputeLate:
     name: ClassVar[str] = "compute_late"
 
     def apply(self, program: Program) -> Program:
-        if not any(isinstance(mark, StreamMark) for mark in program.marks):
+        if not stream_choices(program):
             return program
         places = _places(program)
         order = sorted(range(len(program.body)), key=lambda n: (places[n], n))

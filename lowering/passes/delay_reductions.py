@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jhost.lowering.delayed import Body, behind, is_reduction
 from jhost.lowering.graph import touched
@@ -19,18 +19,18 @@ from jhost.lowering.ir import (
     BarrierMark,
     Buffer,
     Compute,
+    LayoutReport,
     Mark,
     Program,
-    Remark,
     Set,
     ShardMark,
     Stmt,
-    StreamMark,
+    StreamChoice,
+    StreamRequest,
 )
 from jhost.lowering.layout import layout_of
 from jhost.lowering.layout_costs import NOTHING, Moved, moved_by
 from jhost.lowering.layout_remarks import layout_remark, line_of, made_text
-from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
 from jhost.lowering.operations import operation
 from jhost.lowering.reshard import plan_reshard
@@ -43,18 +43,13 @@ from jhost.lowering.streamed_dims import StreamedDim, streamed_dims
 class DelayReductions:
     """`Set`s of partial values -> fewer or smaller ones, behind linear computations.
 
-    `chunks` and `pipeline` hold for stream marks that do not say: what a pipeline hides
-    does not give way to what it does not.
+    What a pipeline hides does not give way to what it does not.
     """
 
     name: ClassVar[str] = "delay_reductions"
 
-    chunks: int | Literal["auto"] = "auto"
-    pipeline: str = "auto"
-
     def apply(self, program: Program) -> Program:
-        asked = resolved_marks(program, self.chunks, self.pipeline)
-        program = _Delayer(program, streamed_dims(program, asked)).delay()
+        program = _Delayer(program, streamed_dims(program)).delay()
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)
 
@@ -90,13 +85,13 @@ class _Delayer:
         self.streamed = streamed
         self.names = Names.of(program)
         given = [m for m in program.marks if not isinstance(m, BarrierMark)]
-        fixed = [mark for mark in given if not isinstance(mark, StreamMark)]
+        fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
         self.fixed = {mark.buffer for mark in fixed}
         needed = {result.name for result in program.results}
         self.body = Body(program.body, needed, {mark.buffer for mark in given})
         self.gone: dict[str, Set] = {}
         self.stale: set[str] = set()
-        self.remarks: dict[str, Remark] = {}
+        self.remarks: dict[str, LayoutReport] = {}
 
     def delay(self) -> Program:
         """Carry each reduction on, and those again for which that changed something."""
@@ -236,7 +231,7 @@ class _Delayer:
         remarks = [
             remark
             for remark in self.program.remarks
-            if remark.kind != "layout" or dict(remark.facts)["value"] not in self.stale
+            if not (isinstance(remark, LayoutReport) and remark.value in self.stale)
         ]
         return dataclasses.replace(
             self.program,
@@ -247,15 +242,16 @@ class _Delayer:
 
     def followed(self, mark: Mark) -> Mark:
         """A stream or barrier mark on what has taken the place of its value."""
-        while isinstance(mark, StreamMark | BarrierMark) and mark.buffer in self.gone:
+        moves = StreamRequest | StreamChoice | BarrierMark
+        while isinstance(mark, moves) and mark.buffer in self.gone:
             mark = dataclasses.replace(mark, buffer=self.gone[mark.buffer].source.name)
         return mark
 
-    def remark(self, stmt: Set, gone: Sequence[str]) -> Remark:
+    def remark(self, stmt: Set, gone: Sequence[str]) -> LayoutReport:
         maker = self.body.makers[stmt.source.name]
         assert isinstance(maker, Compute), "only computations make partial values"
         before = made_text(stmt.source, operation(maker))
         after = spec_text(layout_of(stmt.out))
         reason = f"{' and '.join(gone)} stayed partial until here" if gone else ""
         moved, where = self.cost_of(stmt).moved, line_of(operation(maker))
-        return layout_remark(stmt.out.name, before, after, moved, [reason], where)
+        return layout_remark(stmt.out.name, before, after, moved, reason, where)

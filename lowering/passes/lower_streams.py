@@ -10,20 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jhost import errors
-from jhost.lowering.choose_pipeline import Choice, choose_pipeline, off
+from jhost.lowering.choose_pipeline import Pipelining, choose_pipeline, off
 from jhost.lowering.graph import Node, merge_groups
 from jhost.lowering.ir import (
     Compute,
+    Note,
     Program,
-    Remark,
     Stmt,
-    StreamMark,
+    StreamChoice,
+    StreamReport,
 )
-from jhost.lowering.marks import resolved_marks
-from jhost.lowering.pad_values import is_padding
+from jhost.lowering.marks import stream_choices
 from jhost.lowering.stream_loops import LoopBuilder
 from jhost.lowering.stream_parts import Access, part_of
 from jhost.lowering.stream_plan import StreamPlan, plan_program
@@ -33,43 +33,38 @@ from jhost.lowering.stream_plan import StreamPlan, plan_program
 class LowerStreams:
     """Straight-line statements with stream marks -> statements and loops.
 
-    `chunks` and `pipeline` hold for marks that do not say; `streams` is the number of
-    streams that a loop's iterations take turns on.  What cannot be is refused, or, in
-    a program that is not `strict`, left unpipelined.
+    `streams` is the number of streams that a loop's iterations take turns on.  What
+    cannot be is refused, or, in a program that is not `strict`, left unpipelined.
     """
 
     name: ClassVar[str] = "lower_streams"
 
-    chunks: int | Literal["auto"] = "auto"
-    pipeline: str = "auto"
     streams: int = 4
     strict: bool = True
 
     def apply(self, program: Program) -> Program:
-        asked = resolved_marks(program, self.chunks, self.pipeline)
+        asked = stream_choices(program)
         marks = [mark for mark in asked if mark.pipeline != "off"]
         left_out = [mark for mark in asked if mark.pipeline == "off"]
         if not program.marks:
             return program
-        graph, plan = plan_program(program, asked)
+        graph, plan = plan_program(program)
         program, mesh = dataclasses.replace(program, marks=()), dict(program.mesh.shape)
         if self.strict:
             check_marks(program, graph, plan, marks)
-        choices = {
-            stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks
-        }
-        builder = LoopBuilder(program, graph, choices, plan.extents, self.streams)
+        made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
+        builder = LoopBuilder(program, graph, made, plan.extents, self.streams)
         groups = merge_groups(graph, builder.order(), builder.should_merge)
         body = tuple(stmt for group in groups for stmt in builder.lower(group))
-        remarks = [
-            stream_remark(stream, mark, plan.extents[stream], choices[stream])
+        reports = [
+            stream_report(stream, mark, plan.extents[stream], made[stream])
             for stream, mark in plan.marks.items()
         ]
-        remarks += [
-            stream_remark(f"s{number}", mark, 1, off("off, as asked"))
+        reports += [
+            stream_report(f"s{number}", mark, 1, off("off, as asked"))
             for number, mark in enumerate(left_out, start=len(marks))
         ]
-        return builder.finish(body, (*remarks, *stop_remarks(graph, plan)))
+        return builder.finish(body, (*reports, *stop_notes(graph, plan)))
 
     def choose(
         self,
@@ -77,7 +72,7 @@ class LowerStreams:
         graph: Sequence[Node],
         plan: StreamPlan,
         mesh: Mapping[str, int],
-    ) -> Choice:
+    ) -> Pipelining:
         mark, extent = plan.marks[stream], plan.extents[stream]
         try:
             return choose_pipeline(mark, extent, graph, plan.parts_of(stream), mesh)
@@ -94,7 +89,7 @@ def check_marks(
     program: Program,
     graph: Sequence[Node],
     plan: StreamPlan,
-    marks: Sequence[StreamMark],
+    marks: Sequence[StreamChoice],
 ) -> None:
     """Refuse streams on dims that nothing can work on in chunks.
 
@@ -112,7 +107,7 @@ def check_marks(
 
 
 def _made_whole(
-    graph: Sequence[Node], marks: Sequence[StreamMark], mesh: Mapping[str, int]
+    graph: Sequence[Node], marks: Sequence[StreamChoice], mesh: Mapping[str, int]
 ) -> Iterator[str]:
     makers = {buffer.name: node for node in graph for buffer in node.writes}
     for mark in marks:
@@ -131,7 +126,7 @@ def _made_whole(
 
 def _is_own(stmt: Stmt) -> bool:
     """Whether a value's own computation is this one: copies and padding hand it on."""
-    return isinstance(stmt, Compute) and not is_padding(stmt)
+    return isinstance(stmt, Compute) and not stmt.unit.pads
 
 
 def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
@@ -148,32 +143,26 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
 # --- What to say about it ----------------------------------------------------- #
 
 
-def stream_remark(stream: str, mark: StreamMark, extent: int, choice: Choice) -> Remark:
-    """The choice for one stream."""
-    how = "not pipelined" if choice.pipeline == "off" else f"{choice.pipeline} pipeline"
-    return Remark(
-        kind="stream",
-        text=f"{stream} on axis {mark.dim} of {mark.buffer}: {how}: {choice.reason}",
-        where=mark.where,
-        facts=(
-            ("stream", stream),
-            ("axis", mark.dim),
-            ("pipeline", choice.pipeline),
-            ("chunks", choice.chunks),
-            ("extent", extent),
-            ("reason", choice.reason),
-            ("predicted", mark.predicted),
-            ("measured", mark.measured),
-        ),
+def stream_report(
+    stream: str, mark: StreamChoice, extent: int, made: Pipelining
+) -> StreamReport:
+    """What became of one stream."""
+    return StreamReport(
+        stream=stream,
+        axis=mark.dim,
+        pipeline=made.pipeline,
+        chunks=made.chunks,
+        extent=extent,
+        reason=made.reason,
+        lines=mark.lines,
+        predicted=mark.predicted,
+        measured=mark.measured,
     )
 
 
-def stop_remarks(graph: Sequence[Node], plan: StreamPlan) -> list[Remark]:
+def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
     """Where streams stopped, and why."""
-    remarks: list[Remark] = []
     for number, reason in plan.declined.items():
         if number not in plan.parts:
             values = ", ".join(buffer.name for buffer in graph[number].writes)
-            text = f"streams stop before {values}: {reason}"
-            remarks.append(Remark(kind="stop", text=text))
-    return remarks
+            yield Note(text=f"streams stop before {values}: {reason}")

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir import (
     BarrierMark,
     Buffer,
     Compute,
+    LayoutReport,
     Mark,
     Program,
-    Remark,
     Set,
     ShardMark,
     Stmt,
 )
 from jhost.lowering.layout import Layout, dims_of, layout_of, local_shape
 from jhost.lowering.layout_remarks import LayoutRemarks
-from jhost.lowering.marks import resolved_marks
 from jhost.lowering.names import Names
 from jhost.lowering.operations import Operation
 from jhost.lowering.reshard import Partial, StepKind, plan_reshard
@@ -46,19 +45,14 @@ _RESHARDED: Mapping[StepKind, str] = {
 class PropagateLayouts:
     """A program with global shapes -> what one device of the mesh runs.
 
-    `chunks` and `pipeline` hold for stream marks that do not say: what a pipeline that
-    was asked for can hide counts after what it cannot.
+    What a pipeline that was chosen can hide counts after what it cannot.
     """
 
     name: ClassVar[str] = "propagate_layouts"
 
-    chunks: int | Literal["auto"] = "auto"
-    pipeline: str = "auto"
-
     def apply(self, program: Program) -> Program:
         shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
-        asked = resolved_marks(program, self.chunks, self.pipeline)
-        streamed = streamed_dims(program, asked)
+        streamed = streamed_dims(program)
         if not program.mesh.shape:
             return program
         solution = solve_layouts(program, shardings, streamed)
@@ -73,7 +67,7 @@ class _Rewriter:
         self.program = program
         self.solution = solution
         self.explain = explain
-        self.remarks: list[Remark | None] = []
+        self.remarks: list[LayoutReport | None] = []
         self.mesh = dict(program.mesh.shape)
         self.names = Names.of(program)
         self.body: list[Stmt] = []

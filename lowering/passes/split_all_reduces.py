@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jhost.lowering.graph import nodes
 from jhost.lowering.ir import (
@@ -18,10 +18,10 @@ from jhost.lowering.ir import (
     Dim,
     Program,
     Stmt,
-    StreamMark,
+    StreamChoice,
     Wait,
 )
-from jhost.lowering.marks import resolved_marks
+from jhost.lowering.marks import stream_choices
 from jhost.lowering.names import Names
 from jhost.lowering.pad_region import Ask
 from jhost.lowering.pad_values import pad_program
@@ -35,12 +35,8 @@ class SplitAllReduces:
 
     name: ClassVar[str] = "split_all_reduces"
 
-    chunks: int | Literal["auto"] = "auto"
-    pipeline: str = "auto"
-
     def apply(self, program: Program) -> Program:
-        asked = resolved_marks(program, self.chunks, self.pipeline)
-        if "p2p" not in {mark.pipeline for mark in asked}:
+        if "p2p" not in {mark.pipeline for mark in stream_choices(program)}:
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
@@ -68,10 +64,9 @@ class SplitAllReduces:
 
     def all_reduces(
         self, program: Program
-    ) -> Iterator[tuple[Communicate, int, StreamMark]]:
+    ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
         """Those that p2p streams meet, with the streamed dim and what asked for it."""
-        asked = resolved_marks(program, self.chunks, self.pipeline)
-        graph, plan = plan_program(program, asked)
+        graph, plan = plan_program(program)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]
             if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":

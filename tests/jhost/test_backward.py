@@ -23,7 +23,7 @@ from jhost.lowering.ir import Allocate, Program, walk
 from jhost.testing import programs
 from tests.jhost.derived import backward, moves, vjp
 from tests.lowering.on_mesh import on
-from tests.lowering.traced import array, loops, remarks
+from tests.lowering.traced import array, loops, notes
 
 Array = jax.Array
 Golden = Callable[..., None]
@@ -359,4 +359,4 @@ def test_a_tangent_program_keeps_the_streams() -> None:
     f, args = function("mlp", 4, pipeline="p2p")
     (jvp,) = programs(lambda *args: jax.jvp(f, args, args), *args)
     assert len(loops(jvp)) == 1
-    assert not remarks(jvp, "stop")
+    assert not notes(jvp)

@@ -64,6 +64,27 @@ def test_what_was_not_pipelined_reads_well(
     golden(without_lines(jhost.explain(model, X)))
 
 
+@pytest.mark.parametrize(
+    ("function", "mark"),
+    [
+        ({"pipeline": "off"}, {"pipeline": "auto"}),
+        ({"pipeline": "p2p"}, {"pipeline": "auto"}),
+        ({"chunks": 4}, {"chunks": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_mark_s_auto_is_not_told_as_the_function_s(
+    mesh: Mesh, function: dict[str, Any], mark: dict[str, Any]
+) -> None:
+    def rows(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream((x @ up) @ down, axis=0, **mark)
+
+    f = jhost.jit(rows, mesh=mesh, **function, **BLOCK_SPECS)
+    (stream,) = jhost.explain(f, X, UP, DOWN).streams
+    assert (stream.pipeline, stream.chunks) == ("off", 1)
+    assert stream.reason.startswith("auto: on cpu devices no transfer runs beside")
+
+
 def test_the_fields_are_for_tools(mesh: Mesh) -> None:
     f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
     explanation = jhost.explain(f, X, UP, DOWN)

@@ -22,12 +22,14 @@ from jhost import _tuner, _tuning_cache, errors
 from jhost._compare import beyond_tolerance
 from jhost._program import planned
 from jhost._tuning import Candidate
+from jhost.lowering.ir import StreamReport
 from jhost.lowering.marks import marks_alike
 from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import tp
+from tests.lowering.traced import remarks
 
 SETTINGS = tp(4, SPECS, SPECS[0])
 
@@ -213,8 +215,8 @@ def test_gradients_follow_theirs() -> None:
     pulled = jax.vjp(f, *ARGS)[1](jnp.ones((8, 8)))
     chex.assert_trees_all_equal(pulled, jax.vjp(relu_block, *ARGS)[1](jnp.ones((8, 8))))
     for program in backward(f, *ARGS):
-        facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
-        assert all("measured" in str(fact["reason"]) for fact in facts)
+        reports = remarks(program, StreamReport)
+        assert all("measured" in report.reason for report in reports)
 
 
 def test_gradients_by_some_arguments_follow_theirs() -> None:
@@ -230,9 +232,9 @@ def test_gradients_by_some_arguments_follow_theirs() -> None:
 
     forward, back = programs(jax.jit(step), *ARGS)
     for program in (forward, back):
-        facts = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
-        assert facts
-        assert all("measured" in str(fact["reason"]) for fact in facts)
+        reports = remarks(program, StreamReport)
+        assert reports
+        assert all("measured" in report.reason for report in reports)
 
 
 def test_layouts_trees_and_static_arguments_are_the_functions() -> None:

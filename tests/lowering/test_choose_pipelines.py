@@ -15,10 +15,11 @@ import jhost
 from jhost import errors
 from jhost.lowering import trial
 from jhost.lowering.cost import Prediction, predict
-from jhost.lowering.ir import Program, Remark
+from jhost.lowering.ir import Program, StreamReport
+from jhost.lowering.marks import Settings
 from jhost.lowering.pipeline import passes, run_passes
 from jhost.lowering.rates import Rates, rates_of
-from tests.lowering.traced import built, chunk_counts, loops
+from tests.lowering.traced import built, chunk_counts, loops, remarks
 
 H200 = rates_of("NVIDIA H200", processes=1)
 assert H200 is not None
@@ -37,20 +38,18 @@ def lowered(
     rates: Rates | None = H200,
     kind: str = "NVIDIA H200",
     strict: bool = True,
-    chunks: Any = "auto",
-    pipeline: str = "auto",
-    **mesh: int,
+    tp: int = 4,
+    **settings: Any,
 ) -> Program:
     sequence = passes(
-        chunks=chunks,
-        pipeline=pipeline,
+        settings=Settings(**settings),
         streams=4,
         strict=strict,
         rates=rates,
         device_kind=kind,
     )
     arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
-    return run_passes(built(fun, *arrays, **(mesh or {"tp": 4})), sequence)
+    return run_passes(built(fun, *arrays, tp=tp), sequence)
 
 
 def mlp(**mark: Any) -> Callable[..., jax.Array]:
@@ -68,19 +67,16 @@ def sizes(rows: int) -> tuple[tuple[int, int], ...]:
     return (rows, 4096), (4096, 14336), (14336, 4096)
 
 
-def remark(program: Program) -> Remark:
-    (stream,) = [r for r in program.remarks if r.kind == "stream"]
-    return stream
-
-
-def facts(program: Program) -> dict[str, Any]:
-    return dict(remark(program).facts)
+def report(program: Program) -> StreamReport:
+    """That on its only stream."""
+    (only,) = remarks(program, StreamReport)
+    return only
 
 
 def test_a_large_block_is_pipelined_from_neighbour_to_neighbour() -> None:
     program = lowered(mlp(), *sizes(8192))
-    chosen = facts(program)
-    assert (chosen["pipeline"], chosen["chunks"]) == ("p2p", 4)
+    chosen = report(program)
+    assert (chosen.pipeline, chosen.chunks) == ("p2p", 4)
     assert len(loops(program)) == 1
 
 
@@ -102,8 +98,8 @@ def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
             return x
 
         program = lowered(f, *sizes(8192))
-        streams = [dict(r.facts) for r in program.remarks if r.kind == "stream"]
-        assert {stream["pipeline"] for stream in streams} == {"p2p"}
+        streams = remarks(program, StreamReport)
+        assert {stream.pipeline for stream in streams} == {"p2p"}
         assert len(loops(program)) == layers
         counts.append(len(predicted))
     assert counts[1] == 2 * counts[0]
@@ -111,23 +107,23 @@ def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_block_is_left_alone() -> None:
     program = lowered(mlp(), *sizes(256))
-    assert facts(program)["pipeline"] == "off"
+    assert report(program).pipeline == "off"
     assert not loops(program)
 
 
 @pytest.mark.parametrize("rows", [256, 8192])
 def test_the_numbers_behind_the_choice_are_said(rows: int) -> None:
     program = lowered(mlp(), *sizes(rows))
-    predicted = facts(program)["predicted"]
+    predicted = report(program).predicted
     texts = {text for text, _ in predicted}
     assert texts == {"not pipelined", "p2p with a chunk a device"}
-    assert "predicted to take" in remark(program).text
-    assert f"runner-up: {predicted[1][0]}" in remark(program).text
+    assert "predicted to take" in report(program).text
+    assert f"runner-up: {predicted[1][0]}" in report(program).text
 
 
 def test_more_chunks_are_weighed_where_they_could_hide_more() -> None:
     program = lowered(mlp(), *sizes(8192), rates=SLOW)
-    assert "p2p with 8 chunks" in dict(facts(program)["predicted"])
+    assert "p2p with 8 chunks" in dict(report(program).predicted)
 
 
 def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() -> None:
@@ -138,12 +134,12 @@ def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() 
         return jhost.shard(jhost.stream(x @ w, axis=0), P(None, "tp"))
 
     large = lowered(gathered, (8192, 8192), (8192, 10240))
-    assert facts(large)["predicted"][0][0] == "p2p with a chunk a device on 2 streams"
+    assert report(large).predicted[0][0] == "p2p with a chunk a device on 2 streams"
     text = str(large)
     small = lowered(gathered, (4096, 4096), (4096, 14336))
-    assert facts(small)["predicted"][0][0] == "p2p with a chunk a device"
+    assert report(small).predicted[0][0] == "p2p with a chunk a device"
     block = lowered(mlp(), *sizes(8192))
-    assert facts(block)["predicted"][0][0] == "p2p with a chunk a device"
+    assert report(block).predicted[0][0] == "p2p with a chunk a device"
     assert "SetCurrentStream(stream[i mod 2])" in text
     # The second transfer is the first to wait: for the device's own chunk.
     assert "SetCurrentStream(stream[1])\n  Synchronize(own)\n" in text
@@ -151,7 +147,7 @@ def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() 
 
 def test_a_choice_is_among_the_fastest() -> None:
     for rows in (512, 1024, 2048, 4096):
-        (_, chosen), *others = facts(lowered(mlp(), *sizes(rows)))["predicted"]
+        (_, chosen), *others = report(lowered(mlp(), *sizes(rows))).predicted
         assert all(chosen <= seconds / 0.97 for _, seconds in others)
 
 
@@ -160,8 +156,8 @@ def test_collectives_are_weighed_where_they_run_beside_matmuls() -> None:
     program = lowered(
         mlp(), *sizes(8192), rates=dataclasses.replace(EASY, permute=slow)
     )
-    assert facts(program)["pipeline"] == "collective"
-    assert chunk_counts(program) == [facts(program)["chunks"]]
+    assert report(program).pipeline == "collective"
+    assert chunk_counts(program) == [report(program).chunks]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +173,8 @@ def test_where_nothing_can_win_nothing_is_weighed(
     settings: dict[str, Any], reason: str
 ) -> None:
     program = lowered(mlp(), *sizes(8192), **settings)
-    assert reason in remark(program).text
-    assert not facts(program)["predicted"]
+    assert reason in report(program).text
+    assert not report(program).predicted
 
 
 # --- What the user says ------------------------------------------------------------- #
@@ -197,26 +193,61 @@ def test_what_is_asked_for_holds(
     asked: dict[str, Any], given: tuple[str, int], where: str
 ) -> None:
     mark, function = (asked, {}) if where == "mark" else ({}, asked)
-    chosen = facts(lowered(mlp(**mark), *sizes(256), **function))
-    assert (chosen["pipeline"], chosen["chunks"]) == given
+    chosen = report(lowered(mlp(**mark), *sizes(256), **function))
+    assert (chosen.pipeline, chosen.chunks) == given
 
 
 def test_a_count_alone_leaves_the_pipeline_open() -> None:
-    chosen = facts(lowered(mlp(chunks=4), *sizes(8192)))
-    assert (chosen["pipeline"], chosen["chunks"]) == ("p2p", 4)
-    chosen = facts(lowered(mlp(chunks=3), *sizes(8192)))
-    assert (chosen["pipeline"], chosen["chunks"]) == ("collective", 3)
+    chosen = report(lowered(mlp(chunks=4), *sizes(8192)))
+    assert (chosen.pipeline, chosen.chunks) == ("p2p", 4)
+    chosen = report(lowered(mlp(chunks=3), *sizes(8192)))
+    assert (chosen.pipeline, chosen.chunks) == ("collective", 3)
 
 
 def test_a_pipeline_alone_leaves_the_count_open() -> None:
-    chosen = facts(lowered(mlp(pipeline="p2p"), *sizes(256)))
-    assert (chosen["pipeline"], chosen["chunks"]) == ("p2p", 4)
-    assert len(chosen["predicted"]) == 2
+    chosen = report(lowered(mlp(pipeline="p2p"), *sizes(256)))
+    assert (chosen.pipeline, chosen.chunks) == ("p2p", 4)
+    assert len(chosen.predicted) == 2
 
 
 def test_the_stream_overrides_the_function() -> None:
-    chosen = facts(lowered(mlp(pipeline="off"), *sizes(8192), pipeline="p2p"))
-    assert chosen["pipeline"] == "off"
+    chosen = report(lowered(mlp(pipeline="off"), *sizes(8192), pipeline="p2p"))
+    assert chosen.pipeline == "off"
+
+
+@pytest.mark.parametrize("rows", [256, 8192])
+@pytest.mark.parametrize(
+    ("function", "mark"),
+    [
+        ({"chunks": 8}, {"chunks": "auto"}),
+        ({"pipeline": "p2p"}, {"pipeline": "auto"}),
+        ({"pipeline": "collective"}, {"pipeline": "auto"}),
+        ({"pipeline": "off"}, {"pipeline": "auto"}),
+        (
+            {"pipeline": "collective", "chunks": 8},
+            {"pipeline": "auto", "chunks": "auto"},
+        ),
+    ],
+    ids=str,
+)
+def test_a_stream_s_auto_overrides_the_function(
+    function: dict[str, Any], mark: dict[str, Any], rows: int
+) -> None:
+    """The choice and its reason are those of a function that says nothing."""
+    chosen = report(lowered(mlp(**mark), *sizes(rows), **function))
+    unasked = report(lowered(mlp(), *sizes(rows)))
+    assert dataclasses.replace(chosen, lines=()) == dataclasses.replace(
+        unasked, lines=()
+    )
+    assert "as asked" not in chosen.reason
+
+
+def test_what_a_stream_leaves_out_the_function_says() -> None:
+    """Its `auto` is about one of the two."""
+    chosen = report(lowered(mlp(chunks="auto"), *sizes(256), pipeline="collective"))
+    assert (chosen.pipeline, chosen.chunks) == ("collective", 4)
+    chosen = report(lowered(mlp(pipeline="auto"), *sizes(8192), chunks=3))
+    assert (chosen.pipeline, chosen.chunks) == ("collective", 3)
 
 
 # --- Several marks, refusals -------------------------------------------------------- #
@@ -230,8 +261,8 @@ def test_streams_are_chosen_one_by_one() -> None:
         return jhost.shard(a, P(None, "tp")), jhost.shard(b, P(None, "tp"))
 
     shapes = (8192, 8192), (8192, 28672), (64, 64), (64, 64)
-    streams = [dict(r.facts) for r in lowered(f, *shapes).remarks if r.kind == "stream"]
-    assert [stream["pipeline"] for stream in streams] == ["p2p", "off"]
+    streams = remarks(lowered(f, *shapes), StreamReport)
+    assert [stream.pipeline for stream in streams] == ["p2p", "off"]
 
 
 def test_marks_that_meet_are_chosen_together() -> None:
@@ -242,7 +273,7 @@ def test_marks_that_meet_are_chosen_together() -> None:
         return jhost.shard(jhost.stream(h @ v, axis=0), P("tp", None))
 
     program = lowered(f, *sizes(8192))
-    assert facts(program)["pipeline"] == "p2p"
+    assert report(program).pipeline == "p2p"
     assert len(loops(program)) == 1
 
 
@@ -252,8 +283,8 @@ def test_what_cannot_be_is_no_candidate_and_says_why() -> None:
         return jhost.shard(jhost.stream(x @ w, axis=0), P(None, "tp"))
 
     program = lowered(f, (8192, 8192), (8192, 8192))
-    assert facts(program)["pipeline"] == "off"
-    assert "not p2p with a chunk a device" in remark(program).text
+    assert report(program).pipeline == "off"
+    assert "not p2p with a chunk a device" in report(program).text
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -280,13 +311,13 @@ def all_reduced(*shapes: tuple[int, int]) -> Program:
 def test_an_all_reduce_comes_back_whole_where_launches_are_dear() -> None:
     """Reduced from neighbour to neighbour, gathered by a collective after the loop."""
     program = all_reduced((8192, 14336), (14336, 4096))
-    assert (facts(program)["pipeline"], facts(program)["chunks"]) == ("p2p", 4)
+    assert (report(program).pipeline, report(program).chunks) == ("p2p", 4)
     assert len(loops(program)) == 1
     assert "AllGather" in str(program)
 
 
 def test_a_large_all_reduce_goes_back_in_pieces() -> None:
     program = all_reduced((8192, 28672), (28672, 8192))
-    assert (facts(program)["pipeline"], facts(program)["chunks"]) == ("p2p", 8)
+    assert (report(program).pipeline, report(program).chunks) == ("p2p", 8)
     assert len(loops(program)) == 1
     assert "AllGather" not in str(program)

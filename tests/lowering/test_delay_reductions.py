@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir import Program, ShardMark, StreamMark
+from jhost.lowering.ir import LayoutReport, Program, ShardMark, StreamRequest
 from jhost.lowering.passes.delay_reductions import DelayReductions
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
@@ -43,9 +43,11 @@ def test_two_products_are_reduced_as_one(devices: int) -> None:
     assert communications(program) == ["AllReduce tp sum"]
     program = exact(summed, *operands(), **tp(devices, INS, ROWS))
     assert communications(program) == ["ReduceScatter tp 0 sum"]
-    (text,) = remarks(program, "layout")
-    assert text.startswith("result: partial sum over tp by add -> P('tp', None): ")
-    assert text.endswith("; v_1 and v_2 stayed partial until here")
+    (report,) = remarks(program, LayoutReport)
+    assert report.text.startswith(
+        "result: partial sum over tp by add -> P('tp', None): "
+    )
+    assert report.text.endswith("; v_1 and v_2 stayed partial until here")
 
 
 def test_the_program_before_and_after(golden: Callable[..., None]) -> None:
@@ -100,8 +102,8 @@ def test_maxima_stay_partial_through_what_arranges_and_through_maxima() -> None:
 
     program = exact(f, array(16, 64), **tp(4, K, P()))
     assert communications(program) == ["AllReduce tp max"]
-    (reduced,) = [r for r in program.remarks if r.kind == "layout"]
-    assert dict(reduced.facts)["bytes"] == 2 * 3 * 4 * 3 // 4
+    (reduced,) = remarks(program, LayoutReport)
+    assert reduced.bytes == 2 * 3 * 4 * 3 // 4
 
 
 def test_several_axes_end_in_one_reduction() -> None:
@@ -194,7 +196,7 @@ def test_the_mark_names_what_takes_the_place_of_its_value() -> None:
 
     _, program = delayed(f, (16, 64), (64, 8), tp=4)
     (mark,) = unmarked(program)
-    assert isinstance(mark, StreamMark)
+    assert isinstance(mark, StreamRequest)
     made = {out.name for stmt in program.body for out in getattr(stmt, "outs", ())}
     assert mark.buffer in made
 

@@ -11,18 +11,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir import Set
+from jhost.lowering.ir import LayoutReport, Set
 from jhost.lowering.layout import layout_of
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.reshard import reshard_bytes
 from jhost.lowering.rules import axes_size
-from tests.lowering.traced import built, remarks
+from tests.lowering.traced import asked, built, remarks
 
 shard = jhost.shard
 
 
 def said(fun: Callable[..., Any], *args: Any, **mesh: int) -> list[str]:
-    return remarks(PropagateLayouts().apply(built(fun, *args, **mesh)), "layout")
+    program = PropagateLayouts().apply(asked(fun, *args, **mesh))
+    return [report.text for report in remarks(program, LayoutReport)]
 
 
 def rows_and_columns(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -155,8 +156,8 @@ def test_the_remarks_account_for_every_byte_that_moves(fun: Any) -> None:
     program = PropagateLayouts().apply(program)
     mesh = dict(program.mesh.shape)
     moved = sum(bytes_of(s, mesh) for s in program.body if isinstance(s, Set))
-    facts = [dict(r.facts) for r in program.remarks if r.kind == "layout"]
-    assert sum(int(str(fact["bytes"])) for fact in facts) == moved > 0
+    reports = remarks(program, LayoutReport)
+    assert sum(report.bytes for report in reports) == moved > 0
 
 
 def test_a_remark_has_the_line_of_the_operation_or_of_the_constraint() -> None:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir import Communicate, Compute, Program, Select
+from jhost.lowering.ir import Communicate, Compute, Program, Select, StreamReport
 from tests.lowering.on_mesh import (
     calls,
     communications,
@@ -431,8 +431,8 @@ def test_more_pieces_than_rows_of_a_shard_are_refused() -> None:
 
 def test_the_choice_is_explained() -> None:
     program = program_of(matmul, *gathering(4), **tp(4, *GATHER))
-    (remark,) = remarks(program, "stream")
-    assert "p2p pipeline: 4 chunks, the devices" in remark
+    (report,) = remarks(program, StreamReport)
+    assert "p2p pipeline: 4 chunks, the devices" in report.text
 
 
 def test_a_rotated_result_is_whole_and_in_order() -> None:

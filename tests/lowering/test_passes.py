@@ -26,10 +26,11 @@ from jhost.lowering.ir import (
     Set,
     ShardMark,
     Stmt,
-    StreamMark,
+    StreamChoice,
     Wait,
     walk,
 )
+from jhost.lowering.marks import Settings
 from jhost.lowering.passes.compute_late import ComputeLate
 from jhost.lowering.passes.convert_to_communications import (
     ConvertToCommunications,
@@ -43,10 +44,10 @@ from jhost.lowering.passes.segment import Segment
 from jhost.lowering.passes.split_all_reduces import SplitAllReduces
 from jhost.lowering.pipeline import Pass, passes, run_passes
 from jhost.lowering.verify import verify
-from tests.lowering.traced import built, loops
+from tests.lowering.traced import asked, built, loops
 
 Golden = Callable[..., None]
-SEQUENCE = passes(chunks="auto", pipeline="auto", streams=4)
+SEQUENCE = passes(settings=Settings(), streams=4)
 
 
 def mlp(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
@@ -118,7 +119,7 @@ def summed(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def test_an_all_reduce_is_split_for_a_p2p_pipeline(golden: Golden) -> None:
     sequence = (PropagateLayouts(), DelayReductions(), ConvertToCommunications())
-    program = run_passes(built(summed, (4, 6), (6, 2), tp=2), sequence)
+    program = run_passes(asked(summed, (4, 6), (6, 2), tp=2), sequence)
     golden(str(program), "before")
     program = SplitAllReduces().apply(program)
     verify(program)
@@ -127,7 +128,7 @@ def test_an_all_reduce_is_split_for_a_p2p_pipeline(golden: Golden) -> None:
 
 def test_an_all_reduce_stays_whole_for_any_other_pipeline() -> None:
     program = mlp_before("split_all_reduces")
-    assert SplitAllReduces(pipeline="collective").apply(program) == program
+    assert SplitAllReduces().apply(program) == program
 
 
 def operations(program: Program) -> list[str]:
@@ -143,7 +144,7 @@ def test_what_is_cheap_is_computed_where_it_is_read() -> None:
         y = jnp.tanh(x @ w)
         return jhost.stream(y * slope, axis=0)
 
-    late = ComputeLate().apply(built(f, (4, 6), (6, 6)))
+    late = ComputeLate().apply(asked(f, (4, 6), (6, 6)))
     verify(late)
     assert operations(late) == ["dot_general", "sin", "cos", "tanh", "mul"]
 
@@ -170,7 +171,7 @@ def test_the_shardings_are_taken_when_reductions_have_been_delayed() -> None:
     between = PropagateLayouts().apply(before)
     assert len(before.marks) == len(between.marks) == 5
     after = DelayReductions().apply(between)
-    assert [type(mark) for mark in after.marks] == [StreamMark]
+    assert [type(mark) for mark in after.marks] == [StreamChoice]
 
 
 def test_propagation_writes_sets_and_no_communication() -> None:
@@ -203,7 +204,7 @@ def test_the_linear_rank_counts_the_last_axis_fastest() -> None:
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 8])
 def test_iterations_take_turns_on_as_many_streams_as_given(streams: int) -> None:
-    program = built(lambda x: jhost.stream(jnp.tanh(x), axis=0, chunks=4), (8,))
+    program = asked(lambda x: jhost.stream(jnp.tanh(x), axis=0, chunks=4), (8,))
     body = LowerStreams(streams=streams).apply(program).body
     wait, work = (stmt for stmt in body if isinstance(stmt, For))
     assert (wait.extent, work.extent) == (min(streams, 4), 4)
@@ -211,18 +212,18 @@ def test_iterations_take_turns_on_as_many_streams_as_given(streams: int) -> None
 
 def test_marks_that_do_not_say_take_the_functions_chunks() -> None:
     program = built(lambda x: jhost.stream(jnp.tanh(x), axis=0), (8,))
-    (loop,) = loops(LowerStreams(chunks=8).apply(program))
+    (loop,) = loops(LowerStreams().apply(Settings(chunks=8).applied_to(program)))
     assert loop.extent == 8
 
 
 def test_no_chunk_count_means_no_loop() -> None:
-    program = built(lambda x: jhost.stream(jnp.tanh(x), axis=0), (8,))
+    program = asked(lambda x: jhost.stream(jnp.tanh(x), axis=0), (8,))
     assert loops(LowerStreams().apply(program)) == []
 
 
 def test_a_program_without_marks_has_no_loops() -> None:
     program = built(lambda x: jnp.tanh(x), (8,))
-    assert LowerStreams(chunks=4).apply(program) == program
+    assert LowerStreams().apply(program) == program
 
 
 # --- Deallocation ------------------------------------------------------------------- #

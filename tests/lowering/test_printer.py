@@ -26,7 +26,7 @@ from jhost.lowering.ir import (
     SetCurrentStream,
     ShardMark,
     StartCoalescing,
-    StreamMark,
+    StreamRequest,
     Synchronize,
     Wait,
 )
@@ -134,7 +134,7 @@ def test_marks_stand_before_the_statements(golden: Golden) -> None:
     x = buffer("x: f32[4, 8]")
     marked = program(mesh_of(tp=4), (x,), (x,))
     marks = (
-        StreamMark(buffer="x", dim=0, chunks=4, pipeline=None, where="here"),
+        StreamRequest(buffer="x", dim=0, chunks=4, pipeline=None, lines=("here",)),
         SerialMark(buffer="x"),
         ShardMark(buffer="x", spec=(("tp",), None), where="here"),
         BarrierMark(buffer="x", operands=("y", "z")),

@@ -18,7 +18,7 @@ import jhost
 from jhost.lowering.rules import COMBINE, Reducer, identity
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
-from tests.lowering.traced import array, loops, remarks
+from tests.lowering.traced import array, loops, notes
 
 Golden = Callable[..., None]
 Function = Callable[..., Any]
@@ -61,7 +61,7 @@ def test_a_replicated_block_is_pipelined_p2p(rows: int) -> None:
     assert set(communications(program)) == {"CollectivePermute tp"}
     padded = -(-rows // 4) * 4
     text = f"dim 0 of v_5 padded from {rows} to {padded}: tp (4) does not divide {rows}"
-    assert remarks(program, "padding") == [text]
+    assert notes(program, "padded from") == [text]
 
 
 def test_each_device_pads_its_rows_where_they_are_sharded_already() -> None:
@@ -70,7 +70,7 @@ def test_each_device_pads_its_rows_where_they_are_sharded_already() -> None:
     program = exact(
         lambda x, u, d, b=0: summed(x @ u, d), *block_of(10)[:3], **settings
     )
-    assert remarks(program, "padding") == [
+    assert notes(program, "padded from") == [
         "dim 0 of result padded from 5 to 8: tp (4) does not divide 5"
     ]
     assert set(communications(program)) == {"CollectivePermute tp"}
@@ -168,7 +168,7 @@ def test_one_dim_sharded_in_two_ways_fits_both() -> None:
 
     settings = on({"dp": 2, "tp": 4}, P("dp"), P("dp"))
     program = exact(f, array(10, 3), **settings)
-    assert remarks(program, "padding") == [
+    assert notes(program, "padded from") == [
         "dim 0 of v padded from 10 to 12: tp (4) does not divide 10"
     ]
 

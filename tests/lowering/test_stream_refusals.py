@@ -20,6 +20,7 @@ from jhost.errors import (
     StreamConflictError,
     StreamDimError,
 )
+from jhost.lowering.ir import StreamReport
 from tests.lowering.traced import WHOLE, array, built, chunk_counts, lowered, remarks
 
 stream = jhost.stream
@@ -95,8 +96,8 @@ def test_a_stream_that_is_off_is_never_refused() -> None:
         lambda x: stream(lax.sort(x, dimension=0), 0, chunks=2, pipeline="off"), X
     )
     assert chunk_counts(program) == []
-    (remark,) = remarks(program, "stream")
-    assert "off, as asked" in remark
+    (report,) = remarks(program, StreamReport)
+    assert "off, as asked" in report.text
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -11,11 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.marks import resolved_marks
 from jhost.lowering.passes.propagate_layouts import PropagateLayouts
 from jhost.lowering.streamed_dims import streamed_dims
 from tests.lowering.on_mesh import communications, each_size, exact, on, program_of, tp
-from tests.lowering.traced import array, built, loops, work
+from tests.lowering.traced import array, asked, loops, work
 
 BLOCK = (P("tp"), P(None, "tp"), P("tp")), P("tp")
 
@@ -94,16 +93,15 @@ def test_behind_serial_nothing_is_streamed() -> None:
     def f(x: jax.Array) -> jax.Array:
         return jhost.stream(jhost.serial(jnp.sin(x)) + 1, 0, pipeline="p2p")
 
-    program = built(f, (8, 8), tp=4)
-    dims = streamed_dims(program, resolved_marks(program, "auto", "auto"))
+    dims = streamed_dims(asked(f, (8, 8), tp=4))
     assert {name: streamed.dim for name, streamed in dims.items()} == {"v_1": 0, "y": 0}
 
 
 def test_constraints_do_not_give_way_to_a_stream() -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         h = jhost.shard(x @ w, P(None, "tp"))
-        return jhost.shard(jhost.stream(h, 0), P("tp"))
+        return jhost.shard(jhost.stream(h, 0, pipeline="p2p"), P("tp"))
 
-    program = PropagateLayouts(pipeline="p2p").apply(built(f, (8, 8), (8, 8), tp=4))
+    program = PropagateLayouts().apply(asked(f, (8, 8), (8, 8), tp=4))
     (result,) = program.results
     assert [dim.axes for dim in result.dims] == [("tp",), ()]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.ir import StreamReport
 from tests.lowering.traced import (
     WHOLE,
     aliases,
@@ -20,6 +21,7 @@ from tests.lowering.traced import (
     chunk_counts,
     loops,
     lowered,
+    notes,
     remarks,
     work,
 )
@@ -93,7 +95,7 @@ def test_a_stream_stops_at_the_inner_dim_of_a_reshape() -> None:
 
     program = lowered(f, X)
     assert work(program.body) == ["loop(sin)", "reshape", "tanh"]
-    (stop,) = remarks(program, "stop")
+    (stop,) = notes(program, "streams stop")
     assert "streams stop before v_1: the reshape (8, 4) -> (32,)" in stop
 
 
@@ -103,7 +105,7 @@ def test_a_stream_stops_where_its_dim_is_whole(name: str) -> None:
     program = lowered(lambda x: WHOLE[name](stream(jnp.sin(x), 0, chunks=2)) * 2, X)
     assert "loop(sin)" in work(program.body)
     assert chunk_counts(program) == [2]
-    (stop,) = remarks(program, "stop")
+    (stop,) = notes(program, "streams stop")
     assert "streams stop before v" in stop
     assert name in stop
 
@@ -123,7 +125,7 @@ def test_a_stream_stops_at_serial() -> None:
         lambda x: jnp.tanh(jhost.serial(stream(jnp.sin(x), 0, chunks=2))), X
     )
     assert work(program.body) == ["loop(sin)", "Set", "tanh"]
-    (stop,) = remarks(program, "stop")
+    (stop,) = notes(program, "streams stop")
     assert "jhost.serial" in stop
 
 
@@ -150,15 +152,15 @@ def two_marks(**second: Any) -> Callable[..., jax.Array]:
 def test_marks_that_agree_are_one_stream(second: dict[str, Any]) -> None:
     program = check(two_marks(**second), array(*X), rtol=1e-6)
     assert work(program.body) == ["loop(sin, tanh)"]
-    (remark,) = remarks(program, "stream")
-    assert "2 chunks" in remark
+    (report,) = remarks(program, StreamReport)
+    assert "2 chunks" in report.reason
 
 
 def test_marks_that_ask_for_different_chunks_stay_two() -> None:
     program = check(two_marks(chunks=4), array(*X), rtol=1e-6)
     assert work(program.body) == ["loop(sin)", "loop(tanh)"]
     assert chunk_counts(program) == [2, 4]
-    assert len(remarks(program, "stream")) == 2
+    assert len(remarks(program, StreamReport)) == 2
 
 
 def test_marks_on_two_branches_that_join_are_one_stream() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -19,7 +19,9 @@ from jhost.lowering.ir import (
     Compute,
     For,
     If,
+    Note,
     Program,
+    Remark,
     Select,
     Set,
     SetCurrentStream,
@@ -27,8 +29,11 @@ from jhost.lowering.ir import (
     Synchronize,
     walk,
 )
+from jhost.lowering.marks import Settings
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.hand_built import integers
+
+_Remark = TypeVar("_Remark", bound=Remark)
 
 
 def check(
@@ -86,9 +91,14 @@ def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     )
 
 
+def asked(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
+    """What `built` gives, its marks as they are where nothing chooses for them."""
+    return Settings().applied_to(built(fun, *args, **mesh))
+
+
 def lowered(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     """The finished program of `fun`, which nothing runs."""
-    sequence = passes(chunks="auto", pipeline="auto", streams=4)
+    sequence = passes(settings=Settings(), streams=4)
     return run_passes(built(fun, *args, **mesh), sequence)
 
 
@@ -153,6 +163,11 @@ def chunk_counts(program: Program) -> list[int]:
     return [loop.extent for loop in loops(program)]
 
 
-def remarks(program: Program, kind: str) -> list[str]:
+def remarks(program: Program, kind: type[_Remark]) -> list[_Remark]:
     """What the passes remarked."""
-    return [remark.text for remark in program.remarks if remark.kind == kind]
+    return [remark for remark in program.remarks if isinstance(remark, kind)]
+
+
+def notes(program: Program, about: str = "") -> list[str]:
+    """The texts of the notes that have `about` in them, without the lines."""
+    return [note.text for note in remarks(program, Note) if about in note.text]
