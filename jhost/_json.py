@@ -24,21 +24,28 @@ def read(kind: type[T], value: Any) -> T:
 def _read(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _fields(kind, value, path)
-    match typing.get_origin(kind):
-        case origin if origin is tuple:
-            if not isinstance(value, list):
-                raise TypeError(f"{path} is no list")
-            (each, _) = typing.get_args(kind)
-            return tuple(_read(each, v, f"{path}[{i}]") for i, v in enumerate(value))
-        case origin if origin is types.UnionType:
-            kinds = typing.get_args(kind)
-        case _:
-            kinds = (kind,)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{path} is no list")
+        (each, _) = typing.get_args(kind)
+        return tuple(_read(each, v, f"{path}[{i}]") for i, v in enumerate(value))
+    kinds = _types(kind)
     # `True` is an int by accident, and a float may be written without its point.
     accepted = {int if isinstance(value, int) and k is float else k for k in kinds}
     if type(value) not in accepted:
         raise TypeError(f"{path} is {value!r}")
     return float(value) if float in kinds and isinstance(value, int) else value
+
+
+def _types(kind: Any) -> tuple[Any, ...]:
+    """The types of a scalar, a `Literal` or a union of such."""
+    match typing.get_origin(kind):
+        case origin if origin in (types.UnionType, typing.Union):
+            return tuple(k for each in typing.get_args(kind) for k in _types(each))
+        case origin if origin is typing.Literal:
+            return tuple(map(type, typing.get_args(kind)))
+        case _:
+            return (kind,)
 
 
 def _fields(kind: Any, value: Any, path: str) -> Any:
