@@ -19,9 +19,9 @@ from jax.sharding import AbstractMesh
 import jhost
 from benchmarks import cases, figures, layers, report
 from benchmarks.communication import Streamed
-from jhost import _program
-from jhost.lowering.cost import Prediction, predict
-from jhost.lowering.rates import rates_of
+from jhost._call import program
+from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.cost.simulate import Prediction, predict
 from jhost.runtime.devices import Devices
 from jhost.testing import programs
 
@@ -88,7 +88,7 @@ def gain(case: cases.Case) -> Gain:
     there = Devices(platform="gpu", kind=KIND, count=case.devices, processes=1)
     rates = rates_of(KIND, 1)
     assert rates
-    with mock.patch.object(_program, "devices_of", return_value=there):
+    with mock.patch.object(program, "devices_of", return_value=there):
         (off,) = programs(f.with_options(pipeline="off"), *case.abstract())
         (auto,) = programs(f, *case.abstract())
     return Gain(predict(off, rates), predict(auto, rates))

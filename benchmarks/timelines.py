@@ -21,7 +21,7 @@ import jhost
 from benchmarks.cases import Case, all_cases, select
 from benchmarks.communication import AXIS, Streamed
 from benchmarks.operands import random_set
-from jhost.runtime.picture import save_picture
+from jhost.runtime.profile.picture import save_picture
 
 TITLES = {"off": "without chunks", "auto": "jhost"}
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jhost import _bench_command, _demo, _doctor, _explain_command
+from jhost._commands import bench, demo, doctor, explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jhost", description="Overlapped sharded JAX programs."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (_demo, _doctor, _explain_command, _bench_command):
+    for command in (demo, doctor, explain, bench):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

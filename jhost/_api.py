@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline
-from jhost._function import JitFunction
+from jhost._call.function import JitFunction
+from jhost._call.settings import Options, Settings, check
 from jhost._jax import Names, Nums
-from jhost._settings import Options, Settings, check
 from jhost._tuning import Tuning
 from jhost.lowering.explain import Explanation
 from jhost.runtime.mesh import AnyMesh

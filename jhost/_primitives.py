@@ -2,7 +2,8 @@
 
 Markers are the identity, with a stream or a sharding as parameters; they stand in the
 jaxpr that `jhost_p` calls, and in every program that JAX derives from it, until the
-lowering takes them up.  `jhost._program` gives `jhost_p` implementation and lowering.
+lowering takes them up.  `jhost._call.execute` gives `jhost_p` implementation and
+lowering.
 """
 
 from __future__ import annotations
@@ -68,4 +69,4 @@ shard_p = define_marker_primitive("shard", _insert_entry, _of_the_cotangent)
 """`spec: Spec`, as long as the operand has dims."""
 
 jhost_p = define_call_primitive("jhost")
-"""`call_jaxpr`, with the markers in it, and what `jhost._program` adds."""
+"""`call_jaxpr`, with the markers in it, and what `jhost._call.program` adds."""

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._api import JitFunction, as_jhost_function
-from jhost._arguments import by_name
-from jhost._stages import Compiled
-from jhost.lowering.cost import predict
-from jhost.lowering.rates import rates_of
-from jhost.lowering.scopes import statement_texts
+from jhost._call.arguments import by_name
+from jhost._call.stages import Compiled
+from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.scopes import statement_texts
 from jhost.runtime.devices import devices_of
-from jhost.runtime.hlo_text import parse_module
-from jhost.runtime.origins import Operations
-from jhost.runtime.overlap_report import OverlapReport, overlap_report
-from jhost.runtime.timeline import timeline
-from jhost.runtime.trace import read_trace, record
+from jhost.runtime.profile.hlo_text import parse_module
+from jhost.runtime.profile.origins import Operations
+from jhost.runtime.profile.report import OverlapReport, overlap_report
+from jhost.runtime.profile.timeline import timeline
+from jhost.runtime.profile.trace import read_trace, record
 
 _WARM_UP, _CALLS = 2, 5
 

@@ -15,11 +15,11 @@ import jax
 from jhost import errors
 from jhost._json import read
 from jhost._version import __version__
-from jhost.lowering.cost import seconds_text
-from jhost.lowering.ir import PipelineKind, Program
-from jhost.lowering.marks import Tuned, Tunings
-from jhost.lowering.printer import type_text
-from jhost.lowering.trial import ranking_text
+from jhost.lowering.cost.candidates import ranking_text
+from jhost.lowering.cost.simulate import seconds_text
+from jhost.lowering.ir.marks import Tuned, Tunings
+from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.program import PipelineKind, Program
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
 

@@ -15,7 +15,7 @@ import jax
 from jhost import errors
 from jhost._jax import backend_is_up
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
-from jhost.runtime.overlap_options import SYMMETRIC_BUFFERS
+from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
 
 _LONGEST_TIMEOUT = 1e9
 """Thirty years: in milliseconds it is still a number that JAX can pass on."""

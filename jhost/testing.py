@@ -26,12 +26,12 @@ except ImportError as error:
 from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction, as_jhost_function
-from jhost._calls import by_floats, gradients_of
+from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._primitives import jhost_p
-from jhost._program import derived_program
+from jhost._tune.calls import by_floats, gradients_of
 from jhost.lowering.explain import explain_program
-from jhost.lowering.ir import Program
+from jhost.lowering.ir.program import Program
 from jhost.runtime.mesh import automatic, mesh_text
 
 Axes: TypeAlias = Mapping[str, int]

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from jhost.lowering.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir import (
+from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.program import (
     Communicate,
     Compute,
     For,
@@ -23,10 +24,9 @@ from jhost.lowering.ir import (
     Synchronize,
     walk,
 )
-from jhost.lowering.layout import size_in_bytes
-from jhost.lowering.layout_costs import bytes_text
-from jhost.lowering.reshard import received_bytes
-from jhost.lowering.rules import axes_size
+from jhost.lowering.layouts.costs import bytes_text
+from jhost.lowering.layouts.reshard import received_bytes
+from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,23 @@ from typing import Any, ClassVar, Protocol, cast
 
 from jax.sharding import AbstractMesh
 
-from jhost.lowering.build import build
-from jhost.lowering.inline_calls import inline_calls
-from jhost.lowering.ir import Program
-from jhost.lowering.marks import Settings, Tunings
-from jhost.lowering.passes.choose_pipelines import ChoosePipelines
-from jhost.lowering.passes.compute_late import ComputeLate
-from jhost.lowering.passes.convert_to_communications import ConvertToCommunications
-from jhost.lowering.passes.deallocate import InsertDeallocations
-from jhost.lowering.passes.delay_reductions import DelayReductions
-from jhost.lowering.passes.lower_streams import LowerStreams
-from jhost.lowering.passes.pad_uneven import PadUneven
-from jhost.lowering.passes.propagate_layouts import PropagateLayouts
-from jhost.lowering.passes.receive_early import ReceiveEarly
-from jhost.lowering.passes.segment import Segment
-from jhost.lowering.passes.split_all_reduces import SplitAllReduces
-from jhost.lowering.rates import Rates
-from jhost.lowering.verify import verify
+from jhost.lowering.cost.choose_pipelines import ChoosePipelines
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.frontend.build import build
+from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.ir.marks import Settings, Tunings
+from jhost.lowering.ir.program import Program
+from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.delay_reductions import DelayReductions
+from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.loops.hoist_receives import ReceiveEarly
+from jhost.lowering.loops.lower_streams import LowerStreams
+from jhost.lowering.loops.sink_cheap import ComputeLate
+from jhost.lowering.loops.split_all_reduces import SplitAllReduces
+from jhost.lowering.padding.pad_uneven import PadUneven
+from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.segment import Segment
+from jhost.lowering.verify.program import verify
 
 
 class Pass(Protocol):

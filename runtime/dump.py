@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 from jhost import errors
-from jhost.lowering.ir import Program
+from jhost.lowering.ir.program import Program
 
 KINDS = ("host_ir", "passes", "hlo", "schedule")
 

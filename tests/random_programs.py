@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jhost
 from jhost import errors
-from jhost.lowering import marks
+from jhost.lowering.ir import marks
 from tests.lowering.hand_built import mesh_of
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 

@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import Mesh
 
 import jhost
-from jhost import _program
-from jhost.lowering.cost import predict
-from jhost.lowering.rates import rates_of
+from jhost._call import program
+from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.cost.simulate import predict
 from jhost.runtime.devices import devices_of
 from tests.jhost.derived import programs, vjp
 
@@ -70,7 +70,7 @@ def test_predictions_are_near_and_no_choice_loses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = dataclasses.replace(devices_of(None), kind=H200, count=devices)
-    monkeypatch.setattr(_program, "devices_of", lambda mesh: there)
+    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
     case = case_of(name, devices)
     f = function(case, make_mesh((devices,), (cases.AXIS,)))
     *_, stream = jhost.explain(f, *case.abstract()).streams

@@ -20,7 +20,7 @@ import jax
 import pytest
 
 from jhost import distributed, errors
-from jhost.runtime.overlap_options import SYMMETRIC_BUFFERS
+from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
 from tests.tables import DOCS
 from tests.test_readme import blocks
 

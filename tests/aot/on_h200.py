@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 import jhost
 from jhost.lowering.explain import explain_program
-from jhost.runtime.overlap_options import overlap_options
-from jhost.runtime.schedule import parse_schedule
+from jhost.runtime.compiler_options import overlap_options
+from jhost.runtime.profile.schedule import parse_schedule
 from tests.jhost.derived import programs, vjp
 
 MakeH200s = Callable[[Mapping[str, int]], Mesh]

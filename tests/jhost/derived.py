@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jhost.lowering.explain import Explanation, explain_program
-from jhost.lowering.ir import Program
+from jhost.lowering.ir.program import Program
 from jhost.testing import programs
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost._jax import ClosedJaxpr
-from jhost.lowering.ir import Program
+from jhost.lowering.ir.program import Program
 from jhost.testing import mesh_of
 
 X = jnp.ones((8, 8))

@@ -15,8 +15,8 @@ import jax
 import pytest
 
 import jhost
-from jhost import _bench_command, _doctor
 from jhost.__main__ import main
+from jhost._commands import bench, doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def test_a_jax_that_is_too_old_is_a_problem(problems: Problems) -> None:
 
 
 def test_the_versions_are_those_of_the_package() -> None:
-    low, high = (".".join(map(str, version)) for version in _doctor.JAX)
+    low, high = (".".join(map(str, version)) for version in doctor.JAX)
     assert f'"jax>={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -95,18 +95,18 @@ def test_no_devices_are_a_problem(problems: Problems) -> None:
     def none(_: Any) -> Any:
         raise RuntimeError("no backend")
 
-    (what,) = problems("jhost._doctor.devices_here", none)
+    (what,) = problems("jhost._commands.doctor.devices_here", none)
     assert what == "JAX finds no devices: no backend"
 
 
 def test_options_that_xla_refuses_are_a_problem(problems: Problems) -> None:
     wanted = {"xla_no_such_option": True}
-    (what,) = problems("jhost._doctor.wanted_options", lambda _: wanted)
+    (what,) = problems("jhost._commands.doctor.wanted_options", lambda _: wanted)
     assert what.startswith("this XLA does not take xla_no_such_option")
 
 
 def test_a_pipeline_that_fails_is_a_problem(problems: Problems) -> None:
-    found = problems("jhost._doctor.beyond_tolerance", lambda *_: ["far"])
+    found = problems("jhost._commands.doctor.beyond_tolerance", lambda *_: ["far"])
     assert found == [
         "the collective pipeline fails on these devices: far",
         "the p2p pipeline fails on these devices: far",
@@ -116,13 +116,13 @@ def test_a_pipeline_that_fails_is_a_problem(problems: Problems) -> None:
 def test_slow_links_between_gpus_are_a_problem(
     problems: Problems, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = _doctor.devices_of
+    right = doctor.devices_of
 
     def gpus(mesh: Any) -> Any:
         return dataclasses.replace(right(mesh), platform="gpu")
 
-    monkeypatch.setattr(_doctor, "_SLOW_LINK", float("inf"))
-    (what,) = problems("jhost._doctor.devices_of", gpus)
+    monkeypatch.setattr(doctor, "_SLOW_LINK", float("inf"))
+    (what,) = problems("jhost._commands.doctor.devices_of", gpus)
     assert what.startswith("copies between GPUs are slow: 0 -> 1, 0 -> 2")
 
 
@@ -273,7 +273,7 @@ def test_the_bench_compares_plain_jhost_and_the_limit(
 def test_results_that_disagree_are_an_exit_status_of_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_bench_command, "beyond_tolerance", lambda *_: ["far"])
+    monkeypatch.setattr(bench, "beyond_tolerance", lambda *_: ["far"])
     assert main(["bench", *SMALL]) == 1
     assert "THE RESULTS DISAGREE: far" in capsys.readouterr().out
 
@@ -297,9 +297,9 @@ def test_bad_arguments_of_bench_are_an_exit_status_of_2(
 
 
 def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
-    def row(plain: float, by_jhost: float, compute: float) -> _bench_command.Row:
+    def row(plain: float, by_jhost: float, compute: float) -> bench.Row:
         times = {"plain": plain, "jhost": by_jhost, "compute": compute}
-        return _bench_command.Row(
+        return bench.Row(
             tokens=8,
             hidden=8,
             ffn=8,

@@ -14,9 +14,9 @@ import jax
 import pytest
 
 import jhost
-from jhost import _demo
 from jhost.__main__ import main
-from jhost._block import Block
+from jhost._commands import demo as command
+from jhost._commands.block import Block
 
 TINY = ["--hidden", "16", "--ffn", "32", "--tokens", "64", "--repeats", "2"]
 
@@ -39,7 +39,7 @@ def test_the_demo_prints_the_program_the_explanation_and_the_times(
     assert re.search(r"^  plain +\d+\.\d+ +\d+\.\d+\n  jhost +\d+\.\d+ ", out, re.M)
 
 
-@pytest.mark.parametrize("dtype", _demo.DTYPES)
+@pytest.mark.parametrize("dtype", command.DTYPES)
 def test_the_figures_are_written_as_json(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "figures.json"
     assert demo("--devices", "2", "--dtype", dtype, "--json", str(path)) == 0
@@ -64,13 +64,13 @@ def test_disagreement_is_an_exit_status_of_1(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    right = _demo.plain
+    right = command.plain
 
     def wrong(block: Block) -> Any:
         function = right(block)
         return lambda *operands: function(*operands) + 1
 
-    monkeypatch.setattr(_demo, "plain", wrong)
+    monkeypatch.setattr(command, "plain", wrong)
     path = tmp_path / "figures.json"
     assert demo("--json", str(path)) == 1
     assert "THE RESULTS DISAGREE" in capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_disagreement_is_an_exit_status_of_1(
 
 
 def test_nan_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo, "relative_errors", lambda *_: [float("nan")])
+    monkeypatch.setattr(command, "relative_errors", lambda *_: [float("nan")])
     assert demo() == 1
 
 

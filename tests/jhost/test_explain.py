@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.runtime import overlap_options
+from jhost.runtime import compiler_options as overlap_options
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 

@@ -1,4 +1,4 @@
-"""What `jhost/_jax.py` hides: tracing, where a call is made, and the user's line."""
+"""What `jhost._jax` hides: tracing, where a call is made, and the user's line."""
 
 from __future__ import annotations
 

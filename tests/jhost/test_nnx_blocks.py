@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import Explanation, explain_program
-from jhost.lowering.ir import Program
+from jhost.lowering.ir.program import Program
 from tests.jhost.derived import backward
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import loops, work

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost import errors
-from jhost.lowering.ir import walk
-from jhost.runtime.origins import Activity
+from jhost.lowering.ir.program import walk
+from jhost.runtime.profile.origins import Activity
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
 SHARDINGS = (P("tp", None), P(None, "tp"), P("tp", None))

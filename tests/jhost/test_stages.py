@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost import _program
-from jhost.lowering.ir import For, Program
+from jhost._call import program
+from jhost.lowering.ir.program import For, Program
 from jhost.lowering.pipeline import lower_jaxpr
 
 X = jnp.arange(64.0).reshape(8, 8)
@@ -54,7 +54,7 @@ def test_a_function_with_dead_code_is_lowered_once(
         programs.append(jaxpr)
         return lower_jaxpr(jaxpr, **settings)
 
-    monkeypatch.setattr(_program, "lower_jaxpr", lowered)
+    monkeypatch.setattr(program, "lower_jaxpr", lowered)
 
     def f(x: jax.Array) -> jax.Array:
         jnp.sin(x)

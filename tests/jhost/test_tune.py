@@ -18,12 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost import _tuner, _tuning_cache, errors
+from jhost import _tuning_cache, errors
+from jhost._call.program import planned
 from jhost._compare import beyond_tolerance
-from jhost._program import planned
+from jhost._tune import tuner
 from jhost._tuning import Candidate
-from jhost.lowering.ir import StreamReport
-from jhost.lowering.marks import marks_alike
+from jhost.lowering.ir.marks import marks_alike
+from jhost.lowering.ir.program import StreamReport
 from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward
@@ -81,7 +82,7 @@ def test_every_candidate_is_measured_and_the_best_is_first() -> None:
         assert 0 < candidate.minimum <= candidate.median
     best, *others = stream.candidates
     assert [c.median for c in others] == sorted(c.median for c in others)
-    assert best.median <= min(c.median for c in others) / _tuner.GAIN
+    assert best.median <= min(c.median for c in others) / tuner.GAIN
     assert program.arguments == ("x: f32[8, 8]", "up: f32[8, 16]", "down: f32[16, 8]")
     assert stream.where.startswith("blocks.py:")
 
@@ -90,7 +91,7 @@ def test_devices_that_nobody_has_measured_are_tuned_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There every candidate is measured, and nothing is predicted."""
-    monkeypatch.setattr("jhost._program.rates_of", lambda *_: None)
+    monkeypatch.setattr("jhost._call.program.rates_of", lambda *_: None)
     (stream,) = tuned().programs[0].streams
     texts = {candidate.text for candidate in stream.candidates}
     assert {"not pipelined", "p2p with a chunk a device", "p2p with 8 chunks"} <= texts
@@ -150,21 +151,21 @@ def test_a_pipeline_has_to_gain_three_percent() -> None:
         )
 
     candidates = [timed("off", 1.0), timed("a", 0.98), timed("b", 1.2)]
-    assert [c.text for c in _tuner.best_first(candidates)] == ["off", "a", "b"]
+    assert [c.text for c in tuner.best_first(candidates)] == ["off", "a", "b"]
     faster = [*candidates, timed("c", 0.9)]
-    assert [c.text for c in _tuner.best_first(faster)] == ["c", "a", "off", "b"]
+    assert [c.text for c in tuner.best_first(faster)] == ["c", "a", "off", "b"]
 
 
 def test_a_candidate_that_gives_something_else_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = _tuner.emit
+    right = tuner.emit
 
     def wrong(program: Any, mesh: Any) -> Any:
         function, loops = right(program, mesh), "for " in str(program)
         return lambda *args: [x + x.dtype.type(loops) for x in function(*args)]
 
-    monkeypatch.setattr(_tuner, "emit", wrong)
+    monkeypatch.setattr(tuner, "emit", wrong)
     with pytest.warns(UserWarning, match="does not give what the plain function gives"):
         (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
@@ -174,14 +175,14 @@ def test_a_candidate_that_gives_something_else_is_left_out(
 def test_a_candidate_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = _tuner.emit
+    right = tuner.emit
 
     def fails(program: Any, mesh: Any) -> Any:
         if "for " in str(program):
             raise MemoryError("no room")
         return right(program, mesh)
 
-    monkeypatch.setattr(_tuner, "emit", fails)
+    monkeypatch.setattr(tuner, "emit", fails)
     (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
     assert "not collective with 2 chunks: no room" in stream.left_out
@@ -432,7 +433,7 @@ def test_what_was_measured_is_not_measured_again(
     (path,) = files(cache)
     assert path.parent.name == "tuning-1"
     assert jhost.Tuning.from_json(path.read_text()) == tuning
-    monkeypatch.setattr(_tuner, "take_turns", None)
+    monkeypatch.setattr(tuner, "take_turns", None)
     assert tuned(cache=True) == tuning
 
 

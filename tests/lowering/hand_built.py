@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jhost.lowering.emit import emit
-from jhost.lowering.index import Index, LoopIndex, Operand, as_index
-from jhost.lowering.interpret import Record, interpret
-from jhost.lowering.ir import (
+from jhost.lowering.emit.program import emit
+from jhost.lowering.interpret.program import Record, interpret
+from jhost.lowering.ir.index import Index, LoopIndex, Operand, as_index
+from jhost.lowering.ir.program import (
     Buffer,
     Chunk,
     Communicate,
@@ -27,9 +27,9 @@ from jhost.lowering.ir import (
     Stmt,
     Stream,
 )
-from jhost.lowering.rules import Reducer
-from jhost.lowering.unit import unit_of
-from jhost.lowering.verify import verify
+from jhost.lowering.rules.dim_rule import Reducer
+from jhost.lowering.units.make import unit_of
+from jhost.lowering.verify.program import verify
 
 I = LoopIndex("i")  # noqa: E741
 J = LoopIndex("j")

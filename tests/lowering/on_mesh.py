@@ -13,8 +13,8 @@ import pytest
 from jax.extend.core import Jaxpr
 
 import jhost
-from jhost.lowering.emit import emit
-from jhost.lowering.ir import Buffer, Communicate, Program, walk
+from jhost.lowering.emit.program import emit
+from jhost.lowering.ir.program import Buffer, Communicate, Program, walk
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import interpreted
 

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.graph import touched
-from jhost.lowering.ir import (
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.marks import Settings
+from jhost.lowering.ir.program import (
     Allocate,
     Communicate,
     Compute,
@@ -30,20 +31,19 @@ from jhost.lowering.ir import (
     Wait,
     walk,
 )
-from jhost.lowering.marks import Settings
-from jhost.lowering.passes.compute_late import ComputeLate
-from jhost.lowering.passes.convert_to_communications import (
+from jhost.lowering.layouts.convert import (
     ConvertToCommunications,
     linear_rank,
 )
-from jhost.lowering.passes.deallocate import InsertDeallocations
-from jhost.lowering.passes.delay_reductions import DelayReductions
-from jhost.lowering.passes.lower_streams import LowerStreams
-from jhost.lowering.passes.propagate_layouts import PropagateLayouts
-from jhost.lowering.passes.segment import Segment
-from jhost.lowering.passes.split_all_reduces import SplitAllReduces
+from jhost.lowering.layouts.delay_reductions import DelayReductions
+from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.loops.lower_streams import LowerStreams
+from jhost.lowering.loops.sink_cheap import ComputeLate
+from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.pipeline import Pass, passes, run_passes
-from jhost.lowering.verify import verify
+from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.segment import Segment
+from jhost.lowering.verify.program import verify
 from tests.lowering.traced import asked, built, loops
 
 Golden = Callable[..., None]

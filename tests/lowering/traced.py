@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 import jhost
-from jhost.lowering.build import build
-from jhost.lowering.inline_calls import inline_calls
-from jhost.lowering.ir import (
+from jhost.lowering.frontend.build import build
+from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.ir.marks import Settings
+from jhost.lowering.ir.program import (
     Communicate,
     Compute,
     For,
@@ -29,7 +30,6 @@ from jhost.lowering.ir import (
     Synchronize,
     walk,
 )
-from jhost.lowering.marks import Settings
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.hand_built import integers
 

@@ -1,0 +1,1 @@
+"""How a function is made, traced, compiled and called."""

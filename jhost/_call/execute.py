@@ -1,0 +1,113 @@
+"""The call primitive's meaning: the program of its jaxpr, as XLA or step by step.
+
+In a multi-process run, processes first see that all are about to run the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh
+from jaxlib.version import __version__ as jaxlib_version
+
+from jhost._call.program import Config, derived_program
+from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
+from jhost._primitives import jhost_p
+from jhost.lowering.emit.program import emit
+from jhost.lowering.explain import adds_up_in_loops, count_loops
+from jhost.lowering.interpret.program import interpret
+from jhost.lowering.ir.fingerprint import fingerprint_lines
+from jhost.lowering.ir.program import Program
+from jhost.runtime import dump
+from jhost.runtime.agreement import compare_programs
+from jhost.runtime.compiler_options import (
+    options_text,
+    overlap_options,
+    warn_of_missed_options,
+)
+from jhost.runtime.options import explained_refusals
+
+
+def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
+    """The JAX function of flat arrays that a Host IR program stands for."""
+    program = derived_program(call_jaxpr, config)
+    mesh = program.mesh if config.mesh is None else config.mesh
+    on_mesh, avals = emit(program, mesh), call_jaxpr.out_avals
+
+    def run(*args: Any) -> Sequence[Any]:
+        if config.interpret:
+            results, _ = interpret(program, cast(Mesh, mesh), args)
+        else:
+            results = on_mesh(*args)
+        return as_weak(results, avals)
+
+    return run
+
+
+def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
+    if config.interpret:
+        compare(derived_program(call_jaxpr, config), config)
+        return emitted(call_jaxpr, config)(*args)
+    with explained_refusals(config.name, dict(config.compiler_options)):
+        return _compiled(call_jaxpr, config)(*args)
+
+
+@cached_by_jaxpr
+def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
+    program = derived_program(call_jaxpr, config)
+    compare(program, dataclasses.replace(config, embedded=False))
+    options = executable_options(program, config)
+    return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
+
+
+def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
+    """What XLA is told for `program` alone: jhost's wishes, then the user's."""
+    return _asked(program, config) | dump.compiler_options() or None
+
+
+def _asked(program: Program, config: Config) -> dict[str, Any]:
+    adds_up = adds_up_in_loops(program)
+    wishes = overlap_options(config.mesh, adds_up) if count_loops(program) else {}
+    return wishes | dict(config.compiler_options)
+
+
+def compare(program: Program, config: Config) -> None:
+    """Sees that every process of the mesh is about to run `program`.
+
+    Raises:
+        ProcessMismatchError, ProcessTimeoutError: some process is not.
+    """
+
+    def describe() -> list[str]:
+        # Of an outer program's options jhost knows nothing.
+        options = {} if config.embedded else _asked(program, config)
+        shown = {n: v for n, v in options.items() if not n.startswith("xla_dump")}
+        assert isinstance(config.mesh, Mesh)
+        return [
+            *fingerprint_lines(program),
+            *config.identity,
+            f"devices {config.mesh.device_ids.tolist()}",
+            f"XLA's options {options_text(dict(sorted(shown.items())))}",
+            f"interpret={config.interpret}",
+            f"JAX {jax.__version__}, jaxlib {jaxlib_version}",
+        ]
+
+    compare_programs(config.name, config.mesh, describe)
+
+
+def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
+    """Inside an outer program: XLA compiles it, with that program's options."""
+    program = derived_program(call_jaxpr, config)
+    if config.compared:
+        compare(program, config)
+    if config.embedded:
+        options = executable_options(program, config) or {}
+        warn_of_missed_options(config.name, config.mesh, options)
+    return emitted(call_jaxpr, config)(*args)
+
+
+def_impl(jhost_p, _run)
+register_lowering(jhost_p, _trace_late)

@@ -1,0 +1,288 @@
+"""From a call's annotated jaxpr to its Host IR program.
+
+JAX's transforms have acted on the jaxpr by the time these functions see it, so every
+derived program (backward, batched, rematerialized) comes through here as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jhost import errors
+from jhost._annotate import Pipeline
+from jhost._jax import (
+    arg_names,
+    cached_by_jaxpr,
+    calls,
+    close,
+    evaluate,
+    result_paths,
+    without_dead_code,
+)
+from jhost._primitives import Spec, stream_p
+from jhost._tuning import Tuning, changes, tuned_here
+from jhost.lowering.cost.choose_pipelines import ChoosePipelines
+from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.ir.fingerprint import fingerprint
+from jhost.lowering.ir.marks import REFUSALS, Settings
+from jhost.lowering.ir.program import Program, StreamChoice
+from jhost.lowering.layouts.hidden_dims import reached_by_streams
+from jhost.lowering.pipeline import (
+    Pass,
+    around_choice,
+    lower_jaxpr,
+    passes,
+    run_passes,
+    up_to_layouts,
+)
+from jhost.runtime import dump
+from jhost.runtime.devices import devices_of
+from jhost.runtime.mesh import AnyMesh, abstract
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What holds for a jhost function and for every program derived from it.
+
+    `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
+    jhost's own, which sees to the compiler options.  `compared` ones are lowered in
+    order to run: not those of `lower`, which one process may call alone.
+    """
+
+    name: str
+    mesh: AnyMesh | None
+    chunks: int | Literal["auto"]
+    pipeline: Pipeline
+    streams: int
+    interpret: bool
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    tunings: tuple[Tuning, ...] = ()
+    embedded: bool = False
+    compared: bool = True
+    identity: tuple[str, ...] = ()
+
+
+class Call(NamedTuple):
+    """One call of the primitive: what it runs, and on which operands."""
+
+    call_jaxpr: Any
+    config: Config
+    operands: tuple[Any, ...]
+
+
+@cached_by_jaxpr
+def annotate(
+    jaxpr: Any,
+    mesh: AnyMesh,
+    in_specs: tuple[Spec | None, ...],
+    out_specs: tuple[Spec | None, ...],
+) -> Any:
+    """`jaxpr` with the shardings of its operands and results as constraints in it.
+
+    Every operand and result gets one, which may leave all dims free: JAX looks for the
+    devices of a program in the shardings inside, and would compile one without any for
+    one device.
+    """
+
+    def annotated(*args: Any) -> list[Any]:
+        return _constrain(
+            evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs
+        )
+
+    closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
+    # The user's names, not those of the function above.
+    named = close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
+    return without_dead_code(named)
+
+
+def _constrain(
+    values: Sequence[Any], mesh: AnyMesh, specs: Sequence[Spec | None]
+) -> list[Any]:
+    free = PartitionSpec.UNCONSTRAINED
+    constrained: list[Any] = []
+    for value, spec in zip(values, specs, strict=True):
+        entries = (
+            [free] * jnp.ndim(value)
+            if spec is None
+            else [axes or None for axes in spec]
+        )
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        constrained.append(jax.lax.with_sharding_constraint(value, sharding))
+    return constrained
+
+
+def host_program(call_jaxpr: Any, config: Config) -> Program:
+    """The Host IR program of an annotated jaxpr, as the user wrote it.
+
+    Raises:
+        StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
+    """
+    config = plain(config)
+    if not config.tunings:
+        return _lowered(call_jaxpr, config)
+    _warn_if_stale(call_jaxpr, config)
+    try:
+        return _lowered(call_jaxpr, config)
+    except REFUSALS as refusal:
+        untuned = dataclasses.replace(config, tunings=())
+        program = _lowered(call_jaxpr, untuned)  # raises what is the user's doing
+        _warn_of_tuning(config, [errors.first_line(refusal)])
+        return program
+
+
+def derived_program(call_jaxpr: Any, config: Config) -> Program:
+    """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
+    config = plain(config)
+    for tunings in dict.fromkeys((config.tunings, ())):
+        try:
+            return _lowered(call_jaxpr, dataclasses.replace(config, tunings=tunings))
+        except REFUSALS:
+            pass
+    return _lowered(call_jaxpr, config, strict=False)
+
+
+def plain(config: Config) -> Config:
+    """What a program depends on: it is the same wherever it is called."""
+    return dataclasses.replace(config, embedded=False, compared=True, identity=())
+
+
+@cached_by_jaxpr
+def laid_out(call_jaxpr: Any, config: Config) -> Program:
+    """Its program with layouts, and no more: no communications and no loops yet."""
+    sequence = up_to_layouts(_sequence(config, strict=False))
+    return _lower(call_jaxpr, config, sequence)
+
+
+Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
+
+
+@cached_by_jaxpr
+def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
+    """For each operand and each result, the stream that reaches it, and its mark."""
+    if not calls(call_jaxpr, stream_p):
+        return [None] * len(call_jaxpr.in_avals), [None] * len(call_jaxpr.out_avals)
+    program = _settings(config).applied_to(_lower(call_jaxpr, config, ()))
+    reached = reached_by_streams(program)
+    return (
+        [reached.get(param.name) for param in program.params],
+        [reached.get(result.name) for result in program.results],
+    )
+
+
+@cached_by_jaxpr
+def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
+    sequence, after_pass = _sequence(config, strict), dump.pass_dumper(config.name)
+    program = _lower(call_jaxpr, config, sequence, after_pass)
+    dump.dump_host_ir(config.name, program)
+    return program
+
+
+class Planned(NamedTuple):
+    """A program whose pipelines are to be chosen, what chooses, and what follows."""
+
+    program: Program
+    chooser: ChoosePipelines
+    rest: tuple[Pass, ...]
+
+    def finish(self, program: Program) -> Program:
+        """The program of a candidate, after all passes."""
+        return run_passes(program, self.rest)
+
+
+def planned(call_jaxpr: Any, config: Config) -> Planned:
+    """The program of an annotated jaxpr before anything is chosen for its marks."""
+    strict = True
+    try:
+        _lowered(call_jaxpr, config)
+    except REFUSALS:
+        strict = False  # as for `derived_program`
+    before, chooser, rest = around_choice(_sequence(config, strict))
+    program = chooser.settings.applied_to(_lower(call_jaxpr, config, before))
+    return Planned(program, chooser, rest)
+
+
+@cached_by_jaxpr
+def _warn_if_stale(call_jaxpr: Any, config: Config) -> None:
+    """Says once of a program why none of its tunings holds for it."""
+    program = planned(call_jaxpr, config).program
+    mesh, digest = config.mesh, fingerprint(program)
+    found = [changes(tuning, mesh, program, digest) for tuning in config.tunings]
+    if not all(found):
+        return
+    _warn_of_tuning(config, [line for lines in found for line in lines])
+
+
+def _warn_of_tuning(config: Config, changed: Sequence[str]) -> None:
+    lines = [f"  * {line}" for line in changed]
+    warnings.warn(
+        f"The tuning of {config.name} does not hold here and is ignored: its streams "
+        f"are chosen by prediction. Tune again with jhost.tune({config.name}, ...). "
+        "What changed:\n" + "\n".join(lines),
+        stacklevel=2,
+    )
+
+
+def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
+    devices = devices_of(config.mesh)
+    return passes(
+        settings=_settings(config),
+        streams=config.streams,
+        strict=strict,
+        rates=rates_of(devices.kind, devices.processes),
+        device_kind=devices.kind,
+        tuned=tuned_here(config.tunings, config.mesh),
+    )
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(config.chunks, config.pipeline)
+
+
+def _lower(
+    call_jaxpr: Any,
+    config: Config,
+    sequence: Sequence[Pass],
+    after_pass: Callable[[str, Program], None] | None = None,
+) -> Program:
+    params = _names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x")
+    results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
+    with _no_garbage_collection():
+        return lower_jaxpr(
+            call_jaxpr,
+            name=config.name,
+            mesh=abstract(config.mesh),
+            param_names=params,
+            result_names=results,
+            sequence=sequence,
+            after_pass=after_pass,
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    """Passes make many objects at once, which live, and hardly a cycle of them.
+
+    Looking for garbage among them is up to a third of their time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:
+    """The user's names, or numbered ones in programs that JAX derived."""
+    given = list(names) or [None] * count
+    return tuple(name or f"{prefix}{number}" for number, name in enumerate(given))

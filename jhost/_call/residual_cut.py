@@ -1,0 +1,215 @@
+"""The fewest bytes that a forward program can hand to the backward one.
+
+What JAX hands on are the values that the derivatives read, such as the five arrays of
+`gelu`'s.  Most of them are computed element by element from a few others, and it costs
+less to compute them again than to write and to read them.  What is worth handing on is
+a minimum cut between what cannot be computed again and what is read (Horace He,
+"Min-cut optimal recomputation", PyTorch 2022, `torch/_functorch/partitioners.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from scipy import sparse
+from scipy.sparse import csgraph
+
+from jhost._jax import Residual, Split, rewritten
+from jhost.lowering.frontend.inline_calls import (
+    CALLS,
+    IDENTITIES,
+    FlatJaxpr,
+    called_body,
+    inline_plain_calls,
+)
+from jhost.lowering.rules.elementwise import CHEAP
+
+_MARKS = IDENTITIES | {"reshard"}
+_VIEWS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
+# What the user named for a policy is not made again of what it was made of.
+_COMPUTED_AGAIN = (_MARKS | CHEAP | _VIEWS) - {"name"}
+
+_COUNTED, _UNBOUNDED = 2**29, 2**30
+"""The capacities of all that can be cut, and of an edge that cannot: of 32 bits."""
+
+_SOURCE, _SINK = 0, 1
+
+
+def hand_over_least(split: Split) -> Split:
+    """The same two programs, with as few bytes between them as recomputing allows.
+
+    An operand of the first costs nothing, as it is there anyway.  Where a policy of
+    the user's says what is saved, only marks are applied again.
+    """
+    flat = inline_plain_calls(split.first)
+    again = _makers(flat, _MARKS if split.by_policy else _COMPUTED_AGAIN)
+    wanted = [_value_of(residual, flat) for residual in split.residuals]
+    saved = _least_cut(flat, again, [var for var in wanted if var])
+    eqns = _computing(wanted, saved, again, flat)
+    return _cut_at(split, flat, wanted, saved, eqns)
+
+
+def _makers(flat: FlatJaxpr, primitives: Collection[str]) -> dict[Var, JaxprEqn]:
+    """The equation that makes each variable which may be computed again."""
+    eqns = (eqn for eqn in flat.eqns if _is_made_of(eqn, primitives))
+    return {var: eqn for eqn in eqns if not eqn.effects for var in eqn.outvars}
+
+
+def _is_made_of(eqn: JaxprEqn, primitives: Collection[str]) -> bool:
+    """Whether an equation is one of the primitives, or calls nothing but these."""
+    if eqn.primitive.name not in CALLS:
+        return eqn.primitive.name in primitives
+    return all(_is_made_of(inner, primitives) for inner in called_body(eqn).eqns)
+
+
+def _value_of(residual: Residual, flat: FlatJaxpr) -> Var | None:
+    """What is handed over, or None for a constant."""
+    if residual.result is not None:
+        return flat.outvars[residual.result]
+    return None if residual.given is None else flat.invars[residual.given]
+
+
+# --- The cut ------------------------------------------------------------------------ #
+
+
+def _least_cut(
+    flat: FlatJaxpr, again: Mapping[Var, JaxprEqn], wanted: Collection[Var]
+) -> list[Var]:
+    """The variables of fewest bytes from which `wanted` can be computed again.
+
+    Every variable is an edge from its making to its reading.  Of the least cuts it is
+    the one with the least to compute.  They come in the order of the program.
+    """
+    needed = _needed(again, wanted)
+    given = set(flat.invars)
+    bytes_of = {var: 0 if var in given else _bytes(var) for var in needed}
+    scale = min(1.0, _COUNTED / max(1, sum(bytes_of.values())))
+    made = {var: 2 * number + 2 for number, var in enumerate(needed)}
+    edges: dict[tuple[int, int], int] = {}
+    for var in needed:
+        edges[made[var], made[var] + 1] = math.ceil(bytes_of[var] * scale)
+        if var not in again:
+            edges[_SOURCE, made[var]] = _UNBOUNDED
+        for operand in _operands(again.get(var)):
+            edges[made[operand] + 1, made[var]] = _UNBOUNDED
+        if var in wanted:
+            edges[made[var] + 1, _SINK] = _UNBOUNDED
+    behind = _behind_least_cut(edges, 2 * len(needed) + 2)
+    cut = {v for v in needed if made[v] not in behind and made[v] + 1 in behind}
+    results = (var for eqn in flat.eqns for var in eqn.outvars)
+    return [var for var in (*flat.invars, *results) if var in cut]
+
+
+def _behind_least_cut(edges: Mapping[tuple[int, int], int], size: int) -> set[int]:
+    """The nodes on the sink's side of the least cut that is nearest to it."""
+    places = np.array(list(edges), np.int32).reshape(-1, 2).T
+    capacities = np.array(list(edges.values()), np.int32)
+    graph = sparse.csr_array((capacities, tuple(places)), shape=(size, size))
+    left = graph - csgraph.maximum_flow(graph, _SOURCE, _SINK).flow
+    left.eliminate_zeros()
+    order = csgraph.breadth_first_order(left.T, _SINK, return_predecessors=False)
+    return set(map(int, order))
+
+
+def _needed(
+    again: Mapping[Var, JaxprEqn], wanted: Iterable[Var], saved: Collection[Var] = ()
+) -> list[Var]:
+    """`wanted`, and all from which that can be computed again, back to `saved`."""
+    found: dict[Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var not in found:
+            found[var] = None
+            waiting += [] if var in saved else _operands(again.get(var))
+    return list(found)
+
+
+def _operands(eqn: JaxprEqn | None) -> list[Var]:
+    return [v for v in eqn.invars if not isinstance(v, Literal)] if eqn else []
+
+
+def _bytes(var: Var) -> int:
+    aval: Any = var.aval
+    return max(1, int(aval.size) * aval.dtype.itemsize)
+
+
+# --- The programs ------------------------------------------------------------------- #
+
+
+def _cut_at(
+    split: Split,
+    flat: FlatJaxpr,
+    wanted: Sequence[Var | None],
+    saved: Sequence[Var],
+    again: Sequence[JaxprEqn],
+) -> Split:
+    """The programs with `saved` between them, and `again` at the start of the second.
+
+    What else the first made for the second, but no residual, stays its last results.
+    """
+    constants = [n for n, var in enumerate(wanted) if var is None]
+    kept = flat.outvars[: split.kept]
+    there = {*flat.invars, *kept}
+    made = [var for var in saved if var not in there]
+    old = {residual.result for residual in split.residuals}
+    others = [
+        var for n, var in enumerate(flat.outvars) if n >= split.kept and n not in old
+    ]
+    results = [*kept, *made, *others]
+    sources = [_source(var, results, flat.invars) for var in saved]
+    invars = split.second.jaxpr.invars
+    operands = [*saved, *(invars[n] for n in constants), *invars[len(wanted) :]]
+    instead = {invars[n]: var for n, var in enumerate(wanted) if var}
+    return dataclasses.replace(
+        split,
+        first=rewritten(
+            split.first, invars=flat.invars, outvars=results, eqns=flat.eqns
+        ),
+        second=_with_other_operands(split.second, operands, instead, again),
+        residuals=(*sources, *(split.residuals[n] for n in constants)),
+    )
+
+
+def _source(var: Var, results: Sequence[Var], invars: Sequence[Var]) -> Residual:
+    if var in invars:
+        return Residual(given=invars.index(var))
+    return Residual(result=results.index(var))
+
+
+def _computing(
+    wanted: Iterable[Var | None],
+    saved: Collection[Var],
+    again: Mapping[Var, JaxprEqn],
+    flat: FlatJaxpr,
+) -> list[JaxprEqn]:
+    """The equations from `saved` to `wanted`, in their order."""
+    needed = _needed(again, [var for var in wanted if var], saved)
+    makers = {id(again[var]) for var in needed if var not in saved}
+    return [eqn for eqn in flat.eqns if id(eqn) in makers]
+
+
+def _with_other_operands(
+    closed_jaxpr: Any,
+    operands: Sequence[Var],
+    instead: Mapping[Var, Var],
+    before: Sequence[JaxprEqn],
+) -> Any:
+    """The program on `operands`, and on what `before` computes `instead` of its own."""
+
+    def renamed(atoms: Iterable[Any]) -> list[Any]:
+        return [a if isinstance(a, Literal) else instead.get(a, a) for a in atoms]
+
+    jaxpr = closed_jaxpr.jaxpr
+    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns]
+    return rewritten(
+        closed_jaxpr,
+        invars=operands,
+        outvars=renamed(jaxpr.outvars),
+        eqns=[*before, *eqns],
+    )

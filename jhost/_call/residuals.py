@@ -1,0 +1,227 @@
+"""What a forward program hands to the backward one keeps its layout.
+
+A value that was sharded stays so: it is marked where it leaves the one program and
+where it enters the other, so that nothing moves between the two.  What the forward
+gathered, the backward gathers again, in its own loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.sharding import NamedSharding
+
+from jhost._annotate import spec_entries
+from jhost._call.program import Config, laid_out, streams_of
+from jhost._call.residual_cut import hand_over_least
+from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
+from jhost._primitives import Spec, shard_p, stream_p
+from jhost.lowering.ir.program import Buffer, StreamChoice
+
+_MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
+
+Chain: TypeAlias = tuple[JaxprEqn, ...]
+"""Marks on one value, each on what the one before it gives."""
+
+Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
+
+
+def settle_residuals(split: Split, *, config: Config) -> Split:
+    """The same two programs, with few bytes between them, laid out as they are made."""
+    if not split.residuals:
+        return split
+    rest = split.second, split.residuals, split.kept, split.by_policy
+    return _settled(split.first, rest, config)
+
+
+@cached_by_jaxpr
+def _settled(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
+    split = Split(first, *rest)
+    lean = hand_over_least(split)
+    if config.mesh is None:
+        return lean
+    layouts = _layouts(split, lean, config)
+    left, taken = _streams_to_mark(lean, config)
+    first = _with_marked_results(lean, layouts, left)
+    second = _with_marked_operands(lean, layouts, taken)
+    return dataclasses.replace(lean, first=first, second=second)
+
+
+def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
+    """How each residual is laid out in the first program, by operand of the second.
+
+    An operand that is handed on as it is has the layout that the whole of the first
+    gives it: in `lean` nothing may be left of the marks on it.
+    """
+    given = laid_out(split.first, config).params
+    made = laid_out(lean.first, config).results
+    read = _first_readers(split.first.eqns)
+    invars = split.first.jaxpr.invars
+    layouts: dict[int, Spec] = {}
+    for operand, residual in enumerate(lean.residuals):
+        if residual.result is not None:
+            layouts[operand] = spec_of(made[residual.result])
+        elif residual.given is not None and invars[residual.given] in read:
+            layouts[operand] = spec_of(given[residual.given])
+    return layouts
+
+
+def spec_of(buffer: Buffer) -> Spec:
+    """The axes that shard each dim."""
+    return tuple(dim.axes for dim in buffer.dims)
+
+
+def _streams_to_mark(
+    split: Split, config: Config
+) -> tuple[dict[int, StreamChoice], dict[int, StreamChoice]]:
+    """Marks for results of the first program, and for operands of the second.
+
+    A program that keeps nothing but residuals, or that lost its marks on the way, is
+    worked on in chunks as the other is.  One mark is enough for each stream.
+    """
+    _, here = streams_of(split.first, config)
+    there, _ = streams_of(split.second, config)
+    made = _made(split)
+    lost = {result: here[result] for result in made if here[result]}
+    lost = lost or {result: there[operand] for result, operand in made.items()}
+    found = {} if any(there) else {op: here[result] for result, op in made.items()}
+    return _one_of_each_stream(lost), _one_of_each_stream(found)
+
+
+def _one_of_each_stream(
+    reached: Mapping[int, tuple[str, StreamChoice] | None],
+) -> dict[int, StreamChoice]:
+    streams = {at[0]: (number, at[1]) for number, at in reached.items() if at}
+    return dict(streams.values())
+
+
+def _made(split: Split) -> dict[int, int]:
+    """The operand of the second that each result of the first is."""
+    residuals = enumerate(split.residuals)
+    return {r.result: operand for operand, r in residuals if r.result is not None}
+
+
+# --- Marks -------------------------------------------------------------------------- #
+
+
+def _with_marked_results(
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamChoice]
+) -> Any:
+    """The first, with residuals laid out by `specs`, and streamed, where it makes them.
+
+    There, and not where they leave, all that read them read what is marked.
+    """
+    outvars = split.first.jaxpr.outvars
+    results = {outvars[number]: (number, op) for number, op in _made(split).items()}
+    eqns: list[JaxprEqn] = []
+    for eqn in split.first.eqns:
+        made = [var for var in eqn.outvars if var in results]
+        before = {var: fresh_var(var.aval) for var in made}
+        eqns.append(eqn.replace(outvars=[before.get(v, v) for v in eqn.outvars]))
+        for var in made:
+            number, operand = results[var]
+            marks = [_shard(specs[operand]), *_stream(streams.get(number))]
+            eqns += _chained(before[var], marks, var, like=eqn)
+    return rewritten(split.first, eqns=eqns)
+
+
+def _with_marked_operands(
+    split: Split, specs: Mapping[int, Spec], streams: Mapping[int, StreamChoice]
+) -> Any:
+    """The second, with operands laid out by `specs`, and marked as in the first."""
+    jaxpr = split.second.jaxpr
+    readers = _first_readers(jaxpr.eqns)
+    chains = _chains(split)
+    invars: list[Var] = list(jaxpr.invars)
+    eqns: list[JaxprEqn] = []
+    for number, spec in specs.items():
+        var = invars[number]
+        if var in readers:
+            chain = _lasting(chains.get(number, ()))
+            again = [eqn for eqn in chain if not _is_met(eqn, spec)]
+            marks = [_shard(spec), *_stream(streams.get(number))]
+            marks += [(eqn.primitive, eqn.params) for eqn in again]
+            invars[number] = fresh_var(var.aval)
+            eqns += _chained(invars[number], marks, var, like=readers[var])
+    return rewritten(split.second, invars=invars, eqns=[*eqns, *jaxpr.eqns])
+
+
+def _chains(split: Split) -> dict[int, Chain]:
+    """The marks on each residual where the first makes it, by operand of the second."""
+    makers = {eqn.outvars[0]: eqn for eqn in split.first.eqns if _is_mark(eqn)}
+    chains: dict[int, Chain] = {}
+    for result, operand in _made(split).items():
+        chain: list[JaxprEqn] = []
+        atom = split.first.jaxpr.outvars[result]
+        while (eqn := makers.get(atom)) is not None:
+            chain.insert(0, eqn)
+            atom = eqn.invars[0]
+        chains[operand] = tuple(chain)
+    return chains
+
+
+def _is_mark(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _MARKS
+
+
+def _chained(
+    before: Var, marks: Sequence[Mark], after: Var, *, like: JaxprEqn
+) -> list[JaxprEqn]:
+    """`marks`, one on the other, from one variable to another."""
+    between = [fresh_var(after.aval) for _ in marks[1:]]
+    return [
+        new_eqn(primitive, [source], [out], params, like=like)
+        for (primitive, params), source, out in zip(
+            marks, [before, *between], [*between, after], strict=True
+        )
+    ]
+
+
+def _shard(spec: Spec) -> Mark:
+    return shard_p, {"spec": spec}
+
+
+def _stream(mark: StreamChoice | None) -> list[Mark]:
+    if mark is None:
+        return []
+    chunks, pipeline = mark.chunks or "auto", mark.pipeline or "auto"
+    return [(stream_p, {"axis": mark.dim, "chunks": chunks, "pipeline": pipeline})]
+
+
+def _lasting(chain: Chain) -> Chain:
+    """`chain` without the streams that a `serial` further on keeps from its readers."""
+    serials = [
+        place for place, eqn in enumerate(chain) if eqn.primitive.name == "serial"
+    ]
+    last = max(serials, default=0)
+    return tuple(
+        eqn
+        for place, eqn in enumerate(chain)
+        if place >= last or eqn.primitive.name != "stream"
+    )
+
+
+def _is_met(eqn: JaxprEqn, spec: Spec) -> bool:
+    """Whether a mark asks for nothing but what `spec` gives."""
+    match eqn.primitive.name:
+        case "shard":
+            entries = eqn.params["spec"]
+        case "sharding_constraint" if isinstance(eqn.params["sharding"], NamedSharding):
+            entries = spec_entries(eqn.params["sharding"])
+        case _:
+            return False
+    rest = ((),) * (len(spec) - len(entries))
+    pairs = zip((*entries, *rest), spec, strict=True)
+    return all(wanted in (None, axes) for wanted, axes in pairs)
+
+
+def _first_readers(eqns: Iterable[JaxprEqn]) -> dict[Any, JaxprEqn]:
+    readers: dict[Any, JaxprEqn] = {}
+    for eqn in eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal):
+                readers.setdefault(atom, eqn)
+    return readers

@@ -1,0 +1,144 @@
+"""Shardings as the user gives them, or as the arguments have them, made specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jhost import errors
+from jhost._annotate import spec_entries
+from jhost._primitives import Spec
+from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
+from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
+
+
+def is_sharding(x: Any) -> bool:
+    """Whether `x` is a leaf of a tree of shardings; None is one too."""
+    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+
+
+def names_axes(sharding: PartitionSpec | NamedSharding) -> bool:
+    """Whether a sharding needs a mesh."""
+    return isinstance(sharding, NamedSharding) or any(sharding)
+
+
+def leaves(shardings: Any) -> list[Any]:
+    """The leaves of a tree of shardings."""
+    return jax.tree.leaves(shardings, is_leaf=is_sharding)
+
+
+def leaves_with_path(shardings: Any) -> list[tuple[str, Any]]:
+    """The leaves with their places in the tree, as `[0]['w']`."""
+    pairs = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
+    return [(jax.tree_util.keystr(path), sharding) for path, sharding in pairs]
+
+
+def axis_problems(
+    what: str, shardings: Any, mesh: AnyMesh
+) -> list[tuple[str, Problem]]:
+    """What is wrong with specs that no array could have on `mesh`, and where."""
+    return [
+        (what + path, problem)
+        for path, sharding in leaves_with_path(shardings)
+        if sharding is not None
+        for problem in check_axes(spec_entries(sharding), dict(mesh.shape))
+    ]
+
+
+def named(shardings: Any, mesh: AnyMesh) -> Any:
+    """A tree of shardings with `NamedSharding`s over `mesh` in place of specs."""
+
+    def one(sharding: Any) -> Any:
+        if isinstance(sharding, NamedSharding):
+            sharding = sharding.spec
+        return None if sharding is None else NamedSharding(mesh, sharding)
+
+    return jax.tree.map(one, shardings, is_leaf=is_sharding)
+
+
+def specs(shardings: Any) -> Any:
+    """A tree of shardings with specs alone, which any mesh may have."""
+
+    def one(sharding: Any) -> Any:
+        return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+    return jax.tree.map(one, shardings, is_leaf=is_sharding)
+
+
+def spread(prefix: Any, tree: Any) -> list[Spec | None]:
+    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
+    if isinstance(prefix, list):
+        prefix = tuple(cast(list[Any], prefix))
+    # By number, because None is a leaf of `prefix`, but not of `tree`.
+    given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
+    numbers = jax.tree.unflatten(structure, range(len(given)))
+    specs = [None if sharding is None else spec_entries(sharding) for sharding in given]
+    return [
+        specs[number] for number in jax.tree.leaves(jax.tree.broadcast(numbers, tree))
+    ]
+
+
+def own(leaf: Any) -> NamedSharding | None:
+    """The sharding of an argument over some mesh, if it has one."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def own_specs(
+    names: Sequence[str],
+    shardings: Sequence[NamedSharding | None],
+    wanted: Sequence[bool],
+    mesh: AnyMesh,
+) -> list[Spec | None]:
+    """How arguments are laid out over `mesh`, where that is wanted and they are.
+
+    Raises:
+        MeshMismatchError: some are laid out over other meshes.
+    """
+    sharded = [
+        sharding if asked and sharding is not None and any(sharding.spec) else None
+        for sharding, asked in zip(shardings, wanted, strict=True)
+    ]
+    offenders = [
+        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh)}"
+        for name, sharding in zip(names, sharded, strict=True)
+        if sharding is not None and not same_mesh(sharding.mesh, mesh)
+    ]
+    if offenders:
+        raise errors.MeshMismatchError(
+            f"Arguments are sharded over other meshes than the function's, "
+            f"{mesh_text(mesh)}. Move them with jax.device_put(x, NamedSharding(mesh, "
+            "spec)), or give jhost.jit their mesh.",
+            offenders,
+        )
+    return [
+        None if sharding is None else spec_entries(sharding) for sharding in sharded
+    ]
+
+
+def problems(
+    names: Sequence[str],
+    specs: Sequence[Spec | None],
+    avals: Iterable[Any],
+    mesh: AnyMesh,
+) -> list[tuple[str, Problem]]:
+    """What is wrong with the specs of these values, with the values' names."""
+    return [
+        (f"{name} of shape {aval.shape}", problem)
+        for name, spec, aval in zip(names, specs, avals, strict=True)
+        if spec is not None
+        for problem in check_spec(spec, aval.shape, dict(mesh.shape))
+    ]
+
+
+def padded(
+    specs: Iterable[Spec | None], avals: Iterable[Any]
+) -> tuple[Spec | None, ...]:
+    """Each spec with an entry for every dim."""
+    return tuple(
+        spec if spec is None else (*spec, *[()] * (len(aval.shape) - len(spec)))
+        for spec, aval in zip(specs, avals, strict=True)
+    )

@@ -1,0 +1,172 @@
+"""A jhost function lowered and compiled: JAX's ahead-of-time words."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh
+
+from jhost import errors
+from jhost._call.execute import compare
+from jhost._call.program import Config
+from jhost._jax import as_weak
+from jhost.lowering.explain import (
+    Explanation,
+    adds_up_in_loops,
+    explain_program,
+)
+from jhost.lowering.interpret.program import Record, interpret
+from jhost.lowering.ir.program import Program
+from jhost.runtime.compiler_options import options_report
+from jhost.runtime.mesh import AnyMesh
+from jhost.runtime.options import explained_refusals
+from jhost.runtime.profile.schedule import Schedule, parse_schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A function lowered for some types; `host_ir` is its program."""
+
+    host_ir: Program
+    _lowered: jax.stages.Lowered
+    _config: Config
+    _consts: tuple[Any, ...]
+    _avals: tuple[Any, ...]
+
+    def as_text(self, dialect: str = "host_ir") -> str:
+        """The program as text.
+
+        Args:
+            dialect: `"host_ir"`, or what `jax.stages.Lowered.as_text` takes
+                (`"stablehlo"`, `"hlo"`).
+        """
+        if dialect == "host_ir":
+            return str(self.host_ir)
+        return self._lowered.as_text(dialect)
+
+    def explain(self) -> Explanation:
+        """What was pipelined, how and why; `jhost.explain` says more of it."""
+        return explained(self.host_ir, self._config.mesh)
+
+    def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
+        """Runs the program statement by statement on its devices.
+
+        Args:
+            *args: arrays of the types it was lowered for, without static arguments.
+            **kwargs: likewise.
+
+        Returns:
+            The results, and a trace, which has for each statement that ran its stream,
+            its text, the indices of the loops around it, and the bytes live on a device
+            then.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0, chunks=2))
+            >>> result, trace = f.lower(jnp.zeros(4)).interpret(jnp.zeros(4))
+            >>> [record.stream for record in trace if "add" in record.text]
+            ['stream[0]', 'stream[1]']
+        """
+        compare(self.host_ir, self._config)
+        mesh = self._config.mesh
+        mesh = self.host_ir.mesh if mesh is None else mesh
+        operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
+        results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
+        results = as_weak(results, self._avals)
+        return jax.tree.unflatten(self._lowered.out_tree, results), trace
+
+    def compile(self) -> Compiled:
+        """Compiles the program for its devices."""
+        config = self._config
+        with explained_refusals(config.name, dict(config.compiler_options)):
+            compiled = self._lowered.compile()
+        return Compiled(
+            host_ir=self.host_ir,
+            _compiled=compiled,
+            _mesh=config.mesh,
+            _compare=functools.cache(functools.partial(compare, self.host_ir, config)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A compiled function; call it with arrays of the types it was lowered for."""
+
+    host_ir: Program
+    _compiled: jax.stages.Compiled
+    _mesh: AnyMesh | None
+    _compare: Callable[[], None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the executable."""
+        self._compare()
+        return self._compiled(*args, **kwargs)
+
+    def as_text(self) -> str:
+        """XLA's scheduled module (HLO)."""
+        return self._compiled.as_text() or ""
+
+    @property
+    def mesh(self) -> AnyMesh | None:
+        """The mesh that it runs on; None for one device."""
+        return self._mesh
+
+    @property
+    def args_info(self) -> Any:
+        """As `jax.stages.Compiled.args_info`."""
+        return self._compiled.args_info
+
+    @property
+    def input_shardings(self) -> Any:
+        """As `jax.stages.Compiled.input_shardings`."""
+        return self._compiled.input_shardings
+
+    def memory_analysis(self) -> Any:
+        """As `jax.stages.Compiled.memory_analysis`."""
+        return self._compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """As `jax.stages.Compiled.cost_analysis`."""
+        return self._compiled.cost_analysis()
+
+    def schedule(self) -> Schedule:
+        """What XLA's schedule makes of the communications.
+
+        Returns:
+            Each communication with its bytes, whether it is asynchronous, and the
+            kernels that XLA issues beside it; and all kernels.  Prints as a table; its
+            fields are for tools.
+
+        Raises:
+            ScheduleError: the backend does not give the text of what it compiled.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x @ x, axis=0, chunks=2))
+            >>> print(f.lower(jnp.ones((4, 4))).compile().schedule())
+            schedule: 0 communications, 2 matmuls, ...
+        """
+        return parse_schedule(self.as_text())
+
+    def explain(self) -> Explanation:
+        """What was pipelined, how and why, and what XLA's schedule makes of it."""
+        try:
+            schedule = str(self.schedule())
+        except errors.ScheduleError:
+            schedule = "schedule: the backend does not give it"
+        explanation = explained(self.host_ir, self._mesh)
+        return dataclasses.replace(explanation, schedule=schedule)
+
+
+def explained(program: Program, mesh: AnyMesh | None) -> Explanation:
+    """What the passes say of `program`, and what XLA is told for its loops."""
+    explanation = explain_program(program)
+    adds_up = adds_up_in_loops(program)
+    options = options_report(program.name, mesh, adds_up) if explanation.loops else ()
+    return dataclasses.replace(explanation, options=options)

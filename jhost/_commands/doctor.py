@@ -1,0 +1,308 @@
+"""`python -m jhost doctor`: what jhost finds here, and what to do about problems."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jhost import errors
+from jhost._commands.block import Block, block_on, devices_here, hosted, plain
+from jhost._compare import beyond_tolerance
+from jhost._timing import take_turns
+from jhost._tuning_cache import folder
+from jhost._version import __version__
+from jhost.lowering.cost.rates import rates_of
+from jhost.runtime.compiler_options import overlap_options, wanted_options
+from jhost.runtime.devices import Devices, devices_of
+
+JAX = ((0, 10), (0, 13))
+"""The first version of JAX that jhost works with, and the first that it does not."""
+
+_PACKAGES = (
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "numpy",
+    "chex",
+    "tqdm",
+    "matplotlib",
+    "flax",
+)
+
+_LINK_BYTES = 64 << 20
+_SLOW_LINK = 40e9
+"""Bytes a second; PCIe of the fifth generation gives more, and host memory less."""
+
+
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the commands of `python -m jhost`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say what jhost finds here, and what to do about what is wrong",
+        description="Looks at versions, devices, the links between them, the options "
+        "that this XLA takes, and which pipelines work. Exits with 1 if something is "
+        "wrong.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.set_defaults(run=_run)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong, and what to do about it."""
+
+    what: str
+    advice: str
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What was found: facts by title and name, notes, and problems."""
+
+    facts: dict[str, dict[str, Any]] = dataclasses.field(
+        default_factory=dict[str, dict[str, Any]]
+    )
+    notes: list[str] = dataclasses.field(default_factory=list[str])
+    problems: list[Problem] = dataclasses.field(default_factory=list[Problem])
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for title, facts in self.facts.items():
+            lines.append(title)
+            lines += [f"  {name:<20} {value}" for name, value in facts.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        for problem in self.problems:
+            lines += [f"PROBLEM: {problem.what}", f"  what to do: {problem.advice}"]
+        count = len(self.problems)
+        lines.append(f"{count} problem{'' if count == 1 else 's'} found")
+        return "\n".join(lines)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    report = examined()
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+    else:
+        print(report)
+    return 1 if report.problems else 0
+
+
+def examined() -> Report:
+    """Everything that can be said of this machine, in the order of dependence."""
+    report = Report()
+    _versions(report)
+    devices = _devices(report)
+    if devices is None:
+        return report
+    mesh = Mesh(np.array(devices), ("devices",))
+    here = devices_of(mesh)
+    _links(report, devices, here)
+    _options(report, mesh)
+    _pipelines(report, devices, here)
+    _cache(report)
+    return report
+
+
+# --- Versions and devices ------------------------------------------------------- #
+
+
+def _versions(report: Report) -> None:
+    facts: dict[str, Any] = {
+        "jhost": __version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+    report.facts["versions"] = facts | _installed(_PACKAGES)
+    low, high = (".".join(map(str, version)) for version in JAX)
+    if not JAX[0] <= jax.__version_info__[:2] < JAX[1]:
+        report.problems.append(
+            Problem(
+                f"jhost works with JAX from {low} to below {high}, and this is "
+                f"{jax.__version__}",
+                f"pip install 'jax>={low},<{high}'",
+            )
+        )
+
+
+def _installed(packages: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _devices(report: Report) -> list[Any] | None:
+    try:
+        devices = devices_here(None)
+    except RuntimeError as error:
+        report.problems.append(
+            Problem(
+                f"JAX finds no devices: {error}",
+                "see whether JAX_PLATFORMS names a backend that is installed; "
+                "JAX_PLATFORMS=cpu works everywhere",
+            )
+        )
+        return None
+    first = devices[0]
+    report.facts["devices"] = {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": len(devices),
+        "processes": jax.process_count(),
+    }
+    if first.platform == "cpu":
+        _on_cpu(report)
+    if len(devices) == 1:
+        report.notes.append(
+            "there is one device: nothing is communicated, and nothing can overlap"
+        )
+    return devices
+
+
+def _on_cpu(report: Report) -> None:
+    """GPUs that JAX does not use are a problem, unless the user wants it so."""
+    if shutil.which("nvidia-smi") is None or os.environ.get("JAX_PLATFORMS"):
+        report.notes.append(
+            "devices of one CPU share its cores: jhost works there, for tests, and "
+            "nothing overlaps"
+        )
+        return
+    report.problems.append(
+        Problem(
+            "this machine has an NVIDIA driver, but JAX runs on the CPU",
+            "pip install 'jhost[cuda]', and see that nvidia-smi lists the GPUs",
+        )
+    )
+
+
+# --- Links and options ---------------------------------------------------------- #
+
+
+def _links(report: Report, devices: list[Any], here: Devices) -> None:
+    """How fast an array goes from the first device to each other of this process."""
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    if len(local) < 2:
+        return
+    source = jax.device_put(jnp.zeros(_LINK_BYTES // 4, jnp.float32), local[0])
+    copies = {
+        f"{local[0].id} -> {device.id}": functools.partial(_copy, source, device)
+        for device in local[1:]
+    }
+    times = take_turns(copies, rounds=3)
+    rates = {name: _LINK_BYTES / min(each) for name, each in times.items()}
+    report.facts["links"] = {n: f"{rate / 1e9:.0f} GB/s" for n, rate in rates.items()}
+    slow = [name for name, rate in rates.items() if rate < _SLOW_LINK]
+    if here.platform == "gpu" and slow:
+        report.problems.append(
+            Problem(
+                f"copies between GPUs are slow: {', '.join(slow)}",
+                "see `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`: without peer "
+                "access, copies go through host memory. Containers need all GPUs of "
+                "an NVLink group, and virtual machines peer access (ACS off)",
+            )
+        )
+
+
+def _copy(source: jax.Array, device: Any) -> jax.Array:
+    return jax.device_put(source, device, may_alias=False)
+
+
+def _options(report: Report, mesh: Mesh) -> None:
+    wanted, taken = wanted_options(mesh), overlap_options(mesh)
+    facts = {n: f"{v!r}" if n in taken else "refused" for n, v in wanted.items()}
+    report.facts["XLA options"] = facts or {"wanted": "none on these devices"}
+    refused = [name for name in wanted if name not in taken]
+    if refused:
+        report.problems.append(
+            Problem(
+                f"this XLA does not take {', '.join(refused)}: less will overlap",
+                f"use a newer JAX below {'.'.join(map(str, JAX[1]))}",
+            )
+        )
+
+
+# --- Pipelines ------------------------------------------------------------------ #
+
+
+def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
+    """Each pipeline is tried on a small block; what is said of speed is known."""
+    block = block_on(
+        devices, hidden=64, ffn=16 * len(devices), tokens=64 * len(devices)
+    )
+    facts = {name: _tried(block, name) for name in ("collective", "p2p")}
+    report.facts["pipelines"] = dict(facts)
+    for name, outcome in facts.items():
+        if outcome != "works":
+            report.problems.append(
+                Problem(
+                    f"the {name} pipeline fails on these devices: {outcome}",
+                    "report it, with the output of `python -m jhost doctor --json`",
+                )
+            )
+    report.facts["pipelines"]["auto"] = _auto(here)
+    if here.platform == "gpu" and not here.copies_between_peers and here.count > 1:
+        report.notes.append(
+            "the GPUs belong to several processes: permutes are kernels, not copies "
+            "by engine. One process a host, with all its GPUs, overlaps more"
+        )
+
+
+def _tried(block: Block, pipeline: str) -> str:
+    operands = block.random_arguments()
+    try:
+        given = hosted(block, pipeline=pipeline)(*operands)
+        problems = beyond_tolerance(given, plain(block)(*operands))
+    except (errors.JhostError, jax.errors.JaxRuntimeError) as error:
+        return errors.first_line(error)
+    return "; ".join(problems) or "works"
+
+
+def _auto(here: Devices) -> str:
+    """What `pipeline="auto"` does on such devices."""
+    rates = rates_of(here.kind, here.processes)
+    if here.count == 1:
+        return "pipelines nothing: there is one device"
+    if rates is None:
+        return "pipelines nothing: these devices are not known; use jhost.tune"
+    links = {"p2p": rates.permute, "collective": rates.collective}
+    beside = [name for name, link in links.items() if link.beside_compute]
+    if not beside:
+        return "pipelines nothing: no transfer runs beside computation here"
+    return f"chooses by prediction; {' and '.join(beside)} can overlap"
+
+
+# --- Files ---------------------------------------------------------------------- #
+
+
+def _cache(report: Report) -> None:
+    where = folder()
+    there = where
+    while not there.exists():
+        there = there.parent
+    kept = len(list(where.glob("tuning-*/*.json")))
+    report.facts["cache"] = {"folder": str(where), "tunings": kept}
+    if not os.access(there, os.W_OK):
+        report.problems.append(
+            Problem(
+                f"{where} cannot be written, so jhost.tune measures every time",
+                "set JHOST_CACHE_DIR to a folder that can",
+            )
+        )

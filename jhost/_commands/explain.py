@@ -1,0 +1,185 @@
+"""`python -m jhost explain module:function --shape ...`: `jhost.explain` from a shell.
+
+It needs no accelerator: devices that are missing are virtual ones of the CPU, or, where
+JAX has started with fewer, an abstract mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jhost import errors
+from jhost._call.function import JitFunction
+from jhost._call.program import host_program
+from jhost._call.stages import explained
+from jhost.runtime.devices import ask_for_cpu_devices
+from jhost.runtime.mesh import AnyMesh
+
+DEVICES = 8
+"""How many devices the CPU is split into for a module that makes its own mesh."""
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "i8": "int8",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "u32": "uint32",
+}
+
+
+def add_command(commands: Any) -> None:
+    """Adds `explain` to the commands of `python -m jhost`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="say what jhost makes of a function on arguments of given shapes",
+        description="Prints what jhost.explain says of a function that jhost.jit made: "
+        "its streams, what was chosen for each and why, and its communications. "
+        "Nothing is run, and no accelerator is needed.",
+    )
+    parser.add_argument(
+        "function", metavar="MODULE:NAME", help="such as mymodel.layers:mlp"
+    )
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--shape",
+        nargs="+",
+        type=array_type,
+        default=[],
+        metavar="SHAPE",
+        help="the type of each argument, such as 8192x4096:bf16 (float32 without "
+        "a dtype; :i32 is a scalar)",
+    )
+    given.add_argument(
+        "--arguments",
+        metavar="MODULE:NAME",
+        help="a function of nothing that returns the arguments, as a tuple of trees "
+        "of arrays or jax.ShapeDtypeStructs",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=axes,
+        metavar="AXES",
+        help="such as dp=2,tp=4 (default: the function's own)",
+    )
+    for name, meaning in (
+        ("pipeline", "the pipeline to ask for, as jhost.jit's"),
+        ("chunks", "the chunk count to ask for, as jhost.jit's"),
+    ):
+        parser.add_argument(f"--{name}", help=f"{meaning} (default: the function's)")
+    parser.add_argument(
+        "--host-ir", action="store_true", help="print the program itself as well"
+    )
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def array_type(text: str) -> jax.ShapeDtypeStruct:
+    """The type that a text such as `8192x4096:bf16` means."""
+    match = re.fullmatch(r"((?:\d+(?:x\d+)*)?)(?::(\w+))?", text)
+    if match is None or not text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape; write 8192x4096 or 8192x4096:bf16"
+        )
+    sizes, name = match[1], match[2] or "f32"
+    shape = tuple(map(int, sizes.split("x"))) if sizes else ()
+    try:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(_SHORT.get(name, name)))
+    except TypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has an unknown dtype {name!r}; the short ones are "
+            f"{', '.join(_SHORT)}"
+        ) from None
+
+
+def axes(text: str) -> dict[str, int]:
+    """The sizes that a text such as `dp=2,tp=4` gives to mesh axes."""
+    pairs = [re.fullmatch(r"(\w+)=([1-9]\d*)", pair) for pair in text.split(",")]
+    found = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if len(found) != len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write dp=2,tp=4")
+    return found
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    count = math.prod((arguments.mesh or {"": DEVICES}).values())
+    with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
+        ask_for_cpu_devices(count)
+    try:
+        function = _loaded(arguments.function)
+        args = arguments.shape
+        if arguments.arguments is not None:
+            args = _loaded(arguments.arguments)()
+    except _NotThere as error:
+        parser.error(str(error))
+    if not isinstance(function, JitFunction):
+        parser.error(f"{arguments.function} is no jhost function: decorate it first")
+    try:
+        function = function.with_options(**_options(arguments))
+        call = function.as_call(tuple(args), {})
+        program = host_program(call.call_jaxpr, call.config)
+    except (errors.JhostError, TypeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.host_ir:
+        print(program, end="\n\n")
+    print(explained(program, call.config.mesh))
+    return 0
+
+
+class _NotThere(Exception):
+    """A name that a module does not have, or a module that there is not."""
+
+
+def _loaded(name: str) -> Any:
+    module, _, path = name.partition(":")
+    if not module or not path:
+        raise _NotThere(f"{name!r} names no function; write module:function")
+    if os.getcwd() not in sys.path:  # as for `python -m`, also under `python -P`
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it needs is not
+        raise _NotThere(f"there is no module {module!r}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise _NotThere(f"{module} has no {path}")
+        found = getattr(found, part)
+    return found
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if arguments.mesh is not None:
+        options["mesh"] = _mesh(arguments.mesh)
+    if arguments.pipeline is not None:
+        options["pipeline"] = arguments.pipeline
+    if arguments.chunks is not None:
+        chunks = arguments.chunks
+        options["chunks"] = int(chunks) if chunks.isdecimal() else chunks
+    return options
+
+
+def _mesh(sizes: Mapping[str, int]) -> AnyMesh:
+    """A mesh of devices, or an abstract one where they are too few."""
+    shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    if math.prod(shape) > jax.device_count():
+        return AbstractMesh(shape, tuple(sizes), axis_types=types)
+    mesh: Mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types)
+    return mesh

@@ -1,0 +1,162 @@
+"""The primitives of jhost, with JAX's rules for them; for `jhost._jax` alone."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core
+from jax._src import checkify, core
+from jax._src.interpreters import ad, batching, mlir
+from jax.experimental import jet
+from jax.extend.core import Primitive
+
+from jhost import errors
+from jhost._jax.eqns import ClosedJaxpr
+from jhost._jax.split import Refine, Split, register_split_rules
+
+
+class BatchParams(Protocol):
+    """What a marker's parameters become when its operand gets a batch dim at `dim`.
+
+    `names` is the `spmd_axis_name` of the `jax.vmap`, if it has one.
+    """
+
+    def __call__(
+        self, params: dict[str, Any], dim: int, names: tuple[str, ...] | None
+    ) -> dict[str, Any]: ...
+
+
+def define_call_primitive(name: str) -> Primitive:
+    """A primitive that calls its parameter `call_jaxpr`, with every rule of `jit`'s.
+
+    `call_jaxpr` is a closed jaxpr.  Other parameters are hashable and pass through
+    every transform unchanged, so they must fit the derived programs too, which have
+    other operands and results.  The implementation evaluates the program until
+    `def_impl` is called; there is no lowering before `register_lowering`.
+    """
+    prim = Primitive(name)
+    if hasattr(jax.extend.core, "register_call_primitive_rules"):  # from 0.11 on
+        jax.extend.core.register_call_primitive_rules(prim, name=None)
+    else:
+        from jhost._jax import v010  # what it imports is gone from 0.11 on
+
+        v010.register_call_primitive_rules(prim)
+    register_split_rules(prim, _as_it_is)
+    checkify.error_checks[prim] = partial(_checkify_call, prim)
+    jet.jet_rules[prim] = _refuse_jet
+    return prim
+
+
+def _as_it_is(split: Split, **_: Any) -> Split:
+    return split
+
+
+def def_split(prim: Primitive, refine: Refine) -> None:
+    """Sets what is made of the two programs that differentiation makes of a call."""
+    register_split_rules(prim, refine)
+
+
+def _refuse_jet(*_: Any, **__: Any) -> Any:
+    raise errors.UnsupportedError(
+        "jax.experimental.jet has no rule for shardings, nor for most of JAX. Nest "
+        "jax.jvp for higher derivatives of a jhost function."
+    )
+
+
+def _checkify_call(
+    prim: Primitive, *args: Any, call_jaxpr: ClosedJaxpr, **params: Any
+) -> Any:
+    """A call of the program with its checks, as checkify's rule for `jit` has it."""
+    # From 0.11 on, a context that counts the checks comes first.
+    count = 1 if hasattr(checkify, "CheckifyContext") else 0
+    (*context, error, enabled), values = args[: count + 2], args[count + 2 :]
+    error_values, error_tree = jax.tree.flatten(error)
+    operands = (*error_values, *values)
+    avals = map(core.typeof, operands)
+    checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
+        *context, call_jaxpr, enabled, error_tree, *avals
+    )
+    results = prim.bind(*operands, call_jaxpr=checked, **params)
+    return jax.tree.unflatten(out_tree, results)
+
+
+def define_marker_primitive(
+    name: str,
+    batch_params: BatchParams,
+    transposed_params: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Primitive:
+    """A primitive that is the identity, and carries parameters in a jaxpr.
+
+    It is linear and its own transpose, with `transposed_params`, so that derived
+    programs keep their marks.
+    """
+    prim = Primitive(name)
+    prim.def_impl(_identity)
+    # The whole aval: a new one from shape and dtype would drop the varying manual
+    # axes, and `shard_map` would accept wrong `out_specs`.
+    prim.def_abstract_eval(_identity)
+    ad.deflinear2(prim, partial(_marker_transpose, prim, transposed_params or dict))
+    batching.fancy_primitive_batchers[prim] = partial(_marker_batch, prim, batch_params)
+    mlir.register_lowering(prim, _marker_lowering)
+    return prim
+
+
+def _identity(x: Any, **_: Any) -> Any:
+    return x
+
+
+def _marker_transpose(
+    prim: Primitive,
+    transposed_params: Callable[[dict[str, Any]], dict[str, Any]],
+    ct: Any,
+    _: Any,
+    **params: Any,
+) -> list[Any]:
+    return [prim.bind(ct, **transposed_params(params))]
+
+
+def _marker_batch(
+    prim: Primitive,
+    batch_params: BatchParams,
+    axis_data: Any,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    **params: Any,
+) -> tuple[Any, int | None]:
+    (x,), (dim,) = args, dims
+    if dim is not None:  # a "fancy" rule is asked about unmapped operands too
+        params = batch_params(params, dim, axis_data.spmd_name)
+    return prim.bind(x, **params), dim
+
+
+def _marker_lowering(_: Any, x: Any, **__: Any) -> list[Any]:
+    return [x]
+
+
+def def_impl(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
+    """Sets what a call primitive does on concrete arrays, outside every trace."""
+    prim.def_impl(_unless_empty(fun))
+
+
+def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
+    """Sets the JAX function that a call primitive is inside a compiled program."""
+    lowering = mlir.lower_fun(_unless_empty(fun), multiple_results=True)
+    mlir.register_lowering(prim, lowering)
+
+
+def _unless_empty(fun: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Keeps from `fun` the empty calls that partial evaluation leaves beside a scan."""
+
+    @wraps(fun)
+    def call(*args: Any, call_jaxpr: ClosedJaxpr, **params: Any) -> Sequence[Any]:
+        if not call_jaxpr.outvars and not call_jaxpr.effects:
+            return []
+        return fun(*args, call_jaxpr=call_jaxpr, **params)
+
+    return call

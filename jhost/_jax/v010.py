@@ -1,0 +1,140 @@
+"""The rules that make a primitive a call, for JAX 0.10, which cannot be asked for them.
+
+From 0.11 `jax.extend.core.register_call_primitive_rules` registers the same set.  The
+rules here are those of `jax/_src/compute_on.py` (0.10.2), with any parameters passed
+through.  Goes away with the support of 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from jax import tree
+from jax.extend.core import Primitive, jaxpr_as_fun
+
+from jhost._jax.split import keep, with_zeros
+
+# By name, not by `import`: a type checker sees the newest JAX, where these differ.
+_ad: Any = import_module("jax._src.interpreters.ad")
+_batching: Any = import_module("jax._src.interpreters.batching")
+_core: Any = import_module("jax._src.core")
+_linear_util: Any = import_module("jax._src.linear_util")
+_partial_eval: Any = import_module("jax._src.interpreters.partial_eval")
+_util: Any = import_module("jax._src.util")
+
+
+def register_call_primitive_rules(prim: Primitive) -> None:
+    """Gives `prim`, whose program is its parameter `call_jaxpr`, the rules of a call.
+
+    Those by which a call is split in two stand in `_jax/split.py`.
+
+    Args:
+        prim: a new primitive; its implementation evaluates the program.
+    """
+    prim.multiple_results = True
+    prim.def_impl(_evaluate)
+    prim.def_effectful_abstract_eval(_abstract_eval)
+    _core.custom_typechecks[prim] = _typecheck
+    _ad.primitive_jvps[prim] = partial(_jvp, prim)
+    _ad.fancy_transposes[prim] = partial(_transpose, prim)
+    _batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
+    _partial_eval.dce_rules[prim] = _without_dead_code
+
+
+def _without_dead_code(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """That of JAX's own call, but a call without dead code stays what it is."""
+    like = _core.closed_call_p  # its parameter has the same name
+    read, live = _partial_eval.dce_rules[like](used, eqn)
+    if live is None or not (all(read) and all(used)):
+        return read, live
+    before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
+    return read, eqn if len(before) == len(after) else live
+
+
+def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:
+    return jaxpr_as_fun(call_jaxpr)(*args)
+
+
+def _abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
+    return call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)
+
+
+def _typecheck(_: Any, *atoms: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
+    pairs = zip(call_jaxpr.in_avals, atoms, strict=True)
+    if not all(_core.typecompat(aval, atom.aval) for aval, atom in pairs):
+        raise _core.JaxprTypeError("call_jaxpr does not fit its operands")
+    return call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)
+
+
+def _jvp(
+    prim: Primitive,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    call_jaxpr: Any,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    nonzeros = [not isinstance(t, _ad.Zero) for t in tangents]
+    jvp_jaxpr, nonzeros_out = _ad.jvp_jaxpr(call_jaxpr, nonzeros, False)
+    operands = [*primals, *keep(tangents, nonzeros)]
+    results = prim.bind(*operands, call_jaxpr=jvp_jaxpr, **params)
+    primals_out, tangents_out = _util.split_list(results, [len(nonzeros_out)])
+    return primals_out, with_zeros(call_jaxpr, nonzeros_out, tangents_out)
+
+
+def _transpose(
+    prim: Primitive,
+    cotangents: Sequence[Any],
+    *args: Any,
+    call_jaxpr: Any,
+    **params: Any,
+) -> None:
+    known, specs = _ad.project_accums(args)
+    operands, in_tree = tree.flatten((known, cotangents))
+    avals = tuple(_core.typeof(x) for x in operands)
+    transposed, out_tree = _transpose_jaxpr(call_jaxpr, in_tree, avals, specs)
+    results = prim.bind(*operands, call_jaxpr=transposed, **params)
+    for arg, cotangent in zip(args, tree.unflatten(out_tree, results), strict=True):
+        if isinstance(arg, _ad.ValAccum):
+            arg.accum(cotangent)
+
+
+def _transpose_jaxpr_uncached(
+    jaxpr: Any, in_tree: Any, avals: tuple[Any, ...], specs: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    out_trees: list[Any] = []
+
+    def transposed(*operands: Any) -> list[Any]:
+        known, cotangents = tree.unflatten(in_tree, operands)
+        args = _ad.unproject_accums(specs, known)
+        _ad.backward_pass3(jaxpr.jaxpr, False, jaxpr.consts, args, cotangents)
+        results = [x.freeze() if isinstance(x, _ad.ValAccum) else None for x in args]
+        leaves, out_tree = tree.flatten(results)
+        out_trees.append(out_tree)
+        return leaves
+
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    fun = _linear_util.wrap_init(transposed, debug_info=debug_info)
+    open_jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(fun, avals)
+    return _core.ClosedJaxpr(open_jaxpr, consts), out_trees[0]
+
+
+# Cached, as JAX's own: the same program must transpose to the same object, because
+# compilations are cached by it.
+_transpose_jaxpr = _util.weakref_lru_cache(_transpose_jaxpr_uncached)
+
+
+def _batch(
+    prim: Primitive,
+    axis_data: Any,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    call_jaxpr: Any,
+    **params: Any,
+) -> tuple[Sequence[Any], list[int | None]]:
+    batched, dims_out = _batching.batch_jaxpr2(call_jaxpr, axis_data, tuple(dims))
+    return prim.bind(*args, call_jaxpr=batched, **params), list(dims_out)

@@ -1,0 +1,1 @@
+"""Pipelines chosen by measuring."""

@@ -1,0 +1,132 @@
+"""`jhost.tune`: measures what could be done with a function's streams on the devices.
+
+In several processes all measure the same candidates at the same time, and choose by the
+times of the slowest; process 0 looks into its cache for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jhost import _tuning_cache, errors
+from jhost._api import JitFunction, as_jhost_function
+from jhost._call.program import host_program, planned
+from jhost._progress import no_progress, progress as progress_bar
+from jhost._tune.calls import calls_of
+from jhost._tune.tuner import Tuner
+from jhost._tuning import Tuning, environment_of
+from jhost.lowering.ir.fingerprint import fingerprint
+from jhost.runtime.mesh import automatic_axes
+
+
+def tune(
+    f: JitFunction[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    gradients: bool | int | Sequence[int] = False,
+    rounds: int = 10,
+    cache: bool = True,
+    progress: bool = True,
+) -> Tuning:
+    """Measures which pipelines suit a function's streams best, on its own devices.
+
+    Each way to run a stream is compiled, checked against the plain function, and timed
+    in turns with the others.  What marks and settings fix is left as it is.  A pipeline
+    is chosen where its median is at least 3 % below that of no pipeline.
+
+    In a job of several processes, all call this, with the same arguments: they measure
+    together and choose the same, by the times of the slowest process in each round.
+
+    Args:
+        f: a function made by `jhost.jit`.  It is called many times: host callbacks in
+            it are as well.  Donated arguments are kept.
+        *args: the arguments to measure it on, arrays.
+        kwargs: its keyword arguments.
+        gradients: tune the programs of `jax.grad` as well, the forward that keeps what
+            the backward needs, and the backward: by these arguments, as its `argnums`,
+            or with True by all that are floats.
+        rounds: how many times each candidate has its turn, of ten calls.
+        cache: take what was measured before from the user's cache folder, and keep
+            there what is measured now.
+        progress: show a bar, or lines if tqdm is not installed, on standard error.
+
+    Returns:
+        What was measured, predicted and chosen for each stream, for
+        `jhost.jit(..., tuning=...)`.
+
+    Raises:
+        ArgumentError: `f` is no jhost function, or an argument has only a type.
+        OptionError: fewer than one round.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> def double(x):
+        ...     return jhost.stream(x * 2, axis=0)
+        >>> x = jnp.ones((8, 2))
+        >>> tuning = jhost.tune(jhost.jit(double), x, cache=False, progress=False)
+        >>> fast = jhost.jit(double, tuning=tuning)
+        >>> fast(x).shape
+        (8, 2)
+    """
+    f, args = as_jhost_function("tune", f, args)
+    _check(args, kwargs or {}, rounds)
+    calls = calls_of(f, args, kwargs or {}, gradients=gradients)
+    primal = calls[f.__name__]
+    host_program(primal.call_jaxpr, primal.config)  # raises what is wrong with marks
+    plans = {
+        name: planned(call.call_jaxpr, call.config) for name, call in calls.items()
+    }
+    key = _tuning_cache.Key(
+        environment=environment_of(primal.config.mesh),
+        fingerprints=tuple(fingerprint(plan.program) for plan in plans.values()),
+    )
+    if cache and (kept := _kept(key)) is not None:
+        return kept
+    bar = progress_bar(0, unit="step") if progress else no_progress()
+    try:
+        with automatic_axes():
+            programs = [
+                Tuner(name, calls[name], plan, rounds, bar).tuned_program()
+                for name, plan in plans.items()
+            ]
+    finally:
+        bar.close()
+    tuning = Tuning(
+        function=f.__name__, environment=key.environment, programs=tuple(programs)
+    )
+    if cache and jax.process_index() == 0:
+        _tuning_cache.store(key, tuning)
+    return tuning
+
+
+def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) -> None:
+    if rounds < 1:
+        raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+    leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
+    types = [
+        f"{jax.tree_util.keystr(path)}: {leaf}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if types:
+        raise errors.ArgumentError(
+            "jhost.tune runs the function, and takes arrays, but got types.", types
+        )
+
+
+def _kept(key: _tuning_cache.Key) -> Tuning | None:
+    """What process 0 finds on its disk, for all processes."""
+    found = _tuning_cache.load(key) if jax.process_index() == 0 else None
+    if jax.process_count() == 1:
+        return found
+    text = b"" if found is None else found.to_json().encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.frombuffer(text[:size].ljust(size), np.uint8)
+    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8))
+    return Tuning.from_json(text.decode()) if size else None

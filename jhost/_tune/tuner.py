@@ -1,0 +1,214 @@
+"""Tunes one program: its candidates are compiled, compared, and timed in turns.
+
+A program is taken before anything is chosen for its marks, and tuned stream by stream:
+what was chosen for one stays while the next is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from jhost._call.execute import executable_options
+from jhost._call.program import Call, Planned
+from jhost._compare import beyond_tolerance
+from jhost._jax import evaluate
+from jhost._progress import Progress
+from jhost._timing import take_turns
+from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
+from jhost.errors import first_line
+from jhost.lowering.cost.candidates import GAIN, Outcome
+from jhost.lowering.emit.program import emit, spec_of
+from jhost.lowering.ir.fingerprint import fingerprint
+from jhost.lowering.ir.marks import marks_alike, open_marks, settle
+from jhost.lowering.ir.program import Mark, Program
+
+_HOPELESS = 3.0
+"""What is predicted to take that many times the best is not measured."""
+
+WARMUPS, CALLS = 3, 10
+"""Calls before the first round, and in a round: as many as keep the devices busy."""
+
+Run: TypeAlias = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """A candidate that can be timed."""
+
+    outcome: Outcome
+    run: Run
+
+
+class Tuner:
+    """One program on its operands, and how often each candidate has its turn."""
+
+    def __init__(
+        self, name: str, call: Call, plan: Planned, rounds: int, bar: Progress
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.plan = plan
+        self.rounds = rounds
+        self.bar = bar
+        self.marks: list[Mark] = list(plan.program.marks)
+
+    def tuned_program(self) -> TunedProgram:
+        groups = marks_alike(self.plan.program) if _moves(self.call) else []
+        wanted = self.plain() if groups else None
+        return TunedProgram(
+            name=self.name,
+            fingerprint=fingerprint(self.plan.program),
+            arguments=arguments_text(self.plan.program),
+            streams=tuple(self.tuned_stream(group, wanted) for group in groups),
+        )
+
+    def plain(self) -> Any:
+        """The results without jhost: marks are the identity then."""
+        jaxpr, _, operands = self.call
+        return jax.jit(lambda *operands: evaluate(jaxpr, operands))(*operands)
+
+    def tuned_stream(self, numbers: tuple[int, ...], wanted: Any) -> TunedStream:
+        """Measures the candidates for some marks alike, and settles on the best."""
+        program, chooser = self.plan.program, self.plan.chooser
+        mark = open_marks(program)[numbers[0]]
+        trial = chooser.trial(program, self.marks, numbers)
+        outcomes = trial.measurable(mark)
+        left_out = list(trial.refusals)
+        ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
+        candidates = self.ranked(ready)
+        if candidates:
+            best = candidates[0]
+            chosen = next(r.outcome.mark for r in ready if r.outcome.text == best.text)
+            settle(self.marks, numbers, chosen)
+        return TunedStream(
+            where=mark.where,
+            axis=mark.dim,
+            marks=numbers,
+            candidates=tuple(candidates),
+            left_out=tuple(left_out),
+        )
+
+    def prepare(
+        self, outcomes: Sequence[Outcome], wanted: Any, left_out: list[str]
+    ) -> list[_Ready]:
+        """Those that compile here and give the results of the plain function."""
+        ready: list[_Ready] = []
+        self.bar.grow(len(outcomes))
+        for outcome in outcomes:
+            self.bar.step(f"{self.name}: {outcome.text}")
+            said, run = "another process failed", None
+            try:
+                run = self.runner(outcome)
+            except Exception as error:  # too much memory, say: the others may do
+                said = first_line(error)
+            if _slowest([run is None])[0] or run is None:
+                left_out.append(f"not {outcome.text}: {said}")
+            elif problems := beyond_tolerance(run(), wanted):
+                left_out.append(f"not {outcome.text}: {problems[0]}")
+                _warn_of_difference(self.name, outcome.text, problems)
+            else:
+                ready.append(_Ready(outcome, run))
+        return ready
+
+    def runner(self, outcome: Outcome) -> Run:
+        """A call of the compiled candidate, on operands where it wants them."""
+        program, config = self.plan.finish(outcome.program), self.call.config
+        operands = _placed(self.call.operands, program, config.mesh)
+        emitted = emit(program, config.mesh or program.mesh)
+        options = executable_options(program, config)
+        compiled = jax.jit(emitted).lower(*operands).compile(options)
+        return lambda: compiled(*operands)
+
+    def ranked(self, ready: Sequence[_Ready]) -> list[Candidate]:
+        """The candidates by their times, the chosen one first."""
+        self.bar.grow(self.rounds)
+        times = take_turns(
+            {each.outcome.text: each.run for each in ready},
+            rounds=self.rounds,
+            calls=CALLS,
+            warmups=WARMUPS,
+            before_round=lambda n: self.bar.step(f"{self.name}: round {n + 1}"),
+        )
+        measured = [
+            _candidate(each.outcome, _slowest(times[each.outcome.text]).tolist())
+            for each in ready
+        ]
+        return best_first(measured)
+
+
+def _moves(call: Call) -> bool:
+    """Whether anything can move: on one device there is nothing to tune."""
+    return isinstance(call.config.mesh, Mesh) and call.config.mesh.size > 1
+
+
+def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]:
+    """Those not predicted to take far longer than the best; all, if none is known."""
+    best = min((outcome.seconds for outcome in outcomes), default=math.nan)
+
+    def is_hopeless(outcome: Outcome) -> bool:
+        return bool(outcome.mark.pipeline) and outcome.seconds > _HOPELESS * best
+
+    if texts := [outcome.text for outcome in outcomes if is_hopeless(outcome)]:
+        left_out.append(f"predicted to take far longer: {', '.join(texts)}")
+    return [outcome for outcome in outcomes if not is_hopeless(outcome)]
+
+
+def _placed(
+    operands: Sequence[Any], program: Program, mesh: Any
+) -> tuple[jax.Array, ...]:
+    """The operands laid out as a program wants them, so that no call moves them."""
+    if not isinstance(mesh, Mesh):
+        return tuple(operands)
+    pairs = zip(operands, program.params, strict=True)
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec_of(p))) for x, p in pairs)
+
+
+def _candidate(outcome: Outcome, times: Sequence[float]) -> Candidate:
+    return Candidate(
+        text=outcome.text,
+        pipeline=outcome.mark.pipeline,
+        chunks=None if outcome.mark.chunks is None else int(outcome.mark.chunks),
+        streams=outcome.mark.streams,
+        minimum=min(times),
+        median=statistics.median(times),
+        predicted=None if math.isnan(outcome.seconds) else outcome.seconds,
+    )
+
+
+def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first, unless another gains; then the others by their medians."""
+    if not candidates:
+        return []
+    chosen = candidates[0]
+    for candidate in candidates[1:]:
+        if candidate.median < GAIN * chosen.median:
+            chosen = candidate
+    others = [candidate for candidate in candidates if candidate is not chosen]
+    return [chosen, *sorted(others, key=lambda candidate: candidate.median)]
+
+
+def _warn_of_difference(name: str, text: str, problems: Sequence[str]) -> None:
+    warnings.warn(
+        f"jhost.tune: {name} with {text} does not give what the plain function gives, "
+        "and is left out. If the difference is not rounding, please report it.\n"
+        + "\n".join(f"  * {problem}" for problem in problems),
+        stacklevel=2,
+    )
+
+
+def _slowest(values: Sequence[Any]) -> np.ndarray:
+    """The largest of each value that the processes have; all of them get the same."""
+    array = np.asarray(values)
+    if jax.process_count() == 1:
+        return array
+    return np.max(np.asarray(multihost_utils.process_allgather(array)), axis=0)

@@ -1,0 +1,1 @@
+"""What a program takes, predicted, and the pipelines chosen by it."""

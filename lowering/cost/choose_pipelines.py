@@ -1,0 +1,97 @@
+"""Choose what the user left open about streams: pipeline, chunk count, or neither.
+
+Where a program was tuned, what was measured best is taken.  Otherwise each candidate is
+lowered, and a simulation (`simulate.py`) says what the program would then take.  Not to
+pipeline is a candidate like any other, and wins unless another gains more than the
+simulation may be wrong by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from jhost.lowering.cost.candidates import Step, Trial
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir.fingerprint import fingerprint
+from jhost.lowering.ir.marks import (
+    Settings,
+    Tuned,
+    Tunings,
+    marks_alike,
+    open_marks,
+    settle,
+)
+from jhost.lowering.ir.program import Mark, Program, StreamChoice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChoosePipelines:
+    """Marks that leave something open -> marks that say it, with the reason.
+
+    `following` are the passes up to the loops, and `settings` hold for what requests
+    do not say; `rates` are those of devices of `device_kind`, if they are known;
+    `tuned` is what was measured.
+    """
+
+    name: ClassVar[str] = "choose_pipelines"
+
+    following: tuple[Step, ...]
+    settings: Settings
+    rates: Rates | None = None
+    device_kind: str = "unknown"
+    tuned: Tunings = dataclasses.field(default_factory=dict[str, Mapping[int, Tuned]])
+
+    def apply(self, program: Program) -> Program:
+        program = self.settings.applied_to(program)
+        marks, tuned = list(program.marks), self.tuned_marks(program)
+        open_ones = open_marks(program)
+        for group in marks_alike(program):
+            known = [number for number in group if number in tuned]
+            for number in known:
+                marks[number] = tuned[number].settle(open_ones[number])
+            if others := [number for number in group if number not in known]:
+                choice = self.choice(program, marks, others)
+                settle(marks, others, choice)
+        return dataclasses.replace(program, marks=tuple(marks))
+
+    def choice(
+        self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
+    ) -> StreamChoice:
+        """What is chosen for some marks alike, the others as they are."""
+        mark = open_marks(program)[numbers[0]]
+        why_not = self.nothing_to_gain(program)
+        if why_not or self.rates is None:
+            return dataclasses.replace(mark, reason=_left_open(mark, why_not))
+        return Trial(program, marks, numbers, self.following, self.rates).best(mark)
+
+    def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
+        """What was measured for the marks of a resolved program, by number."""
+        return self.tuned.get(fingerprint(program), {}) if self.tuned else {}
+
+    def trial(
+        self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
+    ) -> Trial:
+        """A trial of all candidates for some marks of a resolved program, together."""
+        following, rates = self.following, self.rates
+        return Trial(program, marks, numbers, following, rates, to_measure=True)
+
+    def nothing_to_gain(self, program: Program) -> str:
+        """Why no pipeline could win here, if none could."""
+        if program.mesh.size == 1:
+            return "there is one device, and nothing moves"
+        if self.rates is None:
+            return f"nothing was measured on devices of the kind {self.device_kind}"
+        if not (
+            self.rates.permute.beside_compute or self.rates.collective.beside_compute
+        ):
+            return f"on {self.device_kind} devices no transfer runs beside computation"
+        return ""
+
+
+def _left_open(mark: StreamChoice, why_not: str) -> str:
+    """The reason of a mark that asks for nothing; others keep theirs."""
+    if mark.pipeline is None and mark.chunks is None:
+        return f"auto: {why_not}; ask with chunks= or pipeline="
+    return mark.reason

@@ -1,0 +1,231 @@
+"""How much a computation has to do: the kernels that XLA will make of it, about.
+
+A contraction is a kernel of its own.  Everything else fuses with its neighbours, as far
+as the next reduction, and what counts is the memory that a fusion reads and writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir.index import Index, Rank, evaluate
+from jhost.lowering.ir.program import Compute, Unit, UnitEqn
+from jhost.lowering.rules.dim_rule import Dims, local_shape, shape_of
+from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch: a matmul of `batch` times m, n, k (or none), and memory traffic."""
+
+    traffic: int
+    matmul: tuple[int, int, int, int] | None = None
+
+    def seconds(self, rates: Rates) -> float:
+        """How long it takes: as long as the slower of arithmetic and memory."""
+        arithmetic = rates.matmul_seconds(*self.matmul) if self.matmul else 0.0
+        return rates.launch + max(arithmetic, self.traffic / rates.memory)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel, and the variables that it reads from memory and writes, by identity."""
+
+    kernel: Kernel
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+def kernels(
+    compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
+) -> list[Kernel]:
+    """The kernels of `compute` on one device, in the iteration `at`."""
+    return [step.kernel for step in _Unit(compute, mesh, at).steps()]
+
+
+def steps_for(
+    compute: Compute,
+    mesh: Mapping[str, int],
+    at: Mapping[Index, int],
+    urgent: Set[int],
+) -> list[Step]:
+    """The kernels in an order in which they can run, what `urgent` needs first."""
+    steps = list(_Unit(compute, mesh, at).steps())
+    maker = {var: number for number, step in enumerate(steps) for var in step.writes}
+    ordered: dict[int, Step] = {}
+
+    def place(number: int) -> None:
+        # Not by identity: every process has to predict the same.
+        for before in sorted({maker[v] for v in steps[number].reads if v in maker}):
+            if before not in ordered:
+                place(before)
+        ordered.setdefault(number, steps[number])
+
+    numbers = range(len(steps))
+    for number in sorted(numbers, key=lambda n: steps[n].writes.isdisjoint(urgent)):
+        place(number)
+    return list(ordered.values())
+
+
+def handed_on(unit: Unit) -> dict[int, int]:
+    """The values that barriers hand on, by the variables of their results."""
+    found: dict[int, int] = {}
+    for eqn in (e.eqn for e in unit.eqns if _is_barrier(e)):
+        for source, out in zip(eqn.invars, eqn.outvars, strict=True):
+            found[id(out)] = found.get(id(source), id(source))
+    return found
+
+
+def _is_barrier(unit_eqn: UnitEqn) -> bool:
+    return unit_eqn.eqn.primitive.name == "optimization_barrier"
+
+
+def contracts(unit_eqn: UnitEqn) -> bool:
+    """Whether an equation multiplies and sums: a reduced factor of two operands."""
+    rule = unit_eqn.rule
+    reduced = {f for f, reducer in enumerate(rule.reducers) if reducer is not None}
+    holders = [_factors(dims) & reduced for dims in rule.operands]
+    return len(holders) > 1 and bool(set.intersection(*holders[:2]))
+
+
+class _Unit:
+    def __init__(
+        self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
+    ) -> None:
+        self.eqns = [e for e in compute.unit.eqns if not _is_barrier(e)]
+        self.handed_on = handed_on(compute.unit)
+        self.site = Site(
+            mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
+        )
+        self.heavy = {id(e.eqn) for e in self.eqns if contracts(e)}
+        self.bytes = self.sizes()
+        users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
+        outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
+        self.wanted = set(map(self.value, outside))
+        self.sources = self.origins()
+
+    def steps(self) -> Iterator[Step]:
+        for unit_eqn in self.eqns:
+            if id(unit_eqn.eqn) in self.heavy:
+                eqn = unit_eqn.eqn
+                read = set(map(self.value, eqn.invars))
+                written = set(map(id, eqn.outvars))
+                kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
+                yield Step(kernel, frozenset(read), frozenset(written))
+        for fusion in self.fusions():
+            read = {source for var in fusion for source in self.sources[var]}
+            kernel = Kernel(self.traffic(read) + self.traffic(fusion))
+            yield Step(kernel, frozenset(read), frozenset(fusion))
+
+    def fusions(self) -> list[list[int]]:
+        """The values that fusions write, by what must be complete before them.
+
+        A reduction or a contraction ends a fusion.  What is cheap to make is made again
+        where it is read, and only what they want or the unit returns is written.
+        """
+        level: dict[int, int] = {}
+        fusions: dict[int, list[int]] = {}
+        for unit_eqn in self.eqns:
+            eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
+            read = map(self.value, eqn.invars)
+            own = max((level.get(value, 0) for value in read), default=0)
+            level |= dict.fromkeys(outs, own + any(unit_eqn.rule.reducers))
+            if id(eqn) not in self.heavy:
+                reduces = any(unit_eqn.rule.reducers)
+                written = [var for var in outs if reduces or var in self.wanted]
+                fusions.setdefault(own, []).extend(written)
+        return [fusion for fusion in fusions.values() if fusion]
+
+    def origins(self) -> dict[int, set[int]]:
+        """The values in memory that each value is made from."""
+        found: dict[int, set[int]] = {}
+        in_memory: dict[int, set[int]] = {}
+        for unit_eqn in self.eqns:
+            eqn = unit_eqn.eqn
+            values = map(self.value, eqn.invars)
+            read = [in_memory.get(value, {value}) for value in values]
+            for out in map(id, eqn.outvars):
+                found[out] = set().union(*read)
+                ends = any(unit_eqn.rule.reducers)
+                in_memory[out] = {out} if ends else found[out]
+        return found
+
+    def value(self, var: Var | Literal) -> int:
+        """A variable's value; that of a barrier's result is its operand's."""
+        return self.handed_on.get(id(var), id(var))
+
+    def traffic(self, values: Iterable[int]) -> int:
+        return sum(self.bytes.get(value, 0) for value in values)
+
+    # --- Sizes on this device ------------------------------------------------- #
+
+    def place(self, unit_eqn: UnitEqn) -> UnitPlace:
+        return UnitPlace(unit_eqn, self.site)
+
+    def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
+        """Batch, m, n and k of a contraction."""
+        rule = unit_eqn.rule
+        left, right = _factors(rule.operands[0]), _factors(rule.operands[1])
+        out = _factors(rule.results[0])
+
+        place = self.place(unit_eqn)
+
+        def product(factors: set[int]) -> int:
+            return math.prod(place.size(factor) for factor in factors)
+
+        both = left & right
+        return (
+            product(both & out),
+            product((left - right) & out),
+            product((right - left) & out),
+            product(both - out),
+        )
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each value here."""
+        found: dict[int, int] = {}
+        for unit_eqn in self.eqns:
+            eqn, rule, place = unit_eqn.eqn, unit_eqn.rule, self.place(unit_eqn)
+            maps = (*rule.operands, *rule.results)
+            for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
+                if not isinstance(var, Literal):
+                    shape = local_shape(dims, shape_of(var), place)
+                    found[self.value(var)] = math.prod(shape) * itemsize(var)
+        return found
+
+
+def itemsize(var: Var) -> int:
+    """The bytes of one element; a PRNG key's are few and do not matter."""
+    return getattr(getattr(var.aval, "dtype", None), "itemsize", 1)
+
+
+def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
+    chunk = compute.chunk
+    return chunk and ChunkAt(
+        start=evaluate(chunk.start, at),
+        size=evaluate(chunk.size, at),
+        extent=chunk.extent,
+        groups=chunk.groups,
+    )
+
+
+def _factors(dims: Dims) -> set[int]:
+    return {dim.factor for dim in dims if dim is not None}
+
+
+def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
+    """For each result, whether a contraction writes it, which fuses with nothing."""
+    heavy = {id(v) for e in compute.unit.eqns if contracts(e) for v in e.eqn.outvars}
+    return tuple(id(var) in heavy for var in compute.unit.outvars)
+
+
+def read_by_contraction(compute: Compute) -> tuple[bool, ...]:
+    """For each operand, whether a contraction reads it, which takes no slice."""
+    eqns: list[JaxprEqn] = [e.eqn for e in compute.unit.eqns if contracts(e)]
+    read = {id(v) for eqn in eqns for v in eqn.invars}
+    return tuple(id(var) in read for var in compute.unit.invars)

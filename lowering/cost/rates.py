@@ -1,0 +1,126 @@
+"""What devices do per second: the numbers that the cost model reckons with.
+
+One row a kind of device.  H200: measured on hosts with NVLink between all GPUs, jax
+0.11.2, one process for all of them; `docs/benchmarks.md` compares what follows from
+them with measured times.  CPU: XLA's devices on one host, on two cores; there a
+transfer is work like any other, and nothing runs beside anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jhost.lowering.ir.program import CommunicationKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way of moving bytes between devices.
+
+    A transfer starts `delay` seconds after its operand is there, takes `latency` beside
+    what `bandwidth` (bytes received per second) makes, and keeps the launching thread
+    busy for `host`, and once in a program for `meet` more for each device, until the
+    threads of all have met.  `between_two` is the bandwidth with which two devices
+    gather and scatter, if that is less; their all-reduces keep to `bandwidth`.
+    `beside_compute`: whether it runs while matmuls fill the device.
+    """
+
+    delay: float = 0.0
+    meet: float = 0.0
+    latency: float
+    bandwidth: float
+    between_two: float | None = None
+    host: float
+    beside_compute: bool
+
+    def seconds(self, kind: CommunicationKind, received: float, devices: int) -> float:
+        """How long each of `devices` takes to receive that many bytes."""
+        slower = devices == 2 and kind != "AllReduce" and self.between_two
+        return self.latency + received / (slower or self.bandwidth)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The rates of one kind of device.
+
+    `matmul` is FLOP/s while every multiprocessor has a tile of the largest kind;
+    `tiles` are (rows, columns, share of that rate).  `memory` is bytes per second,
+    `launch` the seconds between two kernels, `host` those to launch one.
+    """
+
+    matmul: float
+    multiprocessors: int
+    tiles: tuple[tuple[int, int, float], ...]
+    memory: float
+    launch: float
+    host: float
+    permute: Link
+    collective: Link
+
+    def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
+        """A matmul by the tile that suits it best, in one wave of them or more.
+
+        Of the last wave as much counts as there is: near the power limit those that
+        still multiply have what the others leave (1.7 waves took 83 us, and 3.4 took
+        168, where two and four would have taken 101 and 202).
+        """
+        each = self.matmul / self.multiprocessors
+
+        def seconds(rows: int, columns: int, share: float) -> float:
+            tiles = batch * -(-m // rows) * -(-n // columns)
+            waves = max(1.0, tiles / self.multiprocessors)
+            return waves * 2 * rows * columns * k / (each * share)
+
+        return min(seconds(*tile) for tile in self.tiles)
+
+
+_H200 = Rates(
+    matmul=700e12,
+    multiprocessors=132,
+    tiles=((128, 256, 1.0), (256, 128, 1.0), (128, 160, 0.96), (128, 128, 0.88)),
+    memory=3.6e12,
+    launch=3e-6,
+    host=5e-6,
+    # A copy engine's; the host thread waits for those of the other devices.
+    permute=Link(
+        delay=20e-6,
+        latency=14e-6,
+        bandwidth=383e9,
+        host=32e-6,
+        meet=30e-6,
+        beside_compute=True,
+    ),
+    # NCCL's kernels need multiprocessors, which a matmul on Hopper does not leave.
+    collective=Link(
+        latency=22e-6,
+        bandwidth=290e9,
+        between_two=215e9,
+        host=10e-6,
+        beside_compute=False,
+    ),
+)
+
+_CPU = Rates(
+    matmul=50e9,
+    multiprocessors=1,
+    tiles=((1, 1, 1.0),),
+    memory=10e9,
+    launch=5e-6,
+    host=0.0,
+    permute=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
+    collective=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
+)
+
+_RATES: Mapping[str, Rates] = {"NVIDIA H200": _H200, "cpu": _CPU}
+
+
+def rates_of(kind: str, processes: int) -> Rates | None:
+    """The rates of devices of that kind (JAX's `device_kind`), if they are known.
+
+    Between processes there is no copy engine: a permute is a collective's kernel.
+    """
+    rates = _RATES.get(kind)
+    if rates is None or processes == 1:
+        return rates
+    return dataclasses.replace(rates, permute=rates.collective)

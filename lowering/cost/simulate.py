@@ -1,0 +1,114 @@
+"""How long a Host IR program takes, by simulation: what `auto` decides by.
+
+The loops are unrolled and every statement takes its place on one of two queues, in the
+way XLA runs them on a GPU: computations in program order, transfers as soon as their
+operands and their streams let them, and what cannot run beside a matmul takes both
+queues.  The host's part is counted apart: it runs ahead where it can, so a program
+takes as long as its devices or its launches, whichever is more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.tasks import Task, unrolled
+from jhost.lowering.ir.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one run of a program takes on each device, in seconds.
+
+    `total` is at least `compute` and `host`; what is over `compute` is communication
+    that nothing hides.
+    """
+
+    total: float
+    compute: float
+    communication: float
+    host: float
+
+    def __str__(self) -> str:
+        return (
+            f"{seconds_text(self.total)} (compute {seconds_text(self.compute)}, "
+            f"communication {seconds_text(self.communication)}, "
+            f"host {seconds_text(self.host)})"
+        )
+
+
+def predict(program: Program, rates: Rates) -> Prediction:
+    """How long `program` takes on devices of those rates."""
+    tasks = unrolled(program, rates)
+    compute = [task for task in tasks if not task.transfer]
+    meeting = program.mesh.size * max((task.meet for task in tasks), default=0.0)
+    host = meeting + sum(task.host for task in tasks)
+    return Prediction(
+        total=max(_finish(tasks), host),
+        compute=sum(task.seconds for task in compute),
+        communication=sum(task.seconds for task in tasks if task.transfer),
+        host=host,
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+# --- When it is done ---------------------------------------------------------- #
+
+
+def _finish(tasks: Sequence[Task]) -> float:
+    """The end of the last task, each as soon as it is issued and its queue is free.
+
+    XLA issues a transfer as soon as what it waits for has been issued, before any
+    other computation.
+    """
+    clock = _Clock(tasks)
+    waiting = [n for n, task in enumerate(tasks) if task.transfer and not task.alone]
+    for number, task in enumerate(tasks):
+        waiting = clock.issue_ready(waiting)
+        if not task.transfer or task.alone:
+            clock.issue(number)
+    clock.issue_ready(waiting)
+    return max(clock.ends.values(), default=0.0)
+
+
+class _Clock:
+    """When the queue of computations and that of transfers are free."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.ends: dict[int, float] = {}
+        self.computing = self.moving = 0.0
+
+    def issue_ready(self, transfers: Sequence[int]) -> list[int]:
+        """Issue those that wait for nothing unissued; the others are returned."""
+        left: list[int] = []
+        for number in transfers:
+            if self.tasks[number].after <= self.ends.keys():
+                self.issue(number)
+            else:
+                left.append(number)
+        return left
+
+    def issue(self, number: int) -> None:
+        task = self.tasks[number]
+        ready = max((self.ends[before] for before in task.after), default=0.0)
+        if not task.seconds:  # another name for what is there
+            self.ends[number] = ready
+            return
+        beside = task.transfer and not task.alone
+        free = self.moving if beside else self.computing
+        free = max(free, self.moving) if task.alone else free
+        end = max(free, ready + task.delay) + task.seconds
+        self.ends[number] = end
+        if task.transfer:
+            self.moving = end
+        if not beside:
+            self.computing = end

@@ -1,0 +1,289 @@
+"""What a Host IR program runs: its loops unrolled, a task for each statement.
+
+A task says how long it keeps a device and the host, and which tasks it waits for: those
+that made what it reads, and those before it on its stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, TypeAlias
+
+from jhost.lowering.cost.kernels import (
+    Kernel,
+    handed_on,
+    kernels,
+    made_by_contraction,
+    read_by_contraction,
+    steps_for,
+)
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir import program as ir
+from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Communicate,
+    CommunicationKind,
+    Compute,
+    For,
+    GetCurrentStream,
+    If,
+    Program,
+    Recv,
+    Select,
+    SetCurrentStream,
+    Stmt,
+    Stream,
+    Synchronize,
+    Wait,
+    walk,
+)
+from jhost.lowering.layouts.reshard import received_bytes
+from jhost.lowering.loops.software_pipeline import set_aside, turns
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey
+
+Place: TypeAlias = tuple[object, ...]
+"""A buffer's name, then the aliases that lead to a part of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One statement of one iteration; `after` are the numbers of those it waits for.
+
+    `seconds` on the device and `host` on its launching thread; `delay` and `meet` are a
+    link's.  `alone`: a transfer beside which nothing computes.
+    """
+
+    seconds: float
+    host: float
+    after: frozenset[int]
+    delay: float = 0.0
+    meet: float = 0.0
+    transfer: bool = False
+    alone: bool = False
+
+
+def unrolled(program: Program, rates: Rates) -> list[Task]:
+    """The tasks of a program, in its order."""
+    return _Unrolled(program, rates).tasks
+
+
+class _Unrolled:
+    """A device's walk through the program, which notes what there is to do."""
+
+    def __init__(self, program: Program, rates: Rates) -> None:
+        self.rates = rates
+        self.mesh = dict(program.mesh.shape)
+        # Every device does as much as this one.
+        self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
+        self.tasks: list[Task] = []
+        self.aliases: dict[str, tuple[Place, Select]] = {}
+        self.writers: dict[Any, dict[Place, int]] = {}
+        self.chains: dict[StreamKey, frozenset[int]] = {}
+        self.captured: dict[str, StreamKey] = {}
+        self.in_flight: dict[str, int] = {}
+        self.current = DEFAULT_STREAM
+        self.depth = 0
+        self.sent = {
+            stmt.source.name
+            for stmt in walk(program.body)
+            if isinstance(stmt, Communicate)
+        }
+        self.run(program.body)
+
+    def run(self, body: Sequence[Stmt]) -> None:
+        for stmt in body:
+            match stmt:
+                case Allocate(buffer=buffer):
+                    self.writers[buffer.name] = {}
+                case For():
+                    self.loop(stmt)
+                case If(predicate=predicate, then=then, otherwise=otherwise):
+                    known = not isinstance(predicate, Buffer)
+                    holds = not known or evaluate(predicate, self.at)
+                    self.run(then if holds else otherwise)
+                case Select():
+                    key = (stmt.dim, evaluate(stmt.index, self.at))
+                    self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
+                case ir.Set(out=out, source=source):
+                    self.hand_on(out, self.makers(source))
+                case Compute():
+                    self.compute(stmt)
+                case Communicate():
+                    self.communicate(stmt)
+                case Recv(buffer=buffer, axis=axis):
+                    self.transfer("CollectivePermute", buffer, buffer, (axis,))
+                case Wait(communication=name):
+                    self.join({self.in_flight[name]})
+                case GetCurrentStream(stream=stream):
+                    self.captured[stream.name] = self.current
+                case SetCurrentStream(stream=stream):
+                    self.current = self.stream_key(stream)
+                case Synchronize(stream=stream):
+                    self.join(self.chains.get(self.stream_key(stream), frozenset()))
+                case _:
+                    pass
+
+    def loop(self, loop: For) -> None:
+        """The stages of the iterations, in the order in which they are issued."""
+        own = [({}, {}, {}) for _ in range(loop.extent)]
+        self.depth += 1
+        for turn in turns(loop, self.memory):
+            i = self.at[LoopIndex(loop.index)] = turn.iteration
+            aliases, writers, in_flight = own[i]
+            with (
+                set_aside(self.aliases, aliases),
+                set_aside(self.writers, writers),
+                set_aside(self.in_flight, in_flight),
+            ):
+                self.run(turn.body)
+        self.depth -= 1
+
+    def stream_key(self, stream: Stream) -> StreamKey:
+        if stream.name:
+            return self.captured.get(stream.name, (stream.name, 0))
+        return ("", evaluate(stream.index, self.at))
+
+    def chain(self) -> frozenset[int]:
+        """What the current stream waits for."""
+        return self.chains.get(self.current, frozenset())
+
+    def join(self, tasks: Set[int]) -> None:
+        if self.depth or self.current != DEFAULT_STREAM:
+            self.chains[self.current] = self.chain() | tasks
+
+    def compute(self, stmt: Compute) -> None:
+        if self.depth or self.current != DEFAULT_STREAM:
+            self.in_turn(stmt)
+        else:
+            self.apart(stmt)
+
+    def apart(self, stmt: Compute) -> None:
+        """Each kernel as soon as it can run: outside of loops XLA orders them.
+
+        First what is communicated, beside which the others then run.
+        """
+        given = handed_on(stmt.unit)
+        values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
+        outs = list(zip(values, stmt.outs, strict=True))
+        urgent = {var for var, buffer in outs if buffer.name in self.sent}
+        made = {
+            id(var): self.makers(buffer)
+            for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
+        }
+        steps = steps_for(stmt, self.mesh, self.at, urgent)
+        for step in steps:
+            after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
+            seconds = step.kernel.seconds(self.rates)
+            task = Task(seconds=seconds, host=self.rates.host, after=after)
+            made |= dict.fromkeys(step.writes, frozenset({len(self.tasks)}))
+            self.add(task, [buffer for var, buffer in outs if var in step.writes])
+        for var, buffer in outs:
+            if all(var not in step.writes for step in steps):  # a barrier's
+                self.hand_on(buffer, frozenset(made.get(var, ())))
+
+    def in_turn(self, stmt: Compute) -> None:
+        """All of a step of a loop, when its stream gets there."""
+        work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
+        if stmt.reducer:  # a matmul that adds reads what it adds to as well
+            work += [Kernel(_size(buffer)) for buffer in stmt.outs]
+        read = [*stmt.ins, *(stmt.outs if stmt.reducer else ())]
+        after = self.chain().union(*map(self.makers, read))
+        seconds = sum(kernel.seconds(self.rates) for kernel in work)
+        task = Task(seconds=seconds, host=self.rates.host * len(work), after=after)
+        self.add(task, stmt.outs)
+        self.chains[self.current] = frozenset({len(self.tasks) - 1})
+
+    def communicate(self, stmt: Communicate) -> None:
+        self.in_flight[stmt.name] = len(self.tasks)
+        after = self.chain() | self.makers(stmt.source)
+        self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
+
+    def transfer(
+        self,
+        kind: CommunicationKind,
+        source: Buffer,
+        out: Buffer,
+        axes: Sequence[str],
+        after: frozenset[int] = frozenset(),
+    ) -> None:
+        devices = axes_size(axes, self.mesh)
+        received = received_bytes(kind, _size(source), devices)
+        permute = kind == "CollectivePermute"
+        link = self.rates.permute if permute else self.rates.collective
+        task = Task(
+            seconds=link.seconds(kind, received, devices),
+            host=link.host,
+            after=after,
+            delay=link.delay,
+            meet=link.meet,
+            transfer=True,
+            # Outside of loops XLA itself finds what a collective can run beside.
+            alone=self.depth > 0 and not link.beside_compute,
+        )
+        self.add(task, [out])
+
+    def add(self, task: Task, outs: Sequence[Buffer]) -> None:
+        for buffer in outs:
+            root, *_ = place = self.place(buffer)
+            if len(place) == 1:
+                self.writers[root] = {}
+            self.writers.setdefault(root, {})[place] = len(self.tasks)
+        self.tasks.append(task)
+
+    def hand_on(self, out: Buffer, makers: frozenset[int]) -> None:
+        """A copy costs nothing: values are immutable, and it is another name."""
+        self.add(Task(seconds=0.0, host=0.0, after=makers), [out])
+
+    # --- Which memory --------------------------------------------------------- #
+
+    def place(self, buffer: Buffer) -> Place:
+        found = self.aliases.get(buffer.name)
+        return found[0] if found else (buffer.name,)
+
+    def memory(self, name: str) -> object | None:
+        """The memory that a name stands for, if anything has been written to it."""
+        if name in self.aliases:
+            return self.aliases[name][0][0]
+        return name if name in self.writers else None
+
+    def makers(self, buffer: Buffer) -> frozenset[int]:
+        """The tasks that wrote what `buffer` holds, or a part of it."""
+        root, *_ = place = self.place(buffer)
+        return frozenset(
+            task
+            for written, task in self.writers.get(root, {}).items()
+            if all(a == b for a, b in zip(written, place, strict=False))
+        )
+
+    def copies(self, stmt: Compute) -> Iterator[Kernel]:
+        """Contractions neither write into a part of an array nor read one in place."""
+        for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
+            alias = self.alias(buffer)
+            if heavy and alias is not None and not alias.drop:
+                yield _copy(buffer)
+        for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
+            alias = self.alias(buffer)
+            if heavy and alias is not None and _by_rank(alias):
+                yield _copy(buffer)
+
+    def alias(self, buffer: Buffer) -> Select | None:
+        found = self.aliases.get(buffer.name)
+        return found[1] if found else None
+
+
+def _by_rank(alias: Select) -> bool:
+    """Whether a device's part is known only when it runs."""
+    return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
+
+
+def _copy(buffer: Buffer) -> Kernel:
+    return Kernel(2 * _size(buffer))
+
+
+def _size(buffer: Buffer) -> int:
+    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)

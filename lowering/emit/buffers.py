@@ -1,0 +1,182 @@
+"""Buffers and aliases while a program is emitted: functional values, few copies.
+
+A buffer that is written chunk by chunk is a list of pieces, put together when it is
+first read whole.  A read of exactly what was written gives the value that was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jhost.lowering.emit.windows import Window, joined, merged, put, take
+from jhost.lowering.ir.program import Buffer
+from jhost.lowering.ir.regions import Region, overlap, same, whole
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """A part of a memory; `current` unless a later write reached into it.
+
+    `merged` pieces are in the memory's base already.
+    """
+
+    region: Region
+    windows: tuple[Window, ...]
+    value: Any
+    merged: bool
+    current: bool = True
+
+
+class Memory:
+    """The contents of one buffer with memory of its own.
+
+    `read_whole`: whether something will read it other than in parts.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, zero_init: bool, read_whole: bool
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.zero_init = zero_init
+        self.read_whole = read_whole
+        self.base: Any = None
+        self.pieces: list[Piece] = []
+
+    def fresh(self, region: Region) -> bool:
+        """Whether nothing has been written to `region`."""
+        touched = any(overlap(region, piece.region) for piece in self.pieces)
+        return self.base is None and not touched
+
+    def find(self, region: Region) -> Any | None:
+        """The value of `region`, if it is at hand as one piece."""
+        for piece in self.pieces:
+            if piece.current and same(piece.region, region):
+                return piece.value
+        return None
+
+    def remember(self, region: Region, windows: tuple[Window, ...], value: Any) -> None:
+        """Keep what was read, for the next read."""
+        self.pieces.append(Piece(region, windows, value, merged=True))
+
+    def write(self, region: Region, windows: tuple[Window, ...], value: Any) -> None:
+        """Make `value` the contents of `region`."""
+        if all(window.covers for window in windows):
+            self.replace(value.reshape(self.shape))
+            return
+        kept: list[Piece] = []
+        for piece in self.pieces:
+            if overlap(piece.region, region):
+                if piece.merged or same(piece.region, region):
+                    continue
+                piece.current = False
+            kept.append(piece)
+        self.pieces = [*kept, Piece(region, windows, value, merged=False)]
+
+    def replace(self, value: Any) -> None:
+        """Make `value` the whole contents."""
+        self.base, self.pieces = value, []
+
+    def assemble(self) -> Any:
+        """The whole contents as one array."""
+        waiting = [piece for piece in self.pieces if not piece.merged]
+        if self.base is None or waiting:
+            self.base = self._assembled(waiting)
+        for piece in waiting:
+            piece.merged = True
+        self.pieces = [piece for piece in self.pieces if piece.current]
+        return self.base
+
+    def _assembled(self, pieces: list[Piece]) -> Any:
+        whole_pieces = all(piece.current for piece in pieces)
+        parts = [(piece.windows, piece.value) for piece in pieces]
+        if whole_pieces and (value := joined(self.shape, parts)) is not None:
+            return value
+        value = self._initial() if self.base is None else self.base
+        for windows, part in parts:
+            value = put(value, windows, part)
+        return value
+
+    def _initial(self) -> Any:
+        if self.zero_init:
+            return jnp.zeros(self.shape, self.dtype)
+        # Not zeros: XLA would fill them, 70 us for 117 MB on an H200.
+        return lax.empty(self.shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """A buffer, or an alias: a `window` of its source."""
+
+    memory: Memory
+    region: Region
+    shape: tuple[int, ...]
+    source: View | None = None
+    window: Window | None = None
+
+    def select(self, window: Window, region: Region) -> View:
+        """An alias of a part of this one."""
+        return View(self.memory, region, window.out_shape, self, window)
+
+    def read(self) -> Any:
+        """The value here and now."""
+        if self.source is None:
+            return self.memory.assemble()
+        view, windows = self, ()
+        while view.source is not None and view.window is not None:
+            if (value := view.memory.find(view.region)) is not None:
+                break
+            windows, view = (view.window, *windows), view.source
+        else:
+            value = self.memory.assemble()
+        if windows:
+            value = take(value, merged(windows)).reshape(self.shape)
+            self.memory.remember(self.region, self.windows(), value)
+        return value.reshape(self.shape)
+
+    def write(self, value: Any) -> None:
+        """Change the elements of the memory that this view covers."""
+        self.memory.write(self.region, self.windows(), value)
+
+    def is_static(self) -> bool:
+        """Whether every device knows beforehand which part this is."""
+        starts = (start for w in self.windows() for start in w.starts)
+        return all(isinstance(start, int) for start in starts)
+
+    def windows(self) -> tuple[Window, ...]:
+        """The steps from the memory to this view."""
+        if self.source is None or self.window is None:
+            return ()
+        return merged((*self.source.windows(), self.window))
+
+
+def new_view(
+    buffer: Buffer,
+    shape: tuple[int, ...],
+    mesh_dims: int,
+    zero_init: bool = False,
+    read_whole: bool = True,
+) -> View:
+    """A buffer with memory of its own, which a ragged last chunk makes smaller."""
+    memory = Memory(shape, buffer.dtype, zero_init, read_whole)
+    return View(memory, whole(shape, mesh_dims), shape)
+
+
+class Snapshot:
+    """The contents of memories, to be restored after a branch was traced."""
+
+    def __init__(self, memories: list[Memory]) -> None:
+        self._saved = [
+            (memory, memory.base, [dataclasses.replace(p) for p in memory.pieces])
+            for memory in memories
+        ]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for memory, base, pieces in self._saved:
+            memory.base, memory.pieces = base, [dataclasses.replace(p) for p in pieces]

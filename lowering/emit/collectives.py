@@ -1,0 +1,192 @@
+"""Communications as `lax` collectives inside `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jhost.lowering.ir.program import Communicate
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.transfers import Transfer
+from jhost.lowering.rules.dim_rule import COMBINE, Reducer
+
+_EXTREMA: Mapping[Reducer, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
+
+
+def dim_of(stmt: Communicate) -> int:
+    """The dim of a kind that has one."""
+    assert stmt.dim is not None
+    return stmt.dim
+
+
+def reducer_of(stmt: Communicate) -> Reducer:
+    """The reducer of a kind that has one."""
+    assert stmt.reducer is not None
+    return stmt.reducer
+
+
+def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) -> Any:
+    """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
+
+    Reduce and Gather leave zeros on the devices that are not the root.
+    """
+    axes, devices = stmt.axes, ranks.extent(stmt.axes)
+    if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
+        return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
+    match stmt.kind:
+        case "AllGather":
+            return lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
+        case "AllReduce":
+            return _all_reduce(x, axes, reducer_of(stmt))
+        case "ReduceScatter":
+            return _reduce_scatter(x, axes, devices, dim_of(stmt), reducer_of(stmt))
+        case "AllToAll":
+            return lax.all_to_all(
+                x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
+            )
+        case "Broadcast":
+            return _broadcast(x, axes, ranks, root)
+        case "Reduce":
+            return _on_root(_all_reduce(x, axes, reducer_of(stmt)), axes, root)
+        case "Gather":
+            gathered = lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
+            return _on_root(gathered, axes, root)
+        case "Scatter":
+            return _exchange(x, axes, devices, dim_of(stmt))[root]
+        case "CollectivePermute":
+            pairs = [(r, (r + shift) % devices) for r in range(devices)]
+            return _permute(x, axes, ranks, pairs)
+        case "SwapAxes":
+            return _permute(x, axes, ranks, list(enumerate(swapped_ranks(devices))))
+
+
+def swapped_ranks(devices: int) -> list[int]:
+    """For each device along two axes of one size, the one at the mirrored place."""
+    size = math.isqrt(devices)
+    return [r % size * size + r // size for r in range(devices)]
+
+
+def _shape_after(
+    stmt: Communicate, shape: tuple[int, ...], devices: int
+) -> tuple[int, ...]:
+    """The shape of what a communication makes of a value of `shape`."""
+    sizes = list(shape)
+    if stmt.kind in ("AllGather", "Gather"):
+        sizes[dim_of(stmt)] *= devices
+    elif stmt.dim is not None:
+        sizes[stmt.dim] //= devices
+    if stmt.source_dim is not None:
+        sizes[stmt.source_dim] *= devices
+    return tuple(sizes)
+
+
+def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:
+    """What the current device receives when each sends `x`."""
+    sources = np.reshape(sent.sources, ranks.shape)
+    if (sources.ravel() == np.arange(ranks.count)).all():
+        return x  # every device sends to itself
+    dim = list(ranks.sizes).index(sent.send.axis)
+    along = np.moveaxis(np.unravel_index(sources, ranks.shape)[dim], dim, 0)
+    along = along.reshape(along.shape[0], -1)
+    if (along == along[:, :1]).all():
+        pairs = [(int(source), r) for r, source in enumerate(along[:, 0])]
+        return lax.ppermute(x, sent.send.axis, pairs)
+    # Peers along the axis differ by the other axes: one permutation of all devices.
+    pairs = [(source, device) for device, source in enumerate(sent.sources)]
+    return lax.ppermute(x, tuple(ranks.sizes), pairs)
+
+
+def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
+    if reducer == "sum":
+        return lax.psum(x, axes)
+    if extremum := _EXTREMA.get(reducer):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return extremum(x, axes)
+        # Between floats, XLA:CPU and NCCL pass over what is no number.
+        return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
+    return _reduced(lax.all_gather(x, axes, axis=0), reducer)
+
+
+def _ordered(x: Any, reducer: Reducer) -> Any:
+    """Integers in the order of floats, with NaN at the end that `reducer` takes."""
+    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
+    ends = jnp.iinfo(bits.dtype)
+    end = jnp.array(ends.max if reducer == "max" else ends.min, bits.dtype)
+    return jnp.where(jnp.isnan(wide), end, _flipped(bits))
+
+
+def _from_ordered(numbers: Any, dtype: np.dtype) -> Any:
+    """The floats again: NaN is what the integers at both ends stand for."""
+    wide = lax.bitcast_convert_type(
+        _flipped(numbers), f"float{8 * numbers.dtype.itemsize}"
+    )
+    return wide.astype(dtype)
+
+
+def _flipped(bits: Any) -> Any:
+    """A float's bits in the order of its value, or back: negative ones are reversed."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+def _reduce_scatter(
+    x: Any,
+    axes: tuple[str, ...],
+    devices: int,
+    dim: int,
+    reducer: Reducer,
+) -> Any:
+    if reducer == "sum":
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return _reduced(_exchange(x, axes, devices, dim), reducer)
+
+
+def _reduced(parts: Any, reducer: Reducer) -> Any:
+    """The reduction over dim 0, in the order of the ranks."""
+    return functools.reduce(COMBINE[reducer], list(parts))
+
+
+def _exchange(x: Any, axes: tuple[str, ...], devices: int, dim: int) -> Any:
+    """This device's part of `dim` from every device, along a new dim 0."""
+    shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return lax.all_to_all(x.reshape(shape), axes, split_axis=dim, concat_axis=0)
+
+
+def _on_root(x: Any, axes: tuple[str, ...], root: int) -> Any:
+    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x))
+
+
+def _broadcast(x: Any, axes: tuple[str, ...], ranks: Ranks, root: int) -> Any:
+    """The devices that have it double each round; `lax.pbroadcast` lacks the CPU."""
+    devices = ranks.extent(axes)
+    distance = (lax.axis_index(axes) - root) % devices
+    have = 1
+    while have < devices:
+        senders = range(min(have, devices - have))
+        pairs = [((root + s) % devices, (root + s + have) % devices) for s in senders]
+        arrived = (distance >= have) & (distance < have + len(senders))
+        x = jnp.where(arrived, _permute(x, axes, ranks, pairs), x)
+        have *= 2
+    return x
+
+
+def _permute(
+    x: Any, axes: tuple[str, ...], ranks: Ranks, pairs: list[tuple[int, int]]
+) -> Any:
+    """`lax.ppermute`, which wants the axes in the order of the mesh."""
+    ordered = tuple(axis for axis in ranks.sizes if axis in axes)
+    shape = [ranks.sizes[axis] for axis in axes]
+
+    def reordered(rank: int) -> int:
+        position = dict(zip(axes, np.unravel_index(rank, shape), strict=True))
+        sizes = [ranks.sizes[axis] for axis in ordered]
+        return int(np.ravel_multi_index([position[axis] for axis in ordered], sizes))
+
+    moved = [(reordered(source), reordered(target)) for source, target in pairs]
+    return lax.ppermute(x, ordered, moved)

@@ -1,0 +1,171 @@
+"""Order between the steps of a loop: a stream is a chain of tokens.
+
+XLA keeps no order but that of values.  So the values of one step and the inputs of the
+next go through one `lax.optimization_barrier`, which also keeps XLA from merging the
+chunks' matmuls and collectives back into one (docs/design.md, section 7).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax import lax
+
+from jhost.lowering.ir.printer import written
+from jhost.lowering.ir.program import For, Select, walk
+from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey
+
+Values = tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Order:
+    """What each stream last did, and the last computation of all.
+
+    `depth` counts the loops around.  Outside of loops, on the stream that the program
+    began on, nothing is ordered, so that XLA may fuse there.
+    """
+
+    chains: dict[StreamKey, Values] = dataclasses.field(
+        default_factory=dict[StreamKey, Values]
+    )
+    last_compute: Values = ()
+    in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    current: StreamKey = DEFAULT_STREAM
+    depth: int = 0
+    accumulators: dict[int, tuple[Any, Any]] = dataclasses.field(
+        default_factory=dict[int, tuple[Any, Any]]
+    )
+    """By identity: an accumulator's value, and what it has become.
+
+    That is itself, what a barrier made of it, or None once something is added to it.
+    """
+    made: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    """By identity, what the loops' steps made."""
+
+    @property
+    def active(self) -> bool:
+        """Whether what comes now has a place in an order."""
+        return self.depth > 0 or self.current != DEFAULT_STREAM
+
+    def chain(self) -> Values:
+        """The tokens of the current stream."""
+        return self.chains.get(self.current, ())
+
+    def before_compute(
+        self, ins: Sequence[Any], moving: Sequence[bool], beside: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """`ins`, available once the stream and the compute queue get there.
+
+        Operands that are the same in each iteration are left alone where others move.
+        What stands `beside` them has to be complete by then as well.
+        """
+        # XLA:GPU has one compute queue: steps on other streams come in turn as well.
+        deps = _distinct((*self.chain(), *self.last_compute))
+        chosen = [k for k, moves in enumerate(moving) if moves] or range(len(ins))
+        tied = self._tie([*(ins[k] for k in chosen), *beside], deps)
+        tied, beside = tied[: len(chosen)], tied[len(chosen) :]
+        result = list(ins)
+        for k, value in zip(chosen, tied, strict=True):
+            result[k] = value
+        return result, beside
+
+    def after_compute(self, outs: Sequence[Any]) -> None:
+        """The step's results stand for it."""
+        if self.active and outs:
+            self.chains[self.current] = self.last_compute = tuple(outs)
+            self.made |= {id(out): out for out in outs}
+
+    def leaving(self, ins: Sequence[Any]) -> list[Any]:
+        """`ins` of a step outside all loops, which is not fused into one inside.
+
+        A sum in the last matmul of a loop would have that wait for the last transfer.
+        """
+        if self.active:
+            return list(ins)
+        return [lax.optimization_barrier(v) if id(v) in self.made else v for v in ins]
+
+    def accumulated(self, old: Any | None, new: Any) -> None:
+        """`new` is an accumulator with something added to `old`, if it had a value.
+
+        A barrier that only waits for an accumulator would keep it alive, and XLA would
+        copy it before it is added to in place: so one thread goes through them all.
+        """
+        if self.active:
+            self.accumulators[id(new)] = new, new
+            if old is not None:
+                self.accumulators[id(old)] = old, None
+
+    def latest(self, value: Any) -> Any:
+        """What an accumulator's value has become; any other value is itself."""
+        while (found := self.accumulators.get(id(value))) and found[1] is not value:
+            value = found[1]
+        return value
+
+    def before_communication(self, sources: Sequence[Any]) -> list[Any]:
+        """`sources`, available once the stream gets there."""
+        return self._tie(sources, self.chain())
+
+    def issued(self, name: str, results: Sequence[Any]) -> None:
+        """The communication is under way; its stream goes on."""
+        self.in_flight[name] = tuple(results)
+
+    def wait(self, name: str) -> None:
+        """The current stream goes on when the communication has ended."""
+        self._join(self.in_flight.pop(name))
+
+    def synchronize(self, stream: StreamKey) -> None:
+        """The current stream goes on when what is on `stream` has ended."""
+        self._join(self.chains.get(stream, ()))
+
+    def copy(self) -> Order:
+        """The same state, to go on from in a branch."""
+        return dataclasses.replace(
+            self,
+            chains=dict(self.chains),
+            in_flight=dict(self.in_flight),
+            accumulators=dict(self.accumulators),
+            made=dict(self.made),
+        )
+
+    def _join(self, values: Values) -> None:
+        if self.active:
+            self.chains[self.current] = _distinct((*self.chain(), *values))
+
+    def _tie(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
+        own = {id(value) for value in values}
+        others = _distinct(map(self.latest, deps))
+        others = [d for d in others if d is not None and id(d) not in own]
+        if not (self.active and values and others):
+            return list(values)
+        # A barrier result that nobody uses keeps its operand in the barrier as long as
+        # the operand has other users, as a step's results have.
+        tied = lax.optimization_barrier((*values, *others))
+        for old, new in zip(others, tied[len(values) :], strict=True):
+            if id(old) in self.accumulators:
+                self.accumulators[id(old)] = old, new
+                self.accumulators[id(new)] = new, new
+        return list(tied[: len(values)])
+
+
+def _distinct(values: Iterable[Any]) -> Values:
+    return tuple({id(value): value for value in values}.values())
+
+
+def moving_names(loop: For) -> frozenset[str]:
+    """The buffers that may differ between the iterations of `loop`."""
+    names: set[str] = set()
+    sources: dict[str, str] = {}
+    for stmt in walk(loop.body):
+        names |= {buffer.name for buffer in written(stmt)}
+        if isinstance(stmt, Select):
+            sources[stmt.out.name] = stmt.source.name
+    for stmt in walk(loop.body):
+        for buffer in () if isinstance(stmt, Select) else written(stmt):
+            name = buffer.name
+            while name in sources:
+                name = sources[name]
+                names.add(name)
+    return frozenset(names)

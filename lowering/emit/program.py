@@ -1,0 +1,377 @@
+"""Host IR to JAX: the program of one device, evaluated under one `jax.shard_map`.
+
+Loops are unrolled; an index is a number where all ranks agree on it, else traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jhost import errors
+from jhost.lowering.emit.buffers import Memory, Snapshot, View, new_view
+from jhost.lowering.emit.collectives import communicate, transfer
+from jhost.lowering.emit.order import Order, Values, moving_names
+from jhost.lowering.emit.shard_map import shard_map
+from jhost.lowering.emit.windows import window
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
+from jhost.lowering.ir.printer import program_text, written
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Chunk,
+    Communicate,
+    Compute,
+    Deallocate,
+    EndCoalescing,
+    For,
+    GetCurrentStream,
+    If,
+    Program,
+    Recv,
+    Select,
+    Send,
+    Set,
+    SetCurrentStream,
+    StartCoalescing,
+    Stmt,
+    Stream,
+    Synchronize,
+    Wait,
+    walk,
+)
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.scopes import Scopes
+from jhost.lowering.ir.transfers import match_transfers
+from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
+from jhost.lowering.rules.dim_rule import COMBINE
+from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
+from jhost.lowering.verify.memory import is_reshard
+from jhost.lowering.verify.state import StreamKey
+
+Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
+
+
+def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
+    """`program` as a JAX function from the global params to the global results.
+
+    The program must be valid; see `verify`.
+    """
+    check_lowered(program)
+
+    def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
+        return _Emitter(program).run(params)
+
+    ins, outs = map(spec_of, program.params), map(spec_of, program.results)
+    return shard_map(on_device, mesh, tuple(ins), tuple(outs))
+
+
+def spec_of(buffer: Buffer) -> PartitionSpec:
+    """How the global array of a param or result is sharded."""
+    return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
+
+
+def check_lowered(program: Program) -> None:
+    """Refuse a program in which a `Set` still stands for a reshard."""
+    for stmt in walk(program.body):
+        if isinstance(stmt, Set) and is_reshard(stmt):
+            error = errors.VerifyError(
+                f"expected a copy, got a Set of {stmt.source.name} to {stmt.out.name}, "
+                "which are laid out differently: resharding is made communication first"
+            )
+            error.add_note(program_text(program))
+            raise error
+
+
+@dataclasses.dataclass(slots=True)
+class _Own:
+    """What one iteration of a loop has made, and what it has in flight."""
+
+    views: dict[str, View] = dataclasses.field(default_factory=dict[str, View])
+    in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+
+
+class _Emitter:
+    """The state of one evaluation: values by name, streams, loop indices."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ranks = Ranks(program.mesh.shape)
+        self.read_whole = _read_whole(program)
+        self.scopes = Scopes(program)
+        self.views: dict[str, View] = {}
+        self.loops: dict[str, int] = {}
+        self.moving: frozenset[str] = frozenset()
+        self.order = Order()
+        self.captured: dict[str, StreamKey] = {}
+        self.group: list[Send | Recv] = []
+
+    def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        for buffer, value in zip(self.program.params, params, strict=True):
+            self.write(buffer, value)
+        self.body(self.program.body)
+        with jax.named_scope(self.scopes.results):
+            return tuple(self.read(buffer) for buffer in self.program.results)
+
+    def body(self, body: Iterable[Stmt]) -> None:
+        for stmt in body:
+            scope = self.scopes.name(stmt, tuple(self.loops.values()))
+            with jax.named_scope(scope) if scope else nullcontext():
+                self.statement(stmt)
+
+    def statement(self, stmt: Stmt) -> None:
+        match stmt:
+            case Allocate(buffer=buffer, zero_init=zero_init):
+                self.views[buffer.name] = self.new(buffer, buffer.shape, zero_init)
+            case Deallocate(buffer=buffer):
+                del self.views[buffer.name]
+            case Select():
+                self.select(stmt)
+            case Set(out=out, source=source):
+                self.write(out, self.read(source))
+            case Compute():
+                self.compute(stmt)
+            case Communicate():
+                self.communicate(stmt)
+            case Send() | Recv():
+                self.group.append(stmt)
+            case StartCoalescing():
+                self.group = []
+            case EndCoalescing(name=name):
+                self.end_coalescing(name)
+            case Wait(communication=name):
+                self.order.wait(name)
+            case GetCurrentStream(stream=stream):
+                self.captured[stream.name] = self.order.current
+            case SetCurrentStream(stream=stream):
+                self.order.current = self.stream_key(stream)
+            case Synchronize(stream=stream):
+                self.order.synchronize(self.stream_key(stream))
+            case For():
+                self.loop(stmt)
+            case If():
+                self.branch(stmt)
+
+    # --- Values --------------------------------------------------------------- #
+
+    def new(
+        self, buffer: Buffer, shape: tuple[int, ...], zero_init: bool = False
+    ) -> View:
+        whole = buffer.name in self.read_whole
+        return new_view(buffer, shape, len(self.ranks.sizes), zero_init, whole)
+
+    def read(self, buffer: Buffer) -> Any:
+        return self.views[buffer.name].read()
+
+    def write(self, buffer: Buffer, value: Any) -> None:
+        """Write `value`; a name without memory, or with a larger one, gets its own."""
+        view = self.views.get(buffer.name)
+        if view is None or view.shape != value.shape:
+            view = self.views[buffer.name] = self.new(buffer, value.shape)
+        view.write(value)
+
+    def static(self, index: Index) -> int:
+        value = self.ranks.value(index, self.loops)
+        assert isinstance(value, int)
+        return value
+
+    def index(self, index: Index) -> Any:
+        """The value of `index`: an int where all ranks agree, else a traced scalar."""
+        value = self.ranks.value(index, self.loops)
+        if isinstance(value, int):
+            return value
+        ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
+        loops = {LoopIndex(name): i for name, i in self.loops.items()}
+        return evaluate(index, {**ranks, **loops})
+
+    def select(self, stmt: Select) -> None:
+        source, size = self.views[stmt.source.name], self.static(stmt.size)
+        index = self.ranks.value(stmt.index, self.loops)
+        region = source.region.select(stmt.dim, index, size, stmt.groups, stmt.drop)
+        start = self.index(stmt.index)
+        shown = window(source.shape, stmt.dim, start, size, stmt.groups, stmt.drop)
+        self.views[stmt.out.name] = source.select(shown, region)
+
+    # --- Computation ---------------------------------------------------------- #
+
+    def compute(self, stmt: Compute) -> None:
+        ins = [self.read(buffer) for buffer in stmt.ins]
+        moving = [buffer.name in self.moving for buffer in stmt.ins]
+        placed = self.placed_at_once(stmt.outs)
+        ins, bases = self.order.before_compute(ins, moving, [m.base for m in placed])
+        for memory, base in zip(placed, bases, strict=True):
+            memory.base = base
+        ins = self.order.leaving(ins)
+        outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk))
+        if stmt.reducer is not None:
+            pairs = zip(stmt.outs, outs, strict=True)
+            outs = [self.combined(stmt, *pair) for pair in pairs]
+        for buffer, value in zip(stmt.outs, outs, strict=True):
+            self.write(buffer, value)
+        for memory in placed:
+            memory.assemble()
+        self.order.after_compute(outs)
+
+    def placed_at_once(self, outs: Sequence[Buffer]) -> list[Memory]:
+        """The memories of which a device's rank says which part `outs` are.
+
+        Their parts go in by copies, and each copy had better come before the next step,
+        which may have to wait for a transfer, than after the last one.
+        """
+        if not self.order.active:
+            return []
+        views = [self.views[b.name] for b in outs if b.name in self.views]
+        wanted = [v for v in views if v.memory.read_whole and not v.is_static()]
+        return list({id(view.memory): view.memory for view in wanted}.values())
+
+    def combined(self, stmt: Compute, buffer: Buffer, value: Any) -> Any:
+        """`value` combined into what `buffer` holds; a fresh one holds nothing."""
+        assert stmt.reducer is not None
+        view = self.views[buffer.name]
+        zero_is_neutral = stmt.reducer in ("sum", "or") or not view.memory.zero_init
+        old = None
+        if not (view.memory.fresh(view.region) and zero_is_neutral):
+            old = self.order.latest(view.read())
+            value = COMBINE[stmt.reducer](old, value)
+        self.order.accumulated(old, value)
+        return value
+
+    def site(self, chunk: Chunk | None) -> Site:
+        at = chunk and ChunkAt(
+            start=self.index(chunk.start),
+            size=self.static(chunk.size),
+            extent=chunk.extent,
+            groups=chunk.groups,
+        )
+        return Site(mesh=self.ranks.sizes, rank=lax.axis_index, chunk=at)
+
+    # --- Communication -------------------------------------------------------- #
+
+    def communicate(self, stmt: Communicate) -> None:
+        (source,) = self.order.before_communication([self.read(stmt.source)])
+        root = 0 if stmt.root is None else self.static(stmt.root)
+        shift = 0 if stmt.shift is None else self.static(stmt.shift)
+        value = communicate(stmt, source, self.ranks, root, shift)
+        self.write(stmt.out, value)
+        self.order.issued(stmt.name, [value])
+
+    def end_coalescing(self, name: str) -> None:
+        transfers = match_transfers(self.group, self.ranks, self.loops)
+        sources = [self.read(t.send.buffer) for t in transfers]
+        sources = self.order.before_communication(sources)
+        received = [
+            transfer(t, source, self.ranks)
+            for t, source in zip(transfers, sources, strict=True)
+        ]
+        for t, value in zip(transfers, received, strict=True):
+            self.write(t.recv.buffer, value)
+        self.order.issued(name, received)
+
+    def stream_key(self, stream: Stream) -> StreamKey:
+        if stream.name:
+            return self.captured.get(stream.name, (stream.name, 0))
+        return ("", self.static(stream.index))
+
+    # --- Control -------------------------------------------------------------- #
+
+    def loop(self, stmt: For) -> None:
+        outermost = not self.order.depth
+        if outermost:
+            self.moving = moving_names(stmt)
+        self.order.depth += 1
+        own = [_Own() for _ in range(stmt.extent)]
+        for turn in turns(stmt, self.memory):
+            self.loops[stmt.index] = turn.iteration
+            self.turn(turn, own[turn.iteration])
+            del self.loops[stmt.index]
+        self.order.depth -= 1
+        if outermost:
+            self.moving = frozenset()
+
+    def turn(self, turn: Turn, own: _Own) -> None:
+        """A stage of an iteration, which has `own` from the stages before it."""
+        in_flight = self.order.in_flight
+        with set_aside(self.views, own.views), set_aside(in_flight, own.in_flight):
+            self.body(turn.body)
+        if turn.last:
+            in_flight.update(own.in_flight)
+
+    def scoped(self, body: tuple[Stmt, ...]) -> None:
+        """Run `body`; what it defines ends with it."""
+        with set_aside(self.views, {}):
+            self.body(body)
+
+    def memory(self, name: str) -> int | None:
+        """The memory that a name stands for, if it exists."""
+        return id(self.views[name].memory) if name in self.views else None
+
+    def branch(self, stmt: If) -> None:
+        predicate = stmt.predicate
+        if isinstance(predicate, Buffer):
+            self.conditional(stmt, self.read(predicate))
+        elif isinstance(value := self.index(predicate), int):
+            self.body(stmt.then if value else stmt.otherwise)
+        else:
+            self.conditional(stmt, value)
+
+    def conditional(self, stmt: If, predicate: Any) -> None:
+        """`lax.cond` over the memories that either branch writes."""
+        targets = self.written_memories((*stmt.then, *stmt.otherwise))
+
+        def run(body: tuple[Stmt, ...]) -> Callable[..., list[Any]]:
+            return lambda *contents: self.run_branch(body, targets, contents)
+
+        contents = [memory.assemble() for memory in targets]
+        results = lax.cond(
+            predicate.astype(bool), run(stmt.then), run(stmt.otherwise), *contents
+        )
+        for memory, value in zip(targets, results, strict=True):
+            memory.replace(value)
+        self.order.after_compute(results)
+
+    def run_branch(
+        self, body: tuple[Stmt, ...], targets: Sequence[Memory], contents: Sequence[Any]
+    ) -> list[Any]:
+        """Trace a branch, and leave no trace of it in the state."""
+        memories = {id(v.memory): v.memory for v in self.views.values()}
+        saved, order = Snapshot(list(memories.values())), self.order
+        self.order = order.copy()
+        for memory, value in zip(targets, contents, strict=True):
+            memory.replace(value)
+        self.scoped(body)
+        results = [memory.assemble() for memory in targets]
+        saved.restore()
+        self.order = order
+        return results
+
+    def written_memories(self, body: tuple[Stmt, ...]) -> list[Memory]:
+        """The memories outside that `body` may write, through whatever alias."""
+        owners = {
+            s.out.name: s.source.name for s in walk(body) if isinstance(s, Select)
+        }
+        memories: dict[int, Memory] = {}
+        for stmt in walk(body):
+            for buffer in () if isinstance(stmt, Select) else written(stmt):
+                name = buffer.name
+                while name in owners:
+                    name = owners[name]
+                if name in self.views:
+                    memory = self.views[name].memory
+                    memories[id(memory)] = memory
+        return list(memories.values())
+
+
+def _read_whole(program: Program) -> frozenset[str]:
+    """The buffers that something reads by their own names, not by an alias."""
+    names = {buffer.name for buffer in program.results}
+    for stmt in walk(program.body):
+        if not isinstance(stmt, Select | For | If):
+            names |= {buffer.name for buffer in touched(stmt)[0]}
+    return frozenset(names)

@@ -1,0 +1,338 @@
+"""From a flat jaxpr to the first Host IR program: a statement an equation.
+
+The program is that of one device, with global shapes.  `jhost.stream`, `jhost.serial`
+and `jhost.shard` leave it as marks on buffers, which later passes take up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jhost import errors
+from jhost._annotate import spec_entries
+from jhost._jax import aval_of, fresh_var, source_line
+from jhost.lowering.frontend.inline_calls import IDENTITIES, FlatJaxpr
+from jhost.lowering.frontend.specs import Problem, Spec, check_spec, raise_problems
+from jhost.lowering.frontend.unsupported import check_supported
+from jhost.lowering.ir.marks import merge_marks
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import (
+    BarrierMark,
+    Buffer,
+    Compute,
+    Dim,
+    Mark,
+    Note,
+    Program,
+    SerialMark,
+    Set,
+    ShardMark,
+    Stmt,
+    StreamRequest,
+    Unit,
+    UnitEqn,
+)
+from jhost.lowering.rules.dim_rule import DimRule, shape_of, whole
+from jhost.lowering.rules.elementwise import moves_memory
+from jhost.lowering.rules.table import opaque_reason, rule_of
+
+
+def build(
+    flat: FlatJaxpr,
+    *,
+    name: str,
+    mesh: AbstractMesh,
+    param_names: Sequence[str],
+    result_names: Sequence[str],
+) -> Program:
+    """The straight-line program of `flat`, with its marks.
+
+    Raises:
+        SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
+            not fit its value or the mesh.
+        NoMeshError: a `jhost.shard` where there is no mesh.
+        UnsupportedError: what a program cannot hold.
+        StreamConflictError: two streams on different dims of one value.
+    """
+    named = dict(zip(param_names, flat.invars, strict=True))
+    check_supported(name, mesh.shape, named, flat.eqns)
+    builder = _Builder(flat, mesh, dict(zip(flat.outvars, result_names, strict=True)))
+    params = builder.params(flat.invars, param_names)
+    for eqn in flat.eqns:
+        builder.equation(eqn)
+    for pieces in flat.barriers:
+        builder.barrier(pieces)
+    results = builder.results(flat.outvars, result_names)
+    raise_problems(f"jhost.shard in {name}", builder.problems)
+    return Program(
+        name=name,
+        mesh=mesh,
+        params=params,
+        results=results,
+        body=tuple(builder.body),
+        marks=tuple(builder.marks.values()),
+        remarks=tuple(builder.remarks),
+    )
+
+
+class _Builder:
+    def __init__(
+        self, flat: FlatJaxpr, mesh: AbstractMesh, result_names: Mapping[Var, str]
+    ) -> None:
+        self.mesh = mesh
+        self.mesh_shape = {axis: n for axis, n in mesh.shape.items() if n > 1}
+        self.names = Names()
+        self.body: list[Stmt] = []
+        self.marks: dict[tuple[type[Mark], str], Mark] = {}
+        self.remarks: list[Note] = []
+        self.problems: list[tuple[str, Problem]] = []
+        self.buffers: dict[Var, Buffer] = {}
+        self.taken: set[str] = set()
+        self.reads = _Reads(flat)
+        self.result_names = dict(result_names)
+        for eqn in reversed(flat.eqns):
+            if eqn.primitive.name in IDENTITIES and eqn.outvars[0] in self.result_names:
+                name = self.result_names[eqn.outvars[0]]
+                self.result_names.setdefault(as_var(eqn.invars[0]), name)
+        self.markers: dict[str, Callable[[JaxprEqn], Buffer]] = {
+            "copy": self.copy,
+            "stream": self.stream,
+            "serial": self.serial,
+            "shard": self.shard,
+            "sharding_constraint": self.sharding_constraint,
+        }
+
+    # --- Values --------------------------------------------------------------- #
+
+    def params(self, invars: Sequence[Var], names: Sequence[str]) -> tuple[Buffer, ...]:
+        pairs = zip(invars, names, strict=True)
+        params = tuple(self.define(var, name) for var, name in pairs)
+        self.taken.update(buffer.name for buffer in params)
+        return params
+
+    def results(
+        self, outvars: Sequence[Var], names: Sequence[str]
+    ) -> tuple[Buffer, ...]:
+        """The result buffers: each its own, and none a parameter's."""
+        results: list[Buffer] = []
+        for var, name in zip(outvars, names, strict=True):
+            buffer = self.buffers[var]
+            if buffer.name in self.taken:
+                buffer = self.set(buffer, var, name)
+            self.taken.add(buffer.name)
+            results.append(buffer)
+        return tuple(results)
+
+    def define(self, var: Var, name: str | None = None) -> Buffer:
+        name = name or self.result_names.get(var, "v")
+        self.buffers[var] = self.buffer(aval_of(var), name)
+        return self.buffers[var]
+
+    def buffer(self, aval: Any, name: str) -> Buffer:
+        return Buffer(
+            name=self.names.fresh(name),
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            dims=(Dim(),) * len(aval.shape),
+        )
+
+    def set(self, source: Buffer, var: Var, name: str | None = None) -> Buffer:
+        """A copy of `source`: a value with a layout and a stream of its own."""
+        out = self.buffer(source, name or self.result_names.get(var, "v"))
+        self.body.append(Set(out=out, source=source))
+        return out
+
+    # --- Equations ------------------------------------------------------------ #
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        marker = self.markers.get(eqn.primitive.name)
+        if marker is not None:
+            self.buffers[eqn.outvars[0]] = marker(eqn)
+        else:
+            self.compute(eqn)
+
+    def compute(self, eqn: JaxprEqn) -> None:
+        """A unit of its own for `eqn`, with a variable for each operand it reads.
+
+        An operand read twice gets two variables: it may be needed in two layouts.
+        """
+        invars = [
+            v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars
+        ]
+        rule = constant_rule(eqn) or rule_of(eqn)
+        unit_eqn = UnitEqn(
+            eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
+        )
+        if rule.opaque and any(eqn.outvars):
+            self.remark_opaque(eqn)
+        unit = Unit(
+            name=self.names.fresh(eqn.primitive.name),
+            eqns=(unit_eqn,),
+            invars=tuple(v for v in invars if not isinstance(v, Literal)),
+            outvars=tuple(eqn.outvars),
+        )
+        ins = tuple(self.buffers[v] for v in eqn.invars if not isinstance(v, Literal))
+        outs = tuple(self.define(var) for var in eqn.outvars)
+        self.body.append(Compute(unit=unit, ins=ins, outs=outs))
+        if moves_memory(eqn):  # a loop would put its chunks together in one memory
+            self.marks |= {
+                (SerialMark, b.name): SerialMark(buffer=b.name) for b in outs
+            }
+
+    def remark_opaque(self, eqn: JaxprEqn) -> None:
+        primitive = eqn.primitive.name
+        text = f"{primitive} works on whole arrays: {opaque_reason(primitive)}"
+        self.remarks.append(Note(text=text, where=source_line(eqn)))
+
+    # --- Markers -------------------------------------------------------------- #
+
+    def copy(self, eqn: JaxprEqn) -> Buffer:
+        return self.set(self.operand(eqn), eqn.outvars[0])
+
+    def stream(self, eqn: JaxprEqn) -> Buffer:
+        """Mark the value itself; a second mark may add to the first, not differ."""
+        buffer, params = self.operand(eqn), eqn.params
+        mark = StreamRequest(
+            buffer=buffer.name,
+            dim=params["axis"],
+            chunks=params["chunks"],
+            pipeline=params["pipeline"],
+            lines=(source_line(eqn),),
+        )
+        first = self.marks.get((StreamRequest, buffer.name))
+        if isinstance(first, StreamRequest):
+            mark = self.agreed(buffer, first, mark)
+        self.marks[StreamRequest, buffer.name] = mark
+        return buffer
+
+    def agreed(
+        self, buffer: Buffer, one: StreamRequest, other: StreamRequest
+    ) -> StreamRequest:
+        """One mark for two on the same value."""
+        merged = merge_marks(one, other) if one.dim == other.dim else None
+        if merged is None:
+            raise errors.StreamConflictError(
+                f"One value of shape {buffer.shape} has two streams that differ; it is "
+                "cut along one dim, one way. Keep one of the marks, or put "
+                "jhost.serial between.",
+                [
+                    f"axis={mark.dim}, chunks={mark.chunks}, pipeline={mark.pipeline} "
+                    f"at {mark.where}"
+                    for mark in (one, other)
+                ],
+            )
+        return merged
+
+    def serial(self, eqn: JaxprEqn) -> Buffer:
+        out = self.set(self.operand(eqn), eqn.outvars[0])
+        self.marks[SerialMark, out.name] = SerialMark(buffer=out.name)
+        return out
+
+    def shard(self, eqn: JaxprEqn) -> Buffer:
+        """`jhost.shard`."""
+        return self.constrain(eqn, eqn.params["spec"])
+
+    def sharding_constraint(self, eqn: JaxprEqn) -> Buffer:
+        """The same, and the shardings of parameters and results."""
+        sharding = eqn.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            text = f"a sharding constraint is no NamedSharding: {sharding}"
+            self.remarks.append(Note(text=text, where=source_line(eqn)))
+            return self.operand(eqn)
+        if self.mesh.shape and dict(sharding.mesh.shape) != dict(self.mesh.shape):
+            raise errors.MeshMismatchError(
+                "A sharding constraint is for another mesh than the function's. Use "
+                "the function's mesh.",
+                [
+                    f"{sharding.mesh} at {source_line(eqn)}",
+                    f"the function's: {self.mesh}",
+                ],
+            )
+        entries = spec_entries(sharding)
+        if entries and all(axes is None for axes in entries):
+            return self.operand(eqn)
+        rest = ((),) * (len(self.operand(eqn).shape) - len(entries))
+        return self.constrain(eqn, (*entries, *rest))
+
+    def constrain(self, eqn: JaxprEqn, spec: Spec) -> Buffer:
+        """Lay out the value itself where nothing else reads it, else a copy of it."""
+        buffer, where = self.operand(eqn), source_line(eqn)
+        if not self.mesh.shape:
+            raise errors.NoMeshError(
+                "jhost.shard needs a mesh: give one to jhost.jit(mesh=...), or call "
+                "the function under jax.set_mesh.",
+                [f"shape {buffer.shape} at {where}"],
+            )
+        name = f"value of shape {buffer.shape} at {where}"
+        problems = check_spec(spec, buffer.shape, dict(self.mesh.shape), uneven=True)
+        self.problems += [(name, problem) for problem in problems]
+        # An axis of one device shards nothing.
+        spec = tuple(
+            None if axes is None else tuple(a for a in axes if a in self.mesh_shape)
+            for axes in spec
+        )
+        there = self.marks.get((ShardMark, buffer.name))
+        if isinstance(there, ShardMark) and there.spec == spec:
+            return buffer
+        if there is not None or self.reads[as_var(eqn.invars[0])] > 1:
+            buffer = self.set(buffer, eqn.outvars[0])
+        mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
+        self.marks[ShardMark, buffer.name] = mark
+        return buffer
+
+    def barrier(self, pieces: Sequence[JaxprEqn]) -> None:
+        """Mark what the pieces of a barrier make, as far as it is read."""
+        operands = tuple(
+            self.buffers[atom].name
+            for eqn in pieces
+            for atom in eqn.invars
+            if not isinstance(atom, Literal) and atom in self.buffers
+        )
+        for var in (eqn.outvars[0] for eqn in pieces):
+            if var in self.buffers:
+                name = self.buffers[var].name
+                mark = BarrierMark(buffer=name, operands=operands)
+                self.marks[BarrierMark, name] = mark
+
+    def operand(self, eqn: JaxprEqn) -> Buffer:
+        return self.buffers[as_var(eqn.invars[0])]
+
+
+def constant_rule(eqn: JaxprEqn) -> DimRule | None:
+    """The rule of an equation that reads a literal array, which every device has."""
+    if any(isinstance(v, Literal) and shape_of(v) for v in eqn.invars):
+        return dataclasses.replace(whole(eqn), opaque=False)
+    return None
+
+
+def as_var(atom: Var | Literal) -> Var:
+    """`atom`, which an identity reads and `inline_calls` has made a variable."""
+    assert isinstance(atom, Var)
+    return atom
+
+
+class _Reads:
+    """How many equations and results read each value; a stream mark is no reader."""
+
+    def __init__(self, flat: FlatJaxpr) -> None:
+        self._marked: dict[Var, Var] = {}
+        self._counts: Counter[Var] = Counter()
+        for eqn in flat.eqns:
+            variables = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+            if eqn.primitive.name == "stream":
+                self._marked[eqn.outvars[0]] = self._value(variables[0])
+            else:
+                self._counts.update(map(self._value, variables))
+        self._counts.update(map(self._value, flat.outvars))
+
+    def _value(self, var: Var) -> Var:
+        return self._marked.get(var, var)
+
+    def __getitem__(self, var: Var) -> int:
+        return self._counts[self._value(var)]

@@ -1,0 +1,179 @@
+"""A jaxpr without calls: the equations of `jit`, `remat` and custom rules in place.
+
+Dim rules, streams and layouts then see through every call.  Control flow (`scan`,
+`while`, `cond`) stays one equation.  This is the first step of lowering, after JAX's
+own transforms have done their work on the calls.  A program that has still to be
+transformed keeps the calls that mean something to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
+
+from jhost._jax import aval_of, fresh_var, user_context
+from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.rules.opaque import INLINED
+
+CALLS = INLINED | {"jhost"}
+"""Calls that lowering replaces by their bodies."""
+
+PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
+"""Of these, the ones that mean their bodies and no more to every transform of JAX's.
+
+The others say how they are differentiated, or what is kept for that.
+"""
+
+IDENTITIES = frozenset({"copy", "stream", "serial", "shard", "sharding_constraint"})
+"""Equations that hand their operand on; lowering speaks of the value itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatJaxpr:
+    """Equations in order, each variable defined once; every result is a variable.
+
+    Arrays that a call closes over are variables too, each set by an equation that reads
+    nothing but that literal; all other literals are scalars.  The equations of one of
+    `barriers` are one barrier, with an equation for each operand.
+    """
+
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+    barriers: tuple[tuple[JaxprEqn, ...], ...] = ()
+
+
+def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
+    """The equations of `closed_jaxpr` and of everything it calls, in order.
+
+    What comes of it is lowered: no transform of JAX's may follow.
+    """
+    return _inlined(closed_jaxpr, _Inliner(CALLS, splits_barriers=True))
+
+
+def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
+    """The same with nothing inlined that JAX's transforms have to know of."""
+    return _inlined(closed_jaxpr, _Inliner(PLAIN_CALLS))
+
+
+def _inlined(closed_jaxpr: Any, inliner: _Inliner) -> FlatJaxpr:
+    jaxpr = closed_jaxpr.jaxpr
+    invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
+    outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
+    outvars = tuple(inliner.as_variable(out) for out in outs)
+    eqns = _needed(inliner.eqns, outvars)
+    return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers))
+
+
+def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:
+    """The equations that a result or an effect depends on."""
+    read = set(outvars)
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return tuple(reversed(kept))
+
+
+class _Inliner:
+    def __init__(self, calls: Collection[str], splits_barriers: bool = False) -> None:
+        self.calls = calls
+        self.splits_barriers = splits_barriers
+        self.eqns: list[JaxprEqn] = []
+        self.constants: dict[int, Var] = {}
+        self.barriers: list[tuple[JaxprEqn, ...]] = []
+
+    def run(self, closed_jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
+        """Append the equations of `closed_jaxpr` on `args`; its results."""
+        jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(Literal(const, var.aval))
+
+        def read(atom: Any) -> Any:
+            return self.constant(atom) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in IDENTITIES:
+            args = [self.as_variable(atom) for atom in args]
+        if self.splits_barriers and _comes_apart(eqn):
+            return self.barrier(eqn, args)
+        if eqn.primitive.name not in self.calls:
+            outs = [fresh_var(var.aval) for var in eqn.outvars]
+            self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
+            return outs
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            # remat's lowering rule does the same: without the barrier XLA finds the
+            # forward's values again and keeps them instead of computing them twice.
+            args = self.traced(lax.optimization_barrier, args, eqn)
+        body = called_body(eqn)
+        return self.run(body, getattr(body, "consts", ()), args)
+
+    def constant(self, literal: Literal) -> Any:
+        """`literal`, or one variable for it wherever it is read if it has dims."""
+        if not shape_of(literal):
+            return literal
+        if id(literal.val) not in self.constants:
+            self.constants[id(literal.val)] = self.as_variable(literal)
+        return self.constants[id(literal.val)]
+
+    def as_variable(self, atom: Any) -> Var:
+        """`atom`, or a variable that an equation sets to it where it is a literal."""
+        if not isinstance(atom, Literal):
+            return atom
+        # Of the primitives that can do nothing, JAX traces away most, but not this one.
+        aval = aval_of(atom)
+        identity = jax.make_jaxpr(
+            lambda x: lax.transpose_p.bind(x, permutation=tuple(range(x.ndim)))
+        )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        (eqn,) = identity.jaxpr.eqns
+        out = fresh_var(aval)
+        self.eqns.append(eqn.replace(invars=[atom], outvars=[out]))
+        return out
+
+    def barrier(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Var]:
+        """An equation for each operand, for one's layout and stream bind no other."""
+        outs = [fresh_var(var.aval) for var in eqn.outvars]
+        pieces = tuple(
+            eqn.replace(invars=[arg], outvars=[out])
+            for arg, out in zip(args, outs, strict=True)
+        )
+        self.eqns += pieces
+        self.barriers.append(pieces)
+        return outs
+
+    def traced(
+        self,
+        function: Callable[[list[Any]], Sequence[Any]],
+        args: Sequence[Any],
+        where: JaxprEqn,
+    ) -> list[Any]:
+        """Append the equations that `function` makes of `args`, at another's line."""
+        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
+        with user_context(where):
+            closed_jaxpr = jax.make_jaxpr(function)(avals)
+        return self.run(closed_jaxpr, closed_jaxpr.consts, args)
+
+
+def _comes_apart(eqn: JaxprEqn) -> bool:
+    """Whether it is a barrier of several operands, each of which has a result."""
+    if eqn.primitive.name != "optimization_barrier":
+        return False
+    return len(eqn.invars) == len(eqn.outvars) > 1  # references have no results
+
+
+def called_body(eqn: JaxprEqn) -> Any:
+    """The jaxpr that `eqn` calls, with its consts where it has any."""
+    closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
+    return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))

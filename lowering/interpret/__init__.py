@@ -1,0 +1,1 @@
+"""Programs run statement by statement, for tests of everything else."""

@@ -1,0 +1,321 @@
+"""A Host IR program statement by statement: for debugging, and to check emission.
+
+Buffers are real arrays, an alias reads and writes its source at once, and nothing is
+ordered but by the program.  It shares no shortcut with `emit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jhost.lowering.emit.program import check_lowered, spec_of
+from jhost.lowering.interpret import steps
+from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.printer import statement_text
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Communicate,
+    Compute,
+    Deallocate,
+    EndCoalescing,
+    For,
+    GetCurrentStream,
+    If,
+    Program,
+    Recv,
+    Select,
+    Send,
+    Set,
+    SetCurrentStream,
+    StartCoalescing,
+    Stmt,
+    Stream,
+    Synchronize,
+    Wait,
+)
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.regions import Region, overlap, whole
+from jhost.lowering.ir.transfers import match_transfers
+from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey, stream_key_text
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One statement as it ran: its stream, text, loop indices, and the memory after.
+
+    `live_bytes` is what one device holds in buffers, params included.
+    """
+
+    stream: str
+    text: str
+    indices: tuple[tuple[str, int], ...]
+    live_bytes: int
+
+
+def interpret(
+    program: Program, mesh: Mesh, args: Sequence[Any]
+) -> tuple[tuple[jax.Array, ...], list[Record]]:
+    """The results of `program` on the global `args`, and what ran, in order.
+
+    The program must be valid; see `verify`.  `args` may be tracers.
+    """
+    check_lowered(program)
+    interpreter = _Interpreter(program, mesh)
+    for buffer, value in zip(program.params, args, strict=True):
+        shared = steps.stacked(mesh, spec_of(buffer))(value)
+        interpreter.memories[buffer.name] = _Memory(shared, written=True)
+    interpreter.body(program.body)
+    results = tuple(
+        steps.unstacked(mesh, spec_of(buffer))(interpreter.read(buffer.name))
+        for buffer in program.results
+    )
+    return results, interpreter.trace
+
+
+@dataclasses.dataclass(slots=True)
+class _Memory:
+    """A buffer's value on every device, and which parts were written."""
+
+    value: Any
+    written: bool = False
+    zero_init: bool = False
+    writes: list[Region] = dataclasses.field(default_factory=list[Region])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Alias:
+    """A Select at one iteration; `start` has an entry for each device."""
+
+    stmt: Select
+    start: Any
+    size: int
+    owner: str
+    region: Region
+
+
+class _Interpreter:
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.ranks = Ranks(program.mesh.shape)
+        self.memories: dict[str, _Memory] = {}
+        self.aliases: dict[str, _Alias] = {}
+        self.loops: dict[str, int] = {}
+        self.current = DEFAULT_STREAM
+        self.captured: dict[str, StreamKey] = {}
+        self.group: list[Send | Recv] = []
+        self.trace: list[Record] = []
+
+    def body(self, body: Sequence[Stmt]) -> None:
+        for stmt in body:
+            text = statement_text(stmt, {*self.memories, *self.aliases})
+            self.statement(stmt)
+            if not isinstance(stmt, For | If):
+                self.record(text)
+
+    def record(self, text: str) -> None:
+        devices = self.ranks.count
+        held = sum(m.value.nbytes // devices for m in self.memories.values())
+        self.trace.append(
+            Record(
+                stream=stream_key_text(self.current),
+                text=text,
+                indices=tuple(self.loops.items()),
+                live_bytes=held,
+            )
+        )
+
+    def statement(self, stmt: Stmt) -> None:
+        match stmt:
+            case Allocate(buffer=buffer, zero_init=zero_init):
+                self.allocate(buffer, zero_init)
+            case Deallocate(buffer=buffer):
+                del self.memories[buffer.name]
+            case Select():
+                self.select(stmt)
+            case Set(out=out, source=source):
+                self.write(out.name, self.read(source.name))
+            case Compute():
+                self.compute(stmt)
+            case Communicate():
+                self.communicate(stmt)
+            case Send() | Recv():
+                self.group.append(stmt)
+            case StartCoalescing():
+                self.group = []
+            case EndCoalescing():
+                self.exchange()
+            case Wait():
+                pass  # what a communication writes is there at once
+            case GetCurrentStream(stream=stream):
+                self.captured[stream.name] = self.current
+            case SetCurrentStream(stream=stream):
+                self.current = self.stream_key(stream)
+            case Synchronize():
+                pass  # statements run one after the other
+            case For():
+                self.loop(stmt)
+            case If():
+                self.branch(stmt)
+
+    # --- Buffers -------------------------------------------------------------- #
+
+    def allocate(self, buffer: Buffer, zero_init: bool) -> None:
+        shape = (*self.ranks.shape, *buffer.shape)
+        fill = jnp.zeros if zero_init else _poison
+        value = fill(shape, buffer.dtype)
+        self.memories[buffer.name] = _Memory(value, zero_init=zero_init)
+
+    def region(self, name: str) -> Region:
+        if name in self.aliases:
+            return self.aliases[name].region
+        shape = self.memories[name].value.shape[len(self.ranks.shape) :]
+        return whole(shape, len(self.ranks.shape))
+
+    def owner(self, name: str) -> str:
+        return self.aliases[name].owner if name in self.aliases else name
+
+    def select(self, stmt: Select) -> None:
+        source, size = stmt.source.name, self.number(stmt.size)
+        index = self.ranks.value(stmt.index, self.loops)
+        self.aliases[stmt.out.name] = _Alias(
+            stmt=stmt,
+            start=self.at_ranks(stmt.index),
+            size=size,
+            owner=self.owner(source),
+            region=self.region(source).select(
+                stmt.dim, index, size, stmt.groups, stmt.drop
+            ),
+        )
+
+    def read(self, name: str) -> Any:
+        alias = self.aliases.get(name)
+        if alias is None:
+            return self.memories[name].value
+        stmt = alias.stmt
+        step = steps.select(self.mesh, stmt.dim, alias.size, stmt.groups, stmt.drop)
+        return step(self.read(stmt.source.name), alias.start)
+
+    def write(self, name: str, value: Any) -> None:
+        """Write into memory; a name that has none gets it."""
+        if self.owner(name) not in self.memories:
+            self.memories[name] = _Memory(value)
+        self.memories[self.owner(name)].writes.append(self.region(name))
+        self.store(name, value)
+
+    def store(self, name: str, value: Any) -> None:
+        alias = self.aliases.get(name)
+        if alias is None:
+            self.memories[name].value = value
+            return
+        source = alias.stmt.source.name
+        step = steps.update(self.mesh, alias.stmt.dim, alias.stmt.groups)
+        self.store(source, step(self.read(source), alias.start, value))
+
+    # --- Indices -------------------------------------------------------------- #
+
+    def number(self, index: Index) -> int:
+        value = self.ranks.value(index, self.loops)
+        assert isinstance(value, int)
+        return value
+
+    def at_ranks(self, index: Index) -> Any:
+        value = self.ranks.value(index, self.loops)
+        return self.ranks.everywhere(value).astype(np.int32)
+
+    def stream_key(self, stream: Stream) -> StreamKey:
+        if stream.name:
+            return self.captured.get(stream.name, (stream.name, 0))
+        return ("", self.number(stream.index))
+
+    # --- Work ----------------------------------------------------------------- #
+
+    def compute(self, stmt: Compute) -> None:
+        chunk = stmt.chunk
+        size = self.number(chunk.size) if chunk else 0
+        extent, groups = (chunk.extent, chunk.groups) if chunk else (0, 1)
+        step = steps.compute(self.mesh, stmt.unit, size, extent, groups)
+        start = self.at_ranks(chunk.start if chunk else Constant(0))
+        outs = step(start, *(self.read(buffer.name) for buffer in stmt.ins))
+        for buffer, value in zip(stmt.outs, outs, strict=True):
+            if stmt.reducer is not None and not self.is_fresh(buffer.name):
+                held = self.read(buffer.name)
+                value = steps.combine(self.mesh, stmt.reducer)(held, value)
+            self.write(buffer.name, value)
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether nothing was written there: the first result is then taken as is."""
+        memory, region = self.memories[self.owner(name)], self.region(name)
+        known = memory.written or memory.zero_init
+        return not known and not any(overlap(region, w) for w in memory.writes)
+
+    def communicate(self, stmt: Communicate) -> None:
+        root = 0 if stmt.root is None else self.number(stmt.root)
+        shift = 0 if stmt.shift is None else self.number(stmt.shift)
+        step = steps.communicate(self.mesh, stmt, root, shift)
+        self.write(stmt.out.name, step(self.read(stmt.source.name)))
+
+    def exchange(self) -> None:
+        transfers = match_transfers(self.group, self.ranks, self.loops)
+        sent = [self.read(transfer.send.buffer.name) for transfer in transfers]
+        for transfer, value in zip(transfers, sent, strict=True):
+            received = steps.permute(self.mesh, transfer.sources)(value)
+            self.write(transfer.recv.buffer.name, received)
+
+    # --- Control -------------------------------------------------------------- #
+
+    def loop(self, stmt: For) -> None:
+        for value in range(stmt.extent):
+            self.loops[stmt.index] = value
+            self.scoped(stmt.body)
+            del self.loops[stmt.index]
+
+    def scoped(self, body: Sequence[Stmt]) -> None:
+        memories, aliases = set(self.memories), set(self.aliases)
+        self.body(body)
+        self.memories = {n: m for n, m in self.memories.items() if n in memories}
+        self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
+
+    def branch(self, stmt: If) -> None:
+        """Run the branch that all take; where devices differ, both, and choose."""
+        if isinstance(stmt.predicate, Buffer):
+            predicate = self.read(stmt.predicate.name)
+        elif isinstance(value := self.ranks.value(stmt.predicate, self.loops), int):
+            self.body(stmt.then if value else stmt.otherwise)
+            return
+        else:
+            predicate = self.at_ranks(stmt.predicate)
+        before = {name: memory.value for name, memory in self.memories.items()}
+        then = self.outcome(stmt.then, before)
+        otherwise = self.outcome(stmt.otherwise, before)
+        for name in before:
+            if then[name] is not otherwise[name]:
+                chosen = steps.choose(self.mesh)(predicate, then[name], otherwise[name])
+                self.memories[name].value = chosen
+
+    def outcome(self, body: Sequence[Stmt], before: dict[str, Any]) -> dict[str, Any]:
+        """What the memories hold after `body`; they are put back."""
+        self.scoped(body)
+        after = {name: self.memories[name].value for name in before}
+        for name, value in before.items():
+            self.memories[name].value = value
+        return after
+
+
+def _poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Memory without contents, filled so that a read of it shows."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jax.lax.empty(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        # JAX's search for the user's NaNs must not find this one.
+        poison = jnp.finfo(dtype).max if jax.config.jax_debug_nans else math.nan
+        return jnp.full(shape, poison, dtype)
+    return jnp.full(shape, True if dtype == np.bool_ else jnp.iinfo(dtype).max, dtype)

@@ -1,0 +1,205 @@
+"""One statement at a time on every device: the plainest reading of each node.
+
+Values have the mesh as leading dims, so that each device holds its own.  Communication
+is one thing only: every device gathers what all have, and takes its part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jhost._jax import cached
+from jhost.lowering.emit.collectives import dim_of, reducer_of, swapped_ranks
+from jhost.lowering.emit.shard_map import shard_map
+from jhost.lowering.ir.program import Communicate, Unit
+from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
+from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
+
+Step: TypeAlias = Callable[..., Any]
+
+
+def stacked(mesh: Mesh, spec: PartitionSpec) -> Step:
+    """From a global array to what each device holds of it."""
+    return _over_mesh(mesh, lambda x: _lead(mesh, x), spec, _leading(mesh))
+
+
+def unstacked(mesh: Mesh, spec: PartitionSpec) -> Step:
+    """The global array that the devices hold the parts of."""
+    return _over_mesh(mesh, lambda x: _local(mesh, x), _leading(mesh), spec)
+
+
+@cached(256)
+def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> Step:
+    """(source, start) -> the part of the source."""
+
+    def step(x: Any, start: Any) -> Any:
+        parts = _grouped(x, dim, groups)
+        part = lax.dynamic_slice_in_dim(parts, start, size, dim + 1)
+        return _shape_after(part, dim, drop)
+
+    return _per_device(mesh, step)
+
+
+@cached(256)
+def update(mesh: Mesh, dim: int, groups: int) -> Step:
+    """(source, start, part) -> the source with the part changed."""
+
+    def step(x: Any, start: Any, part: Any) -> Any:
+        parts = _grouped(x, dim, groups)
+        rest = [n for d, n in enumerate(parts.shape) if d != dim + 1]
+        size = part.size // max(1, _product(rest))
+        part = part.reshape((*parts.shape[: dim + 1], size, *parts.shape[dim + 2 :]))
+        return lax.dynamic_update_slice_in_dim(parts, part, start, dim + 1).reshape(
+            x.shape
+        )
+
+    return _per_device(mesh, step)
+
+
+@cached(256)
+def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> Step:
+    """(chunk start, *ins) -> outs; an extent of 0 stands for no chunk."""
+
+    def step(start: Any, *ins: Any) -> Any:
+        chunk = ChunkAt(start=start, size=size, extent=extent, groups=groups)
+        site = Site(
+            mesh=mesh.shape, rank=lax.axis_index, chunk=chunk if extent else None
+        )
+        return tuple(evaluate_unit(unit, ins, site))
+
+    return _per_device(mesh, step)
+
+
+@cached(256)
+def combine(mesh: Mesh, reducer: Reducer) -> Step:
+    """(held, new) -> both combined."""
+    return _per_device(mesh, COMBINE[reducer])
+
+
+@cached(256)
+def choose(mesh: Mesh) -> Step:
+    """(predicate, a, b) -> a where the predicate holds."""
+    return _per_device(mesh, lambda p, a, b: jnp.where(p.astype(bool), a, b))
+
+
+@cached(256)
+def permute(mesh: Mesh, sources: tuple[int, ...]) -> Step:
+    """(sent,) -> what comes from the device that each receives from."""
+    axes = mesh.axis_names
+
+    def step(x: Any) -> Any:
+        mine = jnp.asarray(sources)[lax.axis_index(axes)]
+        return _every(x, axes)[mine]
+
+    return _per_device(mesh, step)
+
+
+@cached(256)
+def communicate(mesh: Mesh, stmt: Communicate, root: int, shift: int) -> Step:
+    """(source,) -> what each device has of the result."""
+    axes, devices = stmt.axes, axes_size(stmt.axes, mesh.shape)
+
+    def step(x: Any) -> Any:
+        every, me = list(_every(x, axes)), lax.axis_index(axes)
+        return _result(stmt, every, me, root, (me - shift) % devices)
+
+    return _per_device(mesh, step)
+
+
+def _every(x: Any, axes: tuple[str, ...]) -> Any:
+    """What each device along `axes` has, along a new dim in front."""
+    # As one dim, for JAX cannot lower a gather of keys into a new one.
+    return lax.all_gather(x[None], axes, axis=0, tiled=True)
+
+
+def _result(
+    stmt: Communicate, every: list[Any], me: Any, root: int, source: Any
+) -> Any:
+    match stmt.kind:
+        case "AllGather":
+            return lax.concatenate(every, dim_of(stmt))
+        case "AllReduce":
+            return _total(stmt, every)
+        case "ReduceScatter":
+            return _part(_total(stmt, every), dim_of(stmt), me, len(every))
+        case "AllToAll":
+            parts = [_part(x, dim_of(stmt), me, len(every)) for x in every]
+            return lax.concatenate(parts, stmt.source_dim or 0)
+        case "Broadcast":
+            return every[root]
+        case "Reduce":
+            return _only(me == root, _total(stmt, every))
+        case "Gather":
+            return _only(me == root, lax.concatenate(every, dim_of(stmt)))
+        case "Scatter":
+            return _part(every[root], dim_of(stmt), me, len(every))
+        case "CollectivePermute":
+            return jnp.stack(every)[source]
+        case "SwapAxes":
+            return jnp.stack(every)[jnp.asarray(swapped_ranks(len(every)))[me]]
+
+
+def _total(stmt: Communicate, every: list[Any]) -> Any:
+    return functools.reduce(COMBINE[reducer_of(stmt)], every)
+
+
+def _only(here: Any, x: Any) -> Any:
+    return jnp.where(here, x, jnp.zeros_like(x))
+
+
+def _part(x: Any, dim: int, number: Any, parts: int) -> Any:
+    size = x.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(x, number * size, size, dim)
+
+
+def _grouped(x: Any, dim: int, groups: int) -> Any:
+    size = x.shape[dim] // groups
+    return x.reshape((*x.shape[:dim], groups, size, *x.shape[dim + 1 :]))
+
+
+def _shape_after(part: Any, dim: int, drop: bool) -> Any:
+    merged = () if drop else (part.shape[dim] * part.shape[dim + 1],)
+    return part.reshape((*part.shape[:dim], *merged, *part.shape[dim + 2 :]))
+
+
+def _product(sizes: list[int]) -> int:
+    return functools.reduce(lambda a, b: a * b, sizes, 1)
+
+
+# --- Devices ------------------------------------------------------------------ #
+
+
+def _per_device(mesh: Mesh, step: Step) -> Step:
+    """`step` on the values of each device; all arguments and results are stacked."""
+
+    def local(*args: Any) -> Any:
+        outs = step(*(_local(mesh, arg) for arg in args))
+        return jax.tree.map(lambda out: _lead(mesh, out), outs)
+
+    return _over_mesh(mesh, local, _leading(mesh), _leading(mesh))
+
+
+def _over_mesh(mesh: Mesh, step: Step, in_spec: PartitionSpec, out_specs: Any) -> Step:
+    def call(*args: Any) -> Any:
+        return shard_map(step, mesh, (in_spec,) * len(args), out_specs)(*args)
+
+    return jax.jit(call)
+
+
+def _leading(mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec(*mesh.axis_names)
+
+
+def _local(mesh: Mesh, x: Any) -> Any:
+    return x.reshape(x.shape[len(mesh.axis_names) :])
+
+
+def _lead(mesh: Mesh, x: Any) -> Any:
+    return x.reshape((1,) * len(mesh.axis_names) + x.shape)

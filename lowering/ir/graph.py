@@ -1,0 +1,236 @@
+"""Straight-line statements as a dependency graph, and the merging of its nodes.
+
+The segmenter and the grouping into loops both ask which statements may stand
+together.  Groups are convex: no path leaves one and comes back, so each can run as a
+whole.  What may merge is a predicate that the caller hands in (nvFuser #4145).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Communicate,
+    Compute,
+    Deallocate,
+    For,
+    If,
+    Recv,
+    Select,
+    Send,
+    Set,
+    Stmt,
+    Wait,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A statement, or a communication with its wait, and the buffers it touches.
+
+    Of a piece of a barrier, `barrier` names the operands of them all.
+    """
+
+    stmts: tuple[Stmt, ...]
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    barrier: tuple[str, ...] = ()
+
+    @property
+    def stmt(self) -> Stmt:
+        return self.stmts[0]
+
+
+Group: TypeAlias = Sequence[Node]
+ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
+"""Whether two groups, in each of which all may run as one, may run as one.
+
+Convexity is not the predicate's business.
+"""
+
+
+def nodes(
+    body: Sequence[Stmt], barriers: Mapping[str, tuple[str, ...]] | None = None
+) -> list[Node]:
+    """The nodes of `body`: each communication stands together with its wait.
+
+    `barriers` has the operands of the barrier that makes a buffer, by its name.
+    """
+    barriers = barriers or {}
+    waits = {stmt.communication for stmt in body if isinstance(stmt, Wait)}
+    made: list[Node] = []
+    for stmt in body:
+        if isinstance(stmt, Wait):
+            continue
+        stmts: tuple[Stmt, ...] = (stmt,)
+        if isinstance(stmt, Communicate) and stmt.name in waits:
+            stmts = (stmt, Wait(communication=stmt.name))
+        reads, writes = touched(stmt)
+        barrier = barriers.get(writes[0].name, ()) if writes else ()
+        made.append(Node(stmts, tuple(reads), tuple(writes), barrier))
+    return made
+
+
+def touched(stmt: Stmt) -> tuple[list[Buffer], list[Buffer]]:
+    """The buffers that `stmt` reads, and those that it writes or makes."""
+    match stmt:
+        case Compute(ins=ins, outs=outs, reducer=reducer):
+            return [*ins, *(outs if reducer else ())], [*outs]
+        case Set(out=out, source=source) | Communicate(out=out, source=source):
+            return [source], [out]
+        case Select(out=out, source=source):
+            return [source], [out]
+        case Allocate(buffer=buffer) | Recv(buffer=buffer):
+            return [], [buffer]
+        case Send(buffer=buffer) | Deallocate(buffer=buffer):
+            return [buffer], []
+        case For(body=body):
+            return _touched_by_all(body)
+        case If(predicate=predicate, then=then, otherwise=otherwise):
+            reads, writes = _touched_by_all((*then, *otherwise))
+            return [
+                *([predicate] if isinstance(predicate, Buffer) else ()),
+                *reads,
+            ], writes
+        case _:
+            return [], []
+
+
+def _touched_by_all(body: Sequence[Stmt]) -> tuple[list[Buffer], list[Buffer]]:
+    """What a loop or branch touches outside: writing an alias writes its source."""
+    sources: dict[str, Buffer] = {}
+    reads: list[Buffer] = []
+    writes: list[Buffer] = []
+    for stmt in body:
+        if isinstance(stmt, Select):
+            source = sources.get(stmt.source.name, stmt.source)
+            sources[stmt.out.name] = source
+            continue
+        inner_reads, inner_writes = touched(stmt)
+        reads += [sources.get(buffer.name, buffer) for buffer in inner_reads]
+        writes += [sources.get(buffer.name, buffer) for buffer in inner_writes]
+    return reads, writes
+
+
+def dependencies(graph: Sequence[Node]) -> list[set[int]]:
+    """For each node, those before it that it must follow.
+
+    A read follows the last write, and a write the last write and the reads since.
+    """
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    before: list[set[int]] = []
+    for number, node in enumerate(graph):
+        needs = {
+            writer[b.name] for b in (*node.reads, *node.writes) if b.name in writer
+        }
+        for buffer in node.writes:
+            needs.update(readers.pop(buffer.name, ()))
+            writer[buffer.name] = number
+        for buffer in node.reads:
+            readers.setdefault(buffer.name, []).append(number)
+        before.append(needs - {number})
+    return before
+
+
+def merge_groups(
+    graph: Sequence[Node], before: Sequence[set[int]], should_merge: ShouldMerge
+) -> list[Group]:
+    """Merge nodes into convex groups as far as the predicate lets; groups in order.
+
+    `before` has the `dependencies` of each node, and more where there is more to keep.
+    Nodes come in program order, so nothing depends on the one at hand yet: it may join
+    a group unless another group that it needs depends, through others, on that group.
+    """
+    groups = _Groups()
+    for number, node in enumerate(graph):
+        needed = groups.of(before[number])
+        fitting = (
+            group
+            for group in groups.free(needed)
+            if should_merge(groups.members[group], (node,))
+        )
+        groups.add(node, next(fitting, None), needed)
+    return [tuple(groups.members[group]) for group in groups.order()]
+
+
+class _Groups:
+    """Groups of nodes while they are put together.
+
+    A set of groups is an integer with a bit for each, the later ones higher.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[list[Node]] = []
+        self.group_of: list[int] = []  # of each node, in order
+        self.needs: list[int] = []  # the groups that some member needs
+        self.readers: list[int] = []  # the groups that need it
+        self.upstream: list[int] = []  # what it needs, through others too
+
+    def of(self, numbers: Iterable[int]) -> int:
+        """The groups that these nodes are in."""
+        found = 0
+        for number in numbers:
+            found |= 1 << self.group_of[number]
+        return found
+
+    def free(self, needed: int) -> Iterator[int]:
+        """The groups on which no other group of `needed` depends, the last first."""
+        blocked = 0
+        for group in _bits(needed):
+            blocked |= self.upstream[group]
+        return _bits((1 << len(self.members)) - 1 & ~blocked)
+
+    def add(self, node: Node, group: int | None, needed: int) -> None:
+        """Put the next node, which needs some groups, into one, or into a new one."""
+        if group is None:
+            group = len(self.members)
+            self.members.append([])
+            for sets in (self.needs, self.readers, self.upstream):
+                sets.append(0)
+        self.members[group].append(node)
+        self.group_of.append(group)
+        needed &= ~(1 << group)
+        self.needs[group] |= needed
+        above = needed
+        for other in _bits(needed):
+            self.readers[other] |= 1 << group
+            above |= self.upstream[other]
+        if above & ~self.upstream[group]:
+            for other in self.behind(group):
+                self.upstream[other] |= above
+
+    def behind(self, group: int) -> set[int]:
+        """A group and all that need it, through others too."""
+        found, waiting = {group}, [group]
+        while waiting:
+            new = set(_bits(self.readers[waiting.pop()])) - found
+            found |= new
+            waiting += new
+        return found
+
+    def order(self) -> Iterator[int]:
+        """Groups after those they need, otherwise in the order of their first nodes."""
+        waiting = [needs.bit_count() for needs in self.needs]
+        # A group is numbered when its first node comes.
+        ready = [group for group, count in enumerate(waiting) if not count]
+        while ready:
+            group = heapq.heappop(ready)
+            yield group
+            for reader in _bits(self.readers[group]):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, reader)
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The bits that are set, the highest first."""
+    while number:
+        bit = number.bit_length() - 1
+        yield bit
+        number ^= 1 << bit

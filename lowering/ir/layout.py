@@ -1,0 +1,61 @@
+"""Layouts: which mesh axes shard each dim of a value, and what a device then holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir.program import Buffer, Dim
+from jhost.lowering.rules.dim_rule import axes_size
+
+Layout: TypeAlias = tuple[tuple[str, ...], ...]
+"""Per dim, the mesh axes that shard it, major first."""
+
+
+def whole(rank: int) -> Layout:
+    """The layout of a value that every device holds entirely."""
+    return ((),) * rank
+
+
+def layout_of(buffer: Buffer) -> Layout:
+    """The layout of `buffer`, streams left aside."""
+    return tuple(dim.axes for dim in buffer.dims)
+
+
+def dims_of(layout: Layout) -> tuple[Dim, ...]:
+    """Buffer dims of that layout, with no stream."""
+    return tuple(Dim(axes=axes) for axes in layout)
+
+
+def local_shape(
+    shape: Sequence[int], layout: Layout, mesh: Mapping[str, int]
+) -> tuple[int, ...]:
+    """What one device holds of a value of global `shape`."""
+    return tuple(
+        size // axes_size(axes, mesh) for size, axes in zip(shape, layout, strict=True)
+    )
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh: Mapping[str, int]) -> bool:
+    """Whether every dim divides evenly over its axes."""
+    return all(
+        size % axes_size(axes, mesh) == 0
+        for size, axes in zip(shape, layout, strict=True)
+    )
+
+
+def used_axes(layout: Layout) -> frozenset[str]:
+    """The mesh axes that shard some dim."""
+    return frozenset(axis for axes in layout for axis in axes)
+
+
+def repeated_axes(axes: Iterable[str]) -> list[str]:
+    """The names that occur more than once, in order."""
+    seen: set[str] = set()
+    return [axis for axis in axes if axis in seen or seen.add(axis)]
+
+
+def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """The bytes of an array of that shape."""
+    return math.prod(shape) * itemsize

@@ -1,0 +1,45 @@
+"""Unique names for buffers, units and communications."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from jhost.lowering.ir.program import Program, walk
+
+
+class Names:
+    """Hands out names that nobody has yet, close to the one asked for."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, program: Program) -> Names:
+        """Names that do not clash with the buffers of `program`."""
+        return cls(buffer_names(program))
+
+    def fresh(self, wanted: str) -> str:
+        """`wanted` made an identifier, with a number where it is taken."""
+        base = re.sub(r"\W+", "_", wanted).strip("_") or "v"
+        name, count = base, self._counts[base]  # up to there, all are taken
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add(name)
+        self._counts[base] = count
+        return name
+
+
+def buffer_names(program: Program) -> set[str]:
+    """Every name in `program` that a buffer or a communication bears."""
+    names = {buffer.name for buffer in (*program.params, *program.results)}
+    for stmt in walk(program.body):
+        for field in ("name", "out", "buffer"):
+            value = getattr(stmt, field, None)
+            if value is not None:
+                names.add(value if isinstance(value, str) else value.name)
+        names.update(buffer.name for buffer in getattr(stmt, "outs", ()))
+    return names

@@ -1,0 +1,323 @@
+"""Host IR as text: a program that an engineer can review in a pull request.
+
+`name: type = ...` makes a buffer or an alias exist, `name <- ...` writes into one that
+exists, `name += ...` combines.  A dim reads `2@tp` (2 elements here, spread over axis
+tp) or `8~s0` (cut into chunks by stream s0).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh
+
+from jhost.lowering.frontend.specs import spec_text
+from jhost.lowering.ir.program import (
+    Allocate,
+    BarrierMark,
+    Buffer,
+    Chunk,
+    Communicate,
+    Compute,
+    Deallocate,
+    Dim,
+    EndCoalescing,
+    For,
+    GetCurrentStream,
+    If,
+    Mark,
+    Program,
+    Recv,
+    Select,
+    Send,
+    SerialMark,
+    Set,
+    SetCurrentStream,
+    StartCoalescing,
+    Stmt,
+    Stream,
+    StreamChoice,
+    StreamRequest,
+    Synchronize,
+    Unit,
+    Wait,
+    walk,
+)
+from jhost.lowering.rules.dim_rule import shape_of
+
+INDENT = "  "
+_COMBINE = {
+    "sum": "+=",
+    "prod": "*=",
+    "max": "max=",
+    "min": "min=",
+    "and": "&=",
+    "or": "|=",
+}
+# Parameters that say what an equation does and that its types do not show.
+_SHOWN_PARAMS = (
+    "axes",
+    "axis",
+    "dimension",
+    "permutation",
+    "start_indices",
+    "limit_indices",
+    "reverse",
+    "y",
+)
+
+
+def program_text(program: Program) -> str:
+    """The whole program: header, marks, statements, results, and its larger units."""
+    known = {buffer.name for buffer in program.params}
+    lines = [f"program {program.name}{_mesh_text(program.mesh)}"]
+    lines += [f"{INDENT}{_typed(buffer)}" for buffer in program.params]
+    lines += [f"{INDENT}{_mark_text(mark)}" for mark in program.marks]
+    lines += ["", *_body_lines(program.body, known, INDENT)]
+    lines += [f"{INDENT}return {_names(program.results)}".rstrip()]
+    for unit in _shared_units(program):
+        lines += ["", *_unit_lines(unit)]
+    return "\n".join(lines)
+
+
+def statement_text(stmt: Stmt, known: Collection[str]) -> str:
+    """One statement on one line; `known` are the buffers that exist before it."""
+    match stmt:
+        case Allocate(buffer=buffer, zero_init=zero_init):
+            return f"{_typed(buffer)} = Allocate({'zero_init' if zero_init else ''})"
+        case Deallocate(buffer=buffer):
+            return f"Deallocate({buffer.name})"
+        case Select():
+            return f"{_typed(stmt.out)} = Select({', '.join(_select_parts(stmt))})"
+        case Set(out=out, source=source):
+            return f"{_target([out], known)} Set({source.name})"
+        case Compute():
+            return _compute_text(stmt, known)
+        case Communicate():
+            return _communicate_text(stmt, known)
+        case Send(buffer=buffer, axis=axis, peer=peer):
+            return f"Send({buffer.name}, to={peer}, axis={axis})"
+        case Recv(buffer=buffer, axis=axis, peer=peer):
+            return f"{_target([buffer], known)} Recv(from={peer}, axis={axis})"
+        case StartCoalescing():
+            return "StartCoalescing()"
+        case EndCoalescing(name=name):
+            return f"EndCoalescing() as {name}"
+        case Wait(communication=name):
+            return f"Wait({name})"
+        case GetCurrentStream(stream=stream):
+            return f"{stream_text(stream)} = GetCurrentStream()"
+        case SetCurrentStream(stream=stream):
+            return f"SetCurrentStream({stream_text(stream)})"
+        case Synchronize(stream=stream):
+            return f"Synchronize({stream_text(stream)})"
+        case For(index=index, extent=extent):
+            return f"for {index} in range({extent}):"
+        case If(predicate=predicate):
+            shown = predicate.name if isinstance(predicate, Buffer) else predicate
+            return f"if {shown}:"
+
+
+def written(stmt: Stmt) -> tuple[Buffer, ...]:
+    """The buffers that a statement, not counting those it holds, makes or writes."""
+    match stmt:
+        case Compute(outs=outs):
+            return outs
+        case Select(out=out) | Set(out=out) | Communicate(out=out):
+            return (out,)
+        case Allocate(buffer=buffer) | Recv(buffer=buffer):
+            return (buffer,)
+        case _:
+            return ()
+
+
+def type_text(buffer: Buffer) -> str:
+    """The type of a buffer, as `f32[2@tp, 4]`."""
+    dims = zip(buffer.shape, buffer.dims, strict=True)
+    text = f"{_dtype_text(buffer.dtype)}[{', '.join(_dim_text(n, d) for n, d in dims)}]"
+    if buffer.partial:
+        reductions = [f"{reducer} {axis}" for axis, reducer in buffer.partial]
+        text += f" partial({', '.join(reductions)})"
+    return text if buffer.memory == "device" else f"{text} on {buffer.memory}"
+
+
+def stream_text(stream: Stream) -> str:
+    """A stream by its name, or by the number it has at run time."""
+    return stream.name or f"stream[{stream.index}]"
+
+
+# --- Statements --------------------------------------------------------------- #
+
+
+def _body_lines(body: Sequence[Stmt], known: set[str], indent: str) -> Iterator[str]:
+    for stmt in body:
+        if isinstance(stmt, EndCoalescing):
+            indent = indent.removesuffix(INDENT)
+        yield indent + statement_text(stmt, known)
+        known |= {buffer.name for buffer in written(stmt)}
+        inner = indent + INDENT
+        match stmt:
+            case For(body=loop_body):
+                yield from _body_lines(loop_body, set(known), inner)
+            case If(then=then, otherwise=otherwise):
+                yield from _body_lines(then, set(known), inner)
+                if otherwise:
+                    yield f"{indent}else:"
+                    yield from _body_lines(otherwise, set(known), inner)
+                # A branch that all devices take makes what is used after it.
+                known |= {b.name for s in (*then, *otherwise) for b in written(s)}
+            case StartCoalescing():
+                indent = inner
+            case _:
+                pass
+
+
+def _select_parts(stmt: Select) -> Iterator[str]:
+    yield stmt.source.name
+    yield f"dim={stmt.dim}"
+    yield f"index={stmt.index}"
+    yield f"size={stmt.size}"
+    if stmt.groups > 1:
+        yield f"groups={stmt.groups}"
+    if stmt.drop:
+        yield "drop"
+
+
+def _compute_text(stmt: Compute, known: Collection[str]) -> str:
+    ins = [buffer.name for buffer in stmt.ins]
+    # A program that breaks this is printed all the same: the verifier's note.
+    if _is_inline(stmt.unit) and len(ins) == len(stmt.unit.invars):
+        names = dict(zip(stmt.unit.invars, ins, strict=True))
+        call = _eqn_text(stmt.unit.eqns[0].eqn, names)
+    else:
+        call = f"compute {stmt.unit.name}({', '.join(ins)})"
+    target = _target(stmt.outs, known, stmt.reducer and _COMBINE[stmt.reducer])
+    return f"{target} {call}{_chunk_text(stmt.chunk) if stmt.chunk else ''}"
+
+
+def _chunk_text(chunk: Chunk) -> str:
+    # The size shows in the types.
+    text = f" at {chunk.start} of {chunk.extent}"
+    return f"{text} in {chunk.groups} groups" if chunk.groups > 1 else text
+
+
+def _communicate_text(stmt: Communicate, known: Collection[str]) -> str:
+    parts = [stmt.source.name]
+    for name in ("dim", "source_dim", "reducer", "root", "shift"):
+        value = getattr(stmt, name)
+        if value is not None:
+            parts.append(f"{name}={value}")
+    parts.append(f"axes=({', '.join(stmt.axes)})")
+    call = f"{stmt.kind}({', '.join(parts)})"
+    return f"{_target([stmt.out], known)} {call} as {stmt.name}"
+
+
+def _target(
+    outs: Sequence[Buffer], known: Collection[str], combine: str | None = None
+) -> str:
+    """The left side: new buffers with their types, others by their names."""
+    names = [b.name if b.name in known else _typed(b) for b in outs]
+    exist = bool(outs) and all(buffer.name in known for buffer in outs)
+    return f"{', '.join(names)} {combine or ('<-' if exist else '=')}".lstrip()
+
+
+def _mark_text(mark: Mark) -> str:
+    if isinstance(mark, StreamRequest | StreamChoice):
+        chunks = "" if mark.chunks is None else f", chunks={mark.chunks}"
+        pipeline = "" if mark.pipeline is None else f", pipeline={mark.pipeline}"
+        return f"jhost.stream({mark.buffer}, axis={mark.dim}{chunks}{pipeline})"
+    if isinstance(mark, SerialMark):
+        return f"jhost.serial({mark.buffer})"
+    if isinstance(mark, BarrierMark):
+        return f"{mark.buffer} behind a barrier for {', '.join(mark.operands)}"
+    return f"jhost.shard({mark.buffer}, {spec_text(mark.spec)})"
+
+
+# --- Units -------------------------------------------------------------------- #
+
+
+def _is_inline(unit: Unit) -> bool:
+    """Whether a unit is one equation, which then stands in its statement."""
+    return len(unit.eqns) == 1 and tuple(unit.eqns[0].eqn.outvars) == unit.outvars
+
+
+def _shared_units(program: Program) -> list[Unit]:
+    units = [stmt.unit for stmt in walk(program.body) if isinstance(stmt, Compute)]
+    return list({unit.name: unit for unit in units if not _is_inline(unit)}.values())
+
+
+def _unit_lines(unit: Unit) -> Iterator[str]:
+    fresh = _letters()
+    names = {var: next(fresh) for var in unit.invars}
+    params = [f"{names[var]}: {_aval_text(var)}" for var in unit.invars]
+    yield f"unit {unit.name}({', '.join(params)}):"
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        call = _eqn_text(eqn, names)
+        names.update({var: next(fresh) for var in eqn.outvars})
+        outs = [f"{names[var]}: {_aval_text(var)}" for var in eqn.outvars]
+        yield f"{INDENT}{', '.join(outs)} = {call}"
+    yield f"{INDENT}return {', '.join(names[var] for var in unit.outvars)}"
+
+
+def _eqn_text(eqn: JaxprEqn, names: dict[Var, str]) -> str:
+    parts = [
+        _literal_text(v) if isinstance(v, Literal) else names[v] for v in eqn.invars
+    ]
+    shown = [
+        name for name in _SHOWN_PARAMS if eqn.params.get(name) not in (None, False)
+    ]
+    parts += [f"{name}={eqn.params[name]}" for name in shown]
+    return f"{eqn.primitive.name}({', '.join(parts)})"
+
+
+def _literal_text(literal: Literal) -> str:
+    is_number = isinstance(getattr(literal.aval, "dtype", None), np.dtype)
+    if shape_of(literal) or not is_number:
+        return _aval_text(literal)
+    return str(np.asarray(literal.val)[()])
+
+
+def _letters() -> Iterator[str]:
+    """a, b, ..., z, aa, ab, ..."""
+    for length in itertools.count(1):
+        for letters in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=length):
+            yield "".join(letters)
+
+
+# --- Types -------------------------------------------------------------------- #
+
+
+def _typed(buffer: Buffer) -> str:
+    return f"{buffer.name}: {type_text(buffer)}"
+
+
+def _names(buffers: Sequence[Buffer]) -> str:
+    return ", ".join(buffer.name for buffer in buffers)
+
+
+def _mesh_text(mesh: AbstractMesh) -> str:
+    axes = [f"{axis}={size}" for axis, size in mesh.shape.items()]
+    return f" on {', '.join(axes)}" if axes else ""
+
+
+def _dim_text(size: int, dim: Dim) -> str:
+    axes = dim.axes[0] if len(dim.axes) == 1 else f"({', '.join(dim.axes)})"
+    stream = f"~{dim.stream}" if dim.stream else ""
+    return f"{size}@{axes}{stream}" if dim.axes else f"{size}{stream}"
+
+
+def _aval_text(atom: Any) -> str:
+    dtype = getattr(atom.aval, "dtype", "?")
+    return f"{_dtype_text(dtype)}[{', '.join(map(str, shape_of(atom)))}]"
+
+
+def _dtype_text(dtype: Any) -> str:
+    name = str(getattr(dtype, "name", dtype))
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        name = name.replace(long, short)
+    return name

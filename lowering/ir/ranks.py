@@ -1,0 +1,71 @@
+"""Index expressions and transfer partners at every rank of the mesh at once.
+
+The mesh is known while a program is lowered, so an index is a number at each rank.
+Verification, emission and interpretation all ask here whether those numbers are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jhost.lowering.ir.index import Constant, Index, LoopIndex, Rank, evaluate
+
+AtRanks: TypeAlias = "int | np.ndarray"
+
+
+class Ranks:
+    """The ranks of a mesh whose axes have these `sizes`."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self.shape = tuple(self.sizes.values())
+        self.positions = {axis: self._position(axis) for axis in self.sizes}
+        self.leaves = {Rank(axis): at for axis, at in self.positions.items()}
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return int(np.prod(self.shape, dtype=int))
+
+    def extent(self, axes: Sequence[str]) -> int:
+        """The number of devices along `axes` together."""
+        return int(np.prod([self.sizes[axis] for axis in axes], dtype=int))
+
+    def value(self, index: Index, loops: Mapping[str, int]) -> AtRanks:
+        """The value of `index`: an int where all ranks agree.
+
+        Otherwise an array with a dim for each mesh axis, of size 1 where the value does
+        not depend on that axis.
+        """
+        if isinstance(index, Constant):
+            return index.value
+        indices = {LoopIndex(name): value for name, value in loops.items()}
+        values = np.asarray(evaluate(index, {**self.leaves, **indices}))
+        first = values.flat[0]
+        return int(first) if (values == first).all() else values
+
+    def everywhere(self, value: AtRanks) -> np.ndarray:
+        """`value` with an entry for each device, in the shape of the mesh."""
+        if isinstance(value, int):
+            return np.full(self.shape, value)
+        return np.broadcast_to(value, self.shape)
+
+    def linear(self, axes: Sequence[str]) -> AtRanks:
+        """The position along `axes` together, the first the major one."""
+        result: AtRanks = 0
+        for axis in axes:
+            result = result * self.sizes[axis] + self.positions[axis]
+        return result
+
+    def partners(self, axis: str, peer: AtRanks) -> np.ndarray:
+        """For each device in linear order, the device at `peer` along `axis`."""
+        coordinates = [self.everywhere(p) for p in self.positions.values()]
+        coordinates[list(self.sizes).index(axis)] = self.everywhere(peer)
+        return np.ravel_multi_index(tuple(coordinates), self.shape).ravel()
+
+    def _position(self, axis: str) -> np.ndarray:
+        shape = [size if name == axis else 1 for name, size in self.sizes.items()]
+        return np.arange(self.sizes[axis]).reshape(shape)

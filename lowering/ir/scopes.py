@@ -1,0 +1,90 @@
+"""Names by which what XLA runs is found again in the Host IR program.
+
+Each statement that works is emitted under a `jax.named_scope`, which XLA keeps in the
+metadata of the instructions that it makes of it, and profilers show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from jhost.lowering.ir.names import buffer_names
+from jhost.lowering.ir.printer import statement_text, written
+from jhost.lowering.ir.program import (
+    Allocate,
+    Communicate,
+    Compute,
+    EndCoalescing,
+    Program,
+    Recv,
+    Send,
+    Set,
+    StartCoalescing,
+    Stmt,
+    walk,
+)
+
+_SCOPE = re.compile(r"\bhost_ir\.(\d+)((?:\[\d+\])*)\.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """A statement, by its place in `walk`, in one iteration of the loops around it."""
+
+    statement: int
+    iterations: tuple[int, ...]
+
+
+class Scopes:
+    """The scopes of a program's statements."""
+
+    def __init__(self, program: Program) -> None:
+        self._places = {id(stmt): n for n, stmt in enumerate(walk(program.body))}
+        self.results = f"host_ir.{len(list(walk(program.body)))}.return"
+
+    def name(self, stmt: Stmt, iterations: Sequence[int]) -> str:
+        """What `stmt` is emitted under in these iterations; "" if it only orders."""
+        if not isinstance(stmt, Allocate | Set | Compute | Communicate | EndCoalescing):
+            return ""
+        name, *_ = _names(stmt)
+        indices = "".join(f"[{i}]" for i in iterations)
+        return f"host_ir.{self._places[id(stmt)]}{indices}.{name}"
+
+
+def origin_of(op_name: str) -> Origin | None:
+    """Where an instruction with that `op_name` comes from, if a scope says so."""
+    match = _SCOPE.search(op_name)
+    if match is None:
+        return None
+    iterations = tuple(map(int, re.findall(r"\d+", match[2])))
+    return Origin(int(match[1]), iterations)
+
+
+def statement_texts(program: Program) -> tuple[str, ...]:
+    """Each statement of `walk` on one line, then the return of the results.
+
+    A group of transfers is one statement, its end.
+    """
+    results = ", ".join(buffer.name for buffer in program.results)
+    known = buffer_names(program)
+    return (*_texts(walk(program.body), known), f"return {results}")
+
+
+def _texts(stmts: Iterator[Stmt], known: set[str]) -> Iterator[str]:
+    group: list[str] = []
+    for stmt in stmts:
+        text = statement_text(stmt, known)
+        if isinstance(stmt, StartCoalescing):
+            group = []
+        elif isinstance(stmt, Send | Recv):
+            group.append(text)
+        yield "; ".join(group) if isinstance(stmt, EndCoalescing) else text
+
+
+def _names(stmt: Stmt) -> Sequence[str]:
+    """What a statement makes; a group of transfers has a name of its own."""
+    if isinstance(stmt, EndCoalescing):
+        return [stmt.name]
+    return [buffer.name for buffer in written(stmt)] or ["nothing"]

@@ -1,0 +1,1 @@
+"""How each value is spread over the mesh, and what moves for it."""

@@ -1,0 +1,251 @@
+"""One reduction carried behind one computation: P -> R, C(R) becomes C(P) -> R'."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import (
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
+from typing import TypeAlias, TypeGuard
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.layout import dims_of, layout_of, local_shape
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.operation import Assignment, Operation, operation
+from jhost.lowering.ir.program import Buffer, Compute, Set, Stmt
+from jhost.lowering.layouts.reshard import Partial
+from jhost.lowering.rules.dim_rule import Reducer, axes_size
+from jhost.lowering.rules.table import distributes
+
+Change: TypeAlias = tuple[Stmt, Sequence[Stmt]]
+"""A statement, and what is to stand in its place."""
+
+
+class Body:
+    """Statements, and who makes and reads each buffer; changes can be taken back.
+
+    Each statement has a place, in which others may come to stand.  `needed` are the
+    results, and `marked` what the user said something about.
+    """
+
+    def __init__(
+        self, stmts: Iterable[Stmt], needed: Collection[str], marked: Collection[str]
+    ) -> None:
+        self.needed = needed
+        self.marked = marked
+        self.places: list[tuple[Stmt, ...]] = []
+        self.place_of: dict[int, int] = {}
+        self.makers: dict[str, Stmt] = {}
+        self.readers: dict[str, dict[int, Stmt]] = {}  # by identity
+        self.changed: list[tuple[int, tuple[Stmt, ...]]] = []
+        """Each place that was filled otherwise, in order, and what stood there."""
+        for place, stmt in enumerate(stmts):
+            self.places.append(())
+            self._fill(place, (stmt,))
+
+    def reduction(self, buffer: Buffer) -> Set | None:
+        """The `Set` that makes `buffer` from a partial value, if one does."""
+        stmt = self.makers.get(buffer.name)
+        return stmt if stmt is not None and is_reduction(stmt) else None
+
+    def only_copy(self, buffer: Buffer) -> Set | None:
+        """The `Set` that alone reads `buffer`, if nothing else does."""
+        kept = buffer.name in self.needed or buffer.name in self.marked
+        readers = [*self.readers.get(buffer.name, {}).values()]
+        if kept or len(readers) != 1:
+            return None
+        return readers[0] if isinstance(readers[0], Set) else None
+
+    def replace(self, changes: Sequence[Change]) -> None:
+        """Put others in the place of some statements; copies then unread go."""
+        for old, new in changes:
+            place = self.place_of[id(old)]
+            self.changed.append((place, self.places[place]))
+            stmts = ((s,) if s is not old else new for s in self.places[place])
+            self._fill(place, tuple(itertools.chain(*stmts)))
+        for old, _ in changes:
+            for buffer in touched(old)[0]:
+                copy = self.makers.get(buffer.name)
+                unread = buffer.name not in self.readers
+                if isinstance(copy, Set) and unread and buffer.name not in self.needed:
+                    self.replace([(copy, ())])
+
+    def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
+        """What stood where something changed after the first `count` changes."""
+        return dict(reversed(self.changed[count:]))
+
+    def take_back(self, count: int) -> None:
+        """Undo all changes but the first `count`."""
+        while len(self.changed) > count:
+            self._fill(*self.changed.pop())
+
+    def _fill(self, place: int, stmts: tuple[Stmt, ...]) -> None:
+        for stmt in self.places[place]:
+            del self.place_of[id(stmt)]
+            reads, writes = touched(stmt)
+            for buffer in writes:
+                if self.makers.get(buffer.name) is stmt:
+                    del self.makers[buffer.name]
+            for name in {buffer.name for buffer in reads}:
+                del self.readers[name][id(stmt)]
+                if not self.readers[name]:
+                    del self.readers[name]
+        self.places[place] = stmts
+        for stmt in stmts:
+            self.place_of[id(stmt)] = place
+            reads, writes = touched(stmt)
+            self.makers.update((buffer.name, stmt) for buffer in writes)
+            for buffer in reads:
+                self.readers.setdefault(buffer.name, {})[id(stmt)] = stmt
+
+
+def is_reduction(stmt: Stmt) -> TypeGuard[Set]:
+    """Whether a statement copies a partial value, and so reduces it."""
+    return isinstance(stmt, Set) and bool(stmt.source.partial)
+
+
+def behind(
+    stmt: Compute,
+    body: Body,
+    fixed: AbstractSet[str],
+    mesh: Mapping[str, int],
+    names: Names,
+) -> list[Change] | None:
+    """What carries the reductions of some operands of `stmt` behind it.
+
+    None where it does not distribute over them, where another operand is not there in
+    the layout that is needed then, or where a value is `fixed` by the user.
+    """
+    for positions in _groups(stmt, body):
+        reductions = [body.reduction(stmt.ins[position]) for position in positions]
+        partials = {frozenset(s.source.partial) for s in reductions if s is not None}
+        if None in reductions or len(partials) != 1:
+            continue
+        if fixed & {stmt.ins[position].name for position in positions}:
+            continue
+        (partial,) = partials
+        carrier = _Carrier(stmt, body, tuple(sorted(partial)), positions, mesh, names)
+        changes = carrier.changes()
+        if changes is not None:
+            return changes
+    return None
+
+
+def _groups(stmt: Compute, body: Body) -> list[frozenset[int]]:
+    """The groups of operands whose reductions may be carried, by position in `ins`."""
+    (unit_eqn,) = stmt.unit.eqns
+    reducers: set[Reducer] = {
+        reducer
+        for buffer in stmt.ins
+        if (reduction := body.reduction(buffer)) is not None
+        for _, reducer in reduction.source.partial
+    }
+    if len(reducers) != 1:
+        return []
+    (reducer,) = reducers
+    position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
+    atoms = unit_eqn.eqn.invars
+    # A literal is the same on all devices, and would be added once by each.
+    groups = [
+        [position.get(id(atoms[number])) for number in group]
+        for group in distributes(unit_eqn.eqn, reducer)
+    ]
+    return [
+        frozenset(number for number in group if number is not None)
+        for group in groups
+        if None not in group
+    ]
+
+
+class _Carrier:
+    def __init__(
+        self,
+        stmt: Compute,
+        body: Body,
+        partial: Partial,
+        positions: frozenset[int],
+        mesh: Mapping[str, int],
+        names: Names,
+    ) -> None:
+        self.stmt = stmt
+        self.body = body
+        self.partial = partial
+        self.positions = positions
+        self.mesh = mesh
+        self.names = names
+        self.op: Operation = operation(stmt)
+        (self.unit_eqn,) = stmt.unit.eqns
+        axes = {axis for axis, _ in partial}
+        self.axes: Assignment = tuple(
+            tuple(axis for axis in spread if axis not in axes)
+            for spread in self.unit_eqn.axes
+        )
+
+    def changes(self) -> list[Change] | None:
+        if self.axes != self.unit_eqn.axes and self.contracts:
+            return None  # devices would repeat one another's work
+        ins = [self.operand(position) for position in range(len(self.stmt.ins))]
+        made = [self.result(position) for position in range(len(self.stmt.outs))]
+        if None in ins or None in made:
+            return None
+        changes: list[Change] = []
+        after: list[Stmt] = []
+        outs: list[Buffer] = []
+        for out, partial in zip(self.stmt.outs, made, strict=True):
+            assert partial is not None
+            copy = self.body.only_copy(out)
+            outs.append(partial)
+            if copy is not None:
+                changes.append((copy, (dataclasses.replace(copy, source=partial),)))
+            else:
+                after.append(Set(out=out, source=partial))
+        unit_eqn = dataclasses.replace(self.unit_eqn, axes=self.axes)
+        unit = dataclasses.replace(self.stmt.unit, eqns=(unit_eqn,))
+        compute = dataclasses.replace(
+            self.stmt,
+            unit=unit,
+            ins=tuple(buffer for buffer in ins if buffer is not None),
+            outs=tuple(outs),
+        )
+        return [*changes, (self.stmt, (compute, *after))]
+
+    @property
+    def contracts(self) -> bool:
+        return len(self.op.operands) > 1 and any(self.op.reducers)
+
+    def operand(self, position: int) -> Buffer | None:
+        """What is read then: a partial value, or one that all devices have alike."""
+        buffer, want = self.stmt.ins[position], self.op.required(position, self.axes)
+        maker = self.body.makers.get(buffer.name)
+        if position in self.positions:
+            assert isinstance(maker, Set)
+            return maker.source if layout_of(maker.source) == want else None
+        if layout_of(buffer) == want:
+            return buffer
+        if isinstance(maker, Set) and not maker.source.partial:
+            return maker.source if layout_of(maker.source) == want else None
+        return None
+
+    def result(self, position: int) -> Buffer | None:
+        """The partial value that is made then."""
+        out = self.stmt.outs[position]
+        layout, partial = self.op.produced(position, self.axes)
+        reducers = {reducer for _, reducer in (*partial, *self.partial)}
+        copy = self.body.only_copy(out)
+        if len(reducers) > 1 or (out.partial and copy is None):
+            return None
+        shards = [axes_size(dim.axes, self.mesh) for dim in out.dims]
+        shape = [size * count for size, count in zip(out.shape, shards, strict=True)]
+        wanted = (copy.out if copy else out).name + "_partial"
+        return dataclasses.replace(
+            out,
+            name=out.name if out.partial else self.names.fresh(wanted),
+            shape=local_shape(shape, layout, self.mesh),
+            dims=dims_of(layout),
+            partial=(*partial, *self.partial),
+        )

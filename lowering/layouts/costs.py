@@ -1,0 +1,95 @@
+"""What it costs to move values: the bytes that each device receives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.program import Buffer
+from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.reshard import Partial, Step, plan_reshard, step_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Moved:
+    """Bytes received by a device; those that no loop hides count before the others."""
+
+    exposed: int = 0
+    hidden: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        if not (other.exposed or other.hidden):
+            return self  # as most often
+        return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.exposed - other.exposed, self.hidden - other.hidden)
+
+    @property
+    def all(self) -> int:
+        return self.exposed + self.hidden
+
+
+NOTHING = Moved()
+
+
+class Costs:
+    """The costs of resharding the values of one program, of global shapes.
+
+    What is `made_anywhere`, such as a fill, is not moved but made again.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Buffer],
+        mesh: Mapping[str, int],
+        streamed: Mapping[str, StreamedDim],
+        made_anywhere: Collection[str] = (),
+    ) -> None:
+        self.buffers = buffers
+        self.mesh = mesh
+        self.streamed = streamed
+        self.made_anywhere = made_anywhere
+        self.known: dict[tuple[str, Layout, Layout, Partial], Moved] = {}
+
+    def reshard(
+        self, name: str, have: Layout, want: Layout, partial: Partial = ()
+    ) -> Moved:
+        """What it takes to bring a value from one layout to another."""
+        if (have == want or name in self.made_anywhere) and not partial:
+            return NOTHING
+        key = name, have, want, partial
+        if key not in self.known:
+            self.known[key] = self.count(name, have, want, partial)
+        return self.known[key]
+
+    def count(self, name: str, have: Layout, want: Layout, partial: Partial) -> Moved:
+        steps = plan_reshard(have, want, partial, self.mesh)
+        buffer, streamed = self.buffers[name], self.streamed.get(name)
+        return moved_by(steps, have, buffer, self.mesh, streamed)
+
+
+def moved_by(
+    steps: Iterable[Step],
+    have: Layout,
+    buffer: Buffer,
+    mesh: Mapping[str, int],
+    streamed: StreamedDim | None,
+) -> Moved:
+    """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
+    moved = NOTHING
+    for step in steps:
+        size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
+        hidden = streamed is not None and streamed.hides(step)
+        moved += Moved(hidden=size) if hidden else Moved(exposed=size)
+        have = step.layout
+    return moved
+
+
+def bytes_text(count: int) -> str:
+    """`count` bytes as one would say it."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

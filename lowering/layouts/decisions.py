@@ -1,0 +1,120 @@
+"""The layouts of a program's values as far as they are decided, and what they move.
+
+Decisions can be changed one at a time, in any order: what follows from a change is
+added up anew for the values that it bears on, and for no others.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.operation import Assignment, Operation
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.effects import Effects
+
+Move: TypeAlias = tuple[str, Layout]
+"""A value, and a layout that some operation wants it in."""
+
+
+class Decisions:
+    """Layouts and assignments, and the bytes that they move in all.
+
+    A value is brought to another layout once, however many operations read it there.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        effects: Effects,
+        costs: Costs,
+        given: Mapping[str, Layout],
+    ) -> None:
+        self.operations = operations
+        self.effects = effects
+        self.costs = costs
+        self.layouts = dict(given)
+        self.assignments: dict[int, Assignment] = {}
+        self.total = NOTHING
+        self.movers: dict[Move, list[int]] = {}
+        self.moves_of: dict[str, set[Layout]] = {}
+
+    def decide(self, number: int, assignment: Assignment) -> set[str]:
+        """Assign an operation so; the results whose layout is another than before."""
+        op = self.operations[number]
+        old = self.assignments.get(number)
+        if old is not None:
+            effect = self.effects.of(op, old)
+            self.total -= effect.cost
+            for move in effect.wants:
+                self._drop(move, number)
+        self.assignments[number] = assignment
+        effect = self.effects.of(op, assignment)
+        self.total += effect.cost
+        for move in effect.wants:
+            self._add(move, number)
+        return {name for name, layout in effect.rests if self._lay_out(name, layout)}
+
+    def in_order(self) -> tuple[Assignment, ...]:
+        """The assignments of all operations."""
+        return tuple(self.assignments[n] for n in range(len(self.operations)))
+
+    def same_as(self, other: Decisions) -> bool:
+        """Whether all is decided as there."""
+        mine, others = (
+            (self.layouts, self.assignments),
+            (other.layouts, other.assignments),
+        )
+        return mine == others
+
+    def moved(self) -> set[str]:
+        """The values that some operation wants otherwise than they are laid out."""
+        return {
+            name
+            for name, wanted in self.moves_of.items()
+            if wanted - {self.layouts[name]}
+        }
+
+    def known(self, number: int) -> frozenset[Move]:
+        """The moves of an operation's operands that others before it make."""
+        return frozenset(
+            (name, want)
+            for name in self.operations[number].ins
+            for want in self.moves_of.get(name, ())
+            if self.movers[name, want][0] < number
+        )
+
+    def _add(self, move: Move, number: int) -> None:
+        movers = self.movers.setdefault(move, [])
+        if not movers:
+            self.moves_of.setdefault(move[0], set()).add(move[1])
+            self.total += self._cost(*move)
+        place = bisect.bisect_left(movers, number)
+        if movers[place : place + 1] != [number]:  # it may want a value twice
+            movers.insert(place, number)
+
+    def _drop(self, move: Move, number: int) -> None:
+        movers = self.movers.get(move, [])
+        if number in movers:
+            movers.remove(number)
+            if not movers:
+                self.moves_of[move[0]].discard(move[1])
+                self.total -= self._cost(*move)
+
+    def _lay_out(self, name: str, layout: Layout) -> bool:
+        """Lay out a value, and move it from there; whether that is new."""
+        old = self.layouts.get(name)
+        if old == layout:
+            return False
+        moves = self.moves_of.get(name, ())
+        for want in moves:
+            self.total -= self._cost(name, want)
+        self.layouts[name] = layout
+        for want in moves:
+            self.total += self._cost(name, want)
+        return True
+
+    def _cost(self, name: str, want: Layout) -> Moved:
+        return self.costs.reshard(name, self.layouts[name], want)

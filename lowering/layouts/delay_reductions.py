@@ -1,0 +1,257 @@
+"""Keep partial sums partial through linear operations where that saves communication.
+
+`x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction is
+carried behind the operations that distribute over it (`rules/linear.py`), as far as
+the bytes received or the number of communications falls and neither grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from jhost.lowering.frontend.specs import spec_text
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.layout import layout_of
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.operation import operation
+from jhost.lowering.ir.program import (
+    BarrierMark,
+    Buffer,
+    Compute,
+    LayoutReport,
+    Mark,
+    Program,
+    Set,
+    ShardMark,
+    Stmt,
+    StreamChoice,
+    StreamRequest,
+)
+from jhost.lowering.layouts.commute import Body, behind, is_reduction
+from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
+from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
+from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
+from jhost.lowering.layouts.reshard import plan_reshard
+from jhost.lowering.rules.dim_rule import axes_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DelayReductions:
+    """`Set`s of partial values -> fewer or smaller ones, behind linear computations.
+
+    What a pipeline hides does not give way to what it does not.
+    """
+
+    name: ClassVar[str] = "delay_reductions"
+
+    def apply(self, program: Program) -> Program:
+        program = _Delayer(program, streamed_dims(program)).delay()
+        marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
+        return dataclasses.replace(program, marks=marks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cost:
+    """What reshards move and how many communications they are, or a difference."""
+
+    moved: Moved = NOTHING
+    communications: int = 0
+
+    def __add__(self, other: _Cost) -> _Cost:
+        count = self.communications + other.communications
+        return _Cost(self.moved + other.moved, count)
+
+    def __sub__(self, other: _Cost) -> _Cost:
+        count = self.communications - other.communications
+        return _Cost(self.moved - other.moved, count)
+
+    def improves(self, other: _Cost) -> bool:
+        """Whether something falls and nothing grows."""
+        mine, others = self.terms(), other.terms()
+        return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+
+    def terms(self) -> tuple[int, int, int]:
+        return self.moved.exposed, self.moved.all, self.communications
+
+
+class _Delayer:
+    def __init__(self, program: Program, streamed: Mapping[str, StreamedDim]) -> None:
+        self.program = program
+        self.mesh = dict(program.mesh.shape)
+        self.streamed = streamed
+        self.names = Names.of(program)
+        given = [m for m in program.marks if not isinstance(m, BarrierMark)]
+        fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
+        self.fixed = {mark.buffer for mark in fixed}
+        needed = {result.name for result in program.results}
+        self.body = Body(program.body, needed, {mark.buffer for mark in given})
+        self.gone: dict[str, Set] = {}
+        self.stale: set[str] = set()
+        self.remarks: dict[str, LayoutReport] = {}
+
+    def delay(self) -> Program:
+        """Carry each reduction on, and those again for which that changed something."""
+        waiting = self.starts(self.program.body)
+        queued = set(waiting)
+        ended: dict[str, set[tuple[int, str]]] = {}
+        while waiting:
+            start = heapq.heappop(waiting)
+            queued.remove(start)
+            if start not in self.starts([self.body.makers.get(start[1])]):
+                continue
+            seen = self.carry(start[1])
+            if not self.body.changed:
+                for name in seen:
+                    ended.setdefault(name, set()).add(start)
+                continue
+            changed = self.settle()
+            again = set(self.starts(map(self.body.makers.get, changed)))
+            again.update(*(ended.pop(name, ()) for name in changed))
+            for other in again - queued:
+                heapq.heappush(waiting, other)
+            queued |= again
+        return self.rewritten()
+
+    def starts(self, stmts: Iterable[Stmt | None]) -> list[tuple[int, str]]:
+        """The place and the name of each reduction among statements."""
+        return [
+            (self.body.place_of[id(stmt)], stmt.out.name)
+            for stmt in stmts
+            if stmt is not None and is_reduction(stmt)
+        ]
+
+    def carry(self, start: str) -> set[str]:
+        """Carry one reduction, and those that it meets, as far on as is best.
+
+        Returns the values that had a say in it.
+        """
+        body, seen, reached = self.body, {start}, {start}
+        waiting = self.readers(start)
+        heapq.heapify(waiting)
+        cost, least, best, last = _Cost(), _Cost(), 0, -1
+        while waiting:
+            place = heapq.heappop(waiting)
+            if place == last:
+                continue
+            last = place
+            stmt = next(s for s in body.places[place] if isinstance(s, Compute))
+            seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
+            changes = behind(stmt, body, self.fixed, self.mesh, self.names)
+            if changes is None:
+                continue
+            count = len(body.changed)
+            body.replace(changes)
+            cost += self.growth(count)
+            for name in self.made(count).keys() - reached:
+                reached.add(name)
+                for other in self.readers(name):
+                    heapq.heappush(waiting, other)
+            if cost.improves(least):
+                least, best = cost, len(body.changed)
+        body.take_back(best)
+        return seen
+
+    def readers(self, name: str) -> list[int]:
+        """The places of the computations that read a value."""
+        readers = self.body.readers.get(name, {}).values()
+        return [self.body.place_of[id(s)] for s in readers if isinstance(s, Compute)]
+
+    # --- What it costs -------------------------------------------------------- #
+
+    def growth(self, count: int) -> _Cost:
+        """What the changes after the first `count` add."""
+        grown = _Cost()
+        for place, old in self.body.before(count).items():
+            for stmt in self.body.places[place]:
+                grown += self.cost_of(stmt)
+            for stmt in old:
+                grown -= self.cost_of(stmt)
+        return grown
+
+    def cost_of(self, stmt: Stmt) -> _Cost:
+        if not isinstance(stmt, Set):
+            return _Cost()
+        have, want = layout_of(stmt.source), layout_of(stmt.out)
+        partial = stmt.source.partial
+        if have == want and not partial:
+            return _Cost()
+        streamed = self.streamed.get(stmt.out.name)
+        streamed = streamed or self.streamed.get(stmt.source.name)
+        steps = plan_reshard(have, want, partial, self.mesh)
+        moved = moved_by(steps, have, self.whole(stmt.source), self.mesh, streamed)
+        return _Cost(moved, sum(step.kind != "Select" for step in steps))
+
+    def whole(self, buffer: Buffer) -> Buffer:
+        """`buffer` with its global shape."""
+        shards = [axes_size(dim.axes, self.mesh) for dim in buffer.dims]
+        shape = [size * n for size, n in zip(buffer.shape, shards, strict=True)]
+        return dataclasses.replace(buffer, shape=tuple(shape))
+
+    # --- What becomes of it --------------------------------------------------- #
+
+    def made(self, count: int) -> dict[str, Set]:
+        """The reductions that the changes after the first `count` made."""
+        before = self.body.before(count)
+        old = set(map(id, itertools.chain(*before.values())))
+        return {
+            stmt.out.name: stmt
+            for place in sorted(before)
+            for stmt in self.body.places[place]
+            if is_reduction(stmt) and id(stmt) not in old
+        }
+
+    def settle(self) -> set[str]:
+        """Keep what is changed, and say so; the values that it bears on."""
+        before, made = self.body.before(0), self.made(0)
+        old = list(itertools.chain(*(before[place] for place in sorted(before))))
+        new = itertools.chain(*(self.body.places[place] for place in before))
+        gone = {
+            stmt.out.name: stmt
+            for stmt in old
+            if is_reduction(stmt) and stmt.out.name not in self.body.makers
+        }
+        self.gone |= gone
+        self.stale |= {*gone, *made}
+        for name in (*gone, *made):
+            self.remarks.pop(name, None)
+        for name, stmt in made.items():
+            self.remarks[name] = self.remark(stmt, [*gone])
+        self.body.changed.clear()
+        buffers = (b for stmt in (*old, *new) for b in itertools.chain(*touched(stmt)))
+        return {buffer.name for buffer in buffers}
+
+    def rewritten(self) -> Program:
+        """The program with what is changed; marks and remarks follow."""
+        if not self.stale:
+            return self.program
+        remarks = [
+            remark
+            for remark in self.program.remarks
+            if not (isinstance(remark, LayoutReport) and remark.value in self.stale)
+        ]
+        return dataclasses.replace(
+            self.program,
+            body=tuple(itertools.chain(*self.body.places)),
+            marks=tuple(map(self.followed, self.program.marks)),
+            remarks=(*remarks, *self.remarks.values()),
+        )
+
+    def followed(self, mark: Mark) -> Mark:
+        """A stream or barrier mark on what has taken the place of its value."""
+        moves = StreamRequest | StreamChoice | BarrierMark
+        while isinstance(mark, moves) and mark.buffer in self.gone:
+            mark = dataclasses.replace(mark, buffer=self.gone[mark.buffer].source.name)
+        return mark
+
+    def remark(self, stmt: Set, gone: Sequence[str]) -> LayoutReport:
+        maker = self.body.makers[stmt.source.name]
+        assert isinstance(maker, Compute), "only computations make partial values"
+        before = made_text(stmt.source, operation(maker))
+        after = spec_text(layout_of(stmt.out))
+        reason = f"{' and '.join(gone)} stayed partial until here" if gone else ""
+        moved, where = self.cost_of(stmt).moved, line_of(operation(maker))
+        return layout_remark(stmt.out.name, before, after, moved, reason, where)

@@ -1,0 +1,59 @@
+"""What it means for operands and results that an operation is assigned so or so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.operation import Assignment, Operation
+from jhost.lowering.ir.program import Set
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.preferences import Wishes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """What an assignment asks of the operands, and makes of the results.
+
+    `cost` is of bringing the results to where they rest, `more` of the way from there
+    to what their consumers wish for.
+    """
+
+    wants: tuple[tuple[str, Layout], ...]
+    rests: tuple[tuple[str, Layout], ...]
+    cost: Moved
+    more: Moved
+    settled: bool
+
+
+class Effects:
+    """The effects of assignments, each found out once for what is wished for."""
+
+    def __init__(self, wishes: Wishes, costs: Costs) -> None:
+        self.wishes = wishes
+        self.costs = costs
+        self.known: dict[tuple[int, Assignment, Hashable], Effect] = {}
+
+    def of(self, op: Operation, assignment: Assignment) -> Effect:
+        key = id(op), assignment, self.wishes.about(op.outs)
+        if key not in self.known:
+            self.known[key] = self.found(op, assignment)
+        return self.known[key]
+
+    def found(self, op: Operation, assignment: Assignment) -> Effect:
+        rests: list[tuple[str, Layout]] = []
+        cost, more, settled = NOTHING, NOTHING, True
+        for position, name in enumerate(op.outs):
+            have, partial = op.produced(position, assignment)
+            rest = self.wishes.rest(name, have, partial)
+            goal = self.wishes.goal(name, rest)
+            cost += self.costs.reshard(name, have, rest, partial)
+            more += self.costs.reshard(name, rest, goal)
+            settled = settled and have == rest and not partial
+            rests.append((name, rest))
+        wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+        if isinstance(op.stmt, Set):
+            # Its source is moved, once for the copy and for those that want it so.
+            wants, cost = [(op.ins[0], rests[0][1])], NOTHING
+        return Effect(tuple(wants), tuple(rests), cost, more, settled)

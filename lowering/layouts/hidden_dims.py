@@ -1,0 +1,95 @@
+"""Which dims the user's streams will cut, before layouts are decided.
+
+Streams are planned again when the communications are there.  Here they tell what a
+loop could take in, which is why only a pipeline that was asked for by name counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.marks import stream_choices
+from jhost.lowering.ir.program import Program, ShardMark, StreamChoice
+from jhost.lowering.layouts.reshard import Step
+from jhost.lowering.streams.plan import StreamPlan, plan_program
+
+_HIDING = ("collective", "p2p")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamedDim:
+    """A dim that a pipeline works on in chunks.
+
+    `axes` are the mesh axes over which the user sharded it, here or elsewhere in the
+    stream.
+    """
+
+    dim: int
+    pipeline: str
+    axes: frozenset[str]
+
+    def hides(self, step: Step) -> bool:
+        """Whether the loop can take in `step`, so that chunks are computed meanwhile.
+
+        A collective pipeline takes in whatever becomes of its chunks.  A p2p pipeline
+        hands shards of the dim on, which `SplitAllReduces` makes of an all-reduce as
+        well, and takes in collectives that do not mix chunks.
+        """
+        if self.pipeline == "collective" or step.kind == "AllReduce":
+            return True
+        if step.dim == self.dim:
+            return step.kind in ("AllGather", "ReduceScatter")
+        if step.source_dim == self.dim:
+            return False
+        return bool(self.axes) and not self.axes & set(step.axes)
+
+
+def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
+    """The dims of values that pipelines chosen or asked for will cut, by value."""
+    asked = stream_choices(program)
+    if not any(mark.pipeline in _HIDING for mark in asked):
+        return {}
+    graph, plan = plan_program(program)
+    streamed: dict[str, StreamedDim] = {}
+    for stream, mark in plan.marks.items():
+        if mark.pipeline in _HIDING:
+            dims = _dims_of_values(graph, plan, stream)
+            axes = _given_axes(program, dims)
+            for name, dim in dims.items():
+                streamed.setdefault(name, StreamedDim(dim, mark.pipeline, axes))
+    return streamed
+
+
+def reached_by_streams(program: Program) -> Mapping[str, tuple[str, StreamChoice]]:
+    """The stream that reaches each value, and the mark that would say so of it."""
+    graph, plan = plan_program(program)
+    return {
+        name: (stream, dataclasses.replace(mark, buffer=name, dim=dim))
+        for stream, mark in plan.marks.items()
+        for name, dim in _dims_of_values(graph, plan, stream).items()
+    }
+
+
+def _dims_of_values(
+    graph: Sequence[Node], plan: StreamPlan, stream: str
+) -> dict[str, int]:
+    return {
+        buffers[position].name: access.dim
+        for number, part in plan.parts_of(stream).items()
+        for buffers, accesses in (
+            (graph[number].reads, part.reads),
+            (graph[number].writes, part.writes),
+        )
+        for position, access in accesses.items()
+    }
+
+
+def _given_axes(program: Program, dims: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(
+        axis
+        for mark in program.marks
+        if isinstance(mark, ShardMark) and mark.buffer in dims
+        for axis in mark.spec[dims[mark.buffer]] or ()
+    )

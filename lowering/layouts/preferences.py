@@ -1,0 +1,137 @@
+"""The layouts that values ought to have: what the user gave, and what consumers want.
+
+User constraints are fixed.  Wishes flow backward from them, and from what operations
+are assigned to, through the factors of the operations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from jhost.lowering.ir.layout import Layout, divides, used_axes
+from jhost.lowering.ir.operation import (
+    Assignment,
+    Operation,
+    assignment_of,
+    claims_of,
+    nowhere,
+)
+from jhost.lowering.ir.program import Buffer, ShardMark
+from jhost.lowering.layouts.reshard import Partial
+
+
+class Wishes:
+    """Layouts by buffer name: `fixed` ones, and `goals`, which are all there are."""
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Buffer],
+        marks: Mapping[str, ShardMark],
+        mesh: Mapping[str, int],
+    ) -> None:
+        self.buffers = buffers
+        self.mesh = mesh
+        self.specs = {name: mark.spec for name, mark in marks.items()}
+        self.goals: dict[str, Layout] = {}
+        self.restart()
+        self.fixed = {
+            name: self.goals[name]
+            for name, spec in self.specs.items()
+            if None not in spec
+        }
+        self.open = {
+            name: self._axes_beside(used_axes(self.goals[name]))
+            for name, spec in self.specs.items()
+            if None in spec
+        }
+        """Axes of which a goal says nothing: its value may be sharded over them."""
+
+    def restart(self) -> None:
+        """Go back to what the user gave."""
+        self.goals = {
+            name: tuple(axes or () for axes in spec)
+            for name, spec in self.specs.items()
+        }
+
+    # --- Backward ------------------------------------------------------------- #
+
+    def backward(
+        self,
+        operations: Sequence[Operation],
+        assignments: Sequence[Assignment] | None,
+    ) -> None:
+        """Carry wishes from the consumers of values to their producers."""
+        for number in reversed(range(len(operations))):
+            op = operations[number]
+            assignment = assignments[number] if assignments else self.suggested(op)
+            for position, name in enumerate(op.ins):
+                wish = op.required(position, assignment)
+                if name not in self.fixed and self.is_legal(name, wish):
+                    # A factor on no axis wishes for nothing, a whole dim does.
+                    needed = not any(op.operands[position]) and name not in self.goals
+                    if used_axes(wish) or needed:
+                        self.goals[name] = self.constrained(name, wish)
+                        # At first only what the constraints suggest is known.
+                        known = self.mesh if assignments else used_axes(assignment)
+                        self.open[name] = self._axes_beside(known)
+
+    def suggested(self, op: Operation) -> Assignment:
+        """What the constraints around `op` suggest: its operands' first."""
+        claims = claims_of(op, self.fixed, self.goals)
+        taken: dict[str, int | None] = {}
+        for axis, factor in claims:
+            taken.setdefault(axis, factor)
+        assignment = assignment_of(len(op.sizes), claims, taken)
+        return assignment if op.fits(assignment, self.mesh) else nowhere(op)
+
+    def goal(self, name: str, rest: Layout) -> Layout:
+        """What is wished for of a value that rests so, the same where nothing is."""
+        free = self.open.get(name, frozenset())
+        return tuple(
+            want or tuple(axis for axis in have if axis in free)
+            for want, have in zip(self.goals.get(name, rest), rest, strict=True)
+        )
+
+    def about(self, names: Iterable[str]) -> Hashable:
+        """All that is wished for of some values at present."""
+        return tuple((self.goals.get(n), self.open.get(n)) for n in names)
+
+    def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
+        return frozenset(self.mesh).difference(axes)
+
+    # --- Where values stay ---------------------------------------------------- #
+
+    def rest(self, name: str, produced: Layout, partial: Partial) -> Layout:
+        """Where a value stays: its constraint, or what it is produced as, reduced.
+
+        A partial axis is scattered onto the dim that wishes for it, else reduced
+        everywhere.
+        """
+        if name in self.fixed:
+            return self.fixed[name]
+        wish = self.goals.get(name, produced)
+        axes = {axis for axis, _ in partial}
+        rest = tuple(
+            want
+            if want[: len(have)] == have and axes.issuperset(want[len(have) :])
+            else have
+            for have, want in zip(produced, wish, strict=True)
+        )
+        return self.constrained(name, rest if self.is_legal(name, rest) else produced)
+
+    def constrained(self, name: str, layout: Layout) -> Layout:
+        """`layout` in the dims that the user left free, elsewhere what was given."""
+        spec = self.specs.get(name, (None,) * len(layout))
+        given = {axis for axes in spec for axis in axes or ()}
+        return tuple(
+            tuple(itertools.takewhile(lambda axis: axis not in given, have))
+            if axes is None
+            else axes
+            for have, axes in zip(layout, spec, strict=True)
+        )
+
+    def is_legal(self, name: str, layout: Layout) -> bool:
+        axes = [axis for dim in layout for axis in dim]
+        shape = self.buffers[name].shape
+        return len(axes) == len(set(axes)) and divides(shape, layout, self.mesh)

@@ -1,0 +1,222 @@
+"""Why values change their layout, in the user's words: a remark for each that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jhost._jax import NO_LINE, source_line
+from jhost.lowering.frontend.specs import spec_text
+from jhost.lowering.ir.layout import Layout, layout_of
+from jhost.lowering.ir.operation import Claim, Operation
+from jhost.lowering.ir.program import Buffer, Compute, LayoutReport, Set, ShardMark
+from jhost.lowering.layouts.costs import NOTHING, Moved, bytes_text
+from jhost.lowering.layouts.solve import Contest, Solution
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.streams.parts import whole_reason
+
+
+class _Reason(NamedTuple):
+    text: str
+    though_nothing_moves: bool = False
+
+
+class LayoutRemarks:
+    """Remarks on the `Set`s of one solution, each for one value."""
+
+    def __init__(
+        self,
+        solution: Solution,
+        marks: Mapping[str, ShardMark],
+        mesh: Mapping[str, int],
+    ) -> None:
+        self.solution = solution
+        self.marks = marks
+        self.mesh = mesh
+
+    # --- The three places where layouts change -------------------------------- #
+
+    def operand(self, number: int, position: int, have: Layout) -> LayoutReport | None:
+        """An operand that an operation needs in another layout than it rests in."""
+        op, contest = self.solution.operations[number], self.solution.contests[number]
+        name = op.ins[position]
+        want = op.required(position, self.solution.assignments[number])
+        moved = self.solution.costs.reshard(name, have, want)
+        reasons = [*self.losses(op, position, contest, have, want)]
+        # Every device may have its part already.
+        if moved == NOTHING and not any(
+            reason.though_nothing_moves for reason in reasons
+        ):
+            return None
+        before, after = spec_text(have), f"{spec_text(want)} for {_title(op)}"
+        return layout_remark(name, before, after, moved, _said(reasons), line_of(op))
+
+    def result(self, number: int, position: int, made: Buffer) -> LayoutReport | None:
+        """A result that does not rest as it is made."""
+        op, contest = self.solution.operations[number], self.solution.contests[number]
+        name = op.outs[position]
+        have, rest = layout_of(made), self.solution.layouts[name]
+        moved = self.solution.costs.reshard(name, have, rest, made.partial)
+        reasons = [*self.given(name), *self.undivided(op, contest)]
+        if moved == NOTHING and not any(
+            reason.though_nothing_moves for reason in reasons
+        ):
+            return None
+        if made.partial and not reasons:
+            reasons = [_Reason("reduced once for all its readers")]
+        before = made_text(made, op)
+        where = self.given_at(name) or line_of(op)
+        return layout_remark(
+            name, before, spec_text(rest), moved, _said(reasons), where
+        )
+
+    def copy(self, stmt: Set, have: Layout) -> LayoutReport | None:
+        """A copy of a value in another layout, which is what the user asked for."""
+        name = stmt.out.name
+        rest = self.solution.layouts[name]
+        moved = self.solution.costs.reshard(name, have, rest)
+        if moved == NOTHING:
+            return None
+        where = self.given_at(name)
+        before, after = spec_text(have), spec_text(rest)
+        value, reasons = stmt.source.name, [*self.given(name)]
+        return layout_remark(value, before, after, moved, _said(reasons), where)
+
+    def left_whole(self, number: int) -> LayoutReport | None:
+        """That a dim is whole because its axes do not divide it, and nothing moves."""
+        op = self.solution.operations[number]
+        reasons = [*self.undivided(op, self.solution.contests[number])]
+        if not reasons or not op.outs:
+            return None
+        layout = spec_text(self.solution.layouts[op.outs[0]])
+        made = f"{layout} by {_title(op)}"
+        return layout_remark(
+            op.outs[0], made, layout, NOTHING, _said(reasons), line_of(op)
+        )
+
+    # --- Reasons -------------------------------------------------------------- #
+
+    def losses(
+        self, op: Operation, position: int, contest: Contest, have: Layout, want: Layout
+    ) -> Iterator[_Reason]:
+        """Why the operand's dims lose the axes that they are over."""
+        for dim, axes in enumerate(have):
+            lost = [axis for axis in axes if axis not in want[dim]]
+            mapped = op.operands[position][dim]
+            if lost and mapped is None:
+                yield _Reason(_whole_reason(op, dim))
+            elif mapped is not None:
+                for axis in lost:
+                    yield self.rival(op, contest, (axis, mapped.factor), dim)
+
+    def rival(self, op: Operation, contest: Contest, claim: Claim, dim: int) -> _Reason:
+        """What it would take to leave a dim over the axis that it is over."""
+        rank, (axis, factor) = contest.rivals.get(claim), claim
+        if rank is None:
+            return self.undivisible(op.sizes[factor], axis)
+        mine, instead = contest.rank, f"with dim {dim} over {axis}"
+        if rank[0] > mine[0]:
+            return _Reason(f"{instead}, {_rival_text(rank[0], mine[0])}")
+        if rank[0] < mine[0]:
+            return _Reason(f"{instead}, more would move in the program")
+        if rank[1] > mine[1]:
+            return _Reason(f"{instead}, as much would move and more work be repeated")
+        larger = ", of a larger operand" if rank[2] > mine[2] else ""
+        return _Reason(f"{instead}, as much would move{larger}")
+
+    def undivided(self, op: Operation, contest: Contest) -> Iterator[_Reason]:
+        for (axis, factor), rank in contest.rivals.items():
+            if rank is None:
+                yield self.undivisible(op.sizes[factor], axis)
+
+    def undivisible(self, size: int, axis: str) -> _Reason:
+        devices = axes_size((axis,), self.mesh)
+        return _Reason(
+            f"{size} does not divide over {axis} ({devices})", though_nothing_moves=True
+        )
+
+    def given(self, name: str) -> Iterator[_Reason]:
+        if name in self.marks:
+            yield _Reason("as constrained")
+
+    def given_at(self, name: str) -> str:
+        """The user's line, which the shardings of arguments and results do not have."""
+        where = self.marks[name].where if name in self.marks else NO_LINE
+        return "" if where == NO_LINE else where
+
+
+def _said(reasons: Sequence[_Reason]) -> str:
+    """Each reason once."""
+    return "; ".join(dict.fromkeys(reason.text for reason in reasons if reason.text))
+
+
+def layout_remark(
+    name: str,
+    before: str,
+    after: str,
+    moved: Moved,
+    reason: str,
+    where: str,
+) -> LayoutReport:
+    """The remark on one value."""
+    text = f"{name}: {before} -> {after}: {_moved_text(moved)}"
+    return LayoutReport(
+        value=name,
+        before=before,
+        after=after,
+        bytes=moved.exposed + moved.hidden,
+        reason=reason,
+        text=f"{text}; {reason}" if reason else text,
+        where=where,
+    )
+
+
+def _moved_text(moved: Moved) -> str:
+    """Bytes a device, and whether a pipeline hides them."""
+    if not moved.hidden:
+        return f"{bytes_text(moved.exposed)} a device"
+    if not moved.exposed:
+        return f"{bytes_text(moved.hidden)} a device in a pipeline"
+    hidden = _moved_text(Moved(hidden=moved.hidden))
+    return f"{hidden} and {bytes_text(moved.exposed)} outside it"
+
+
+def _rival_text(rival: Moved, chosen: Moved) -> str:
+    late = ", hidden by no pipeline" if chosen.hidden and not rival.hidden else ""
+    return f"in all {_moved_text(rival)}{late}"
+
+
+def made_text(made: Buffer, op: Operation) -> str:
+    """A result as `op` makes it: `partial sum over tp by dot_general`."""
+    layout = layout_of(made)
+    if not made.partial:
+        return f"{spec_text(layout)} by {_title(op)}"
+    reducers = {reducer for _, reducer in made.partial}
+    axes = ", ".join(axis for axis, _ in made.partial)
+    text = f"partial {' and '.join(sorted(reducers))} over {axes}"
+    text = f"{text} of {spec_text(layout)}" if any(layout) else text
+    return f"{text} by {_title(op)}"
+
+
+def _title(op: Operation) -> str:
+    if isinstance(op.stmt, Set):
+        return "copy"
+    (unit_eqn,) = op.stmt.unit.eqns
+    return unit_eqn.eqn.primitive.name
+
+
+def line_of(op: Operation) -> str:
+    """The user's line of `op`, or nothing."""
+    if isinstance(op.stmt, Set):
+        return ""
+    (unit_eqn,) = op.stmt.unit.eqns
+    line = source_line(unit_eqn.eqn)
+    return "" if line == NO_LINE else line
+
+
+def _whole_reason(op: Operation, dim: int) -> str:
+    assert isinstance(op.stmt, Compute), "a copy needs no dim whole"
+    (unit_eqn,) = op.stmt.unit.eqns
+    if unit_eqn.rule.opaque:  # a remark of its own has the reason
+        return f"{unit_eqn.eqn.primitive.name} works on whole arrays"
+    return whole_reason(op.stmt, dim)

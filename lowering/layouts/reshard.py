@@ -1,0 +1,255 @@
+"""How to get from one layout to another: the communications that move the fewest bytes.
+
+The table is section 6 of `docs/design.md`.  Each mesh axis is handled on its own, so
+any number of axes works, and of the ways that there are the cheapest is searched for.
+Propagation asks what a reshard costs, and
+`convert_to_communications` what it consists of; both use `plan_reshard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from jhost.lowering.ir.layout import Layout, local_shape, size_in_bytes, used_axes
+from jhost.lowering.ir.program import CommunicationKind
+from jhost.lowering.rules.dim_rule import Reducer, axes_size
+
+Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
+StepKind: TypeAlias = Literal[
+    "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather", "SwapAxes"
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One communication, or the local Select that keeps this device's part of a dim.
+
+    `layout` and `partial` are what the value has afterwards.  AllToAll splits `dim`
+    and puts `source_dim` together.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    layout: Layout
+    partial: Partial
+    dim: int | None = None
+    source_dim: int | None = None
+    reducer: Reducer | None = None
+
+
+def plan_reshard(
+    source: Layout, target: Layout, partial: Partial, mesh: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """The steps that turn a value from `source` into `target`, reducing `partial`.
+
+    Of all ways the one with the fewest bytes received, then the fewest communications.
+    """
+    return _cheapest(source, target, partial, tuple(mesh.items()))
+
+
+_Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[Step, ...]]
+"""Bytes, communications, the order of arrival; where that leads, and by what steps."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    source: Layout,
+    target: Layout,
+    partial: Partial,
+    sizes: tuple[tuple[str, int], ...],
+) -> tuple[Step, ...]:
+    """Dijkstra's search; dims only pass through what divides them at either end."""
+    mesh, ticket = dict(sizes), itertools.count()
+    # So many elements that every layout has a whole number of them on each device.
+    shape = (math.prod(mesh.values()) ** 2,)
+    queue: list[_Entry] = [(0, 0, next(ticket), source, partial, ())]
+    seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
+    while queue:
+        cost, count, _, here, left, steps = heapq.heappop(queue)
+        if here == target and not left:
+            return steps
+        if (here, frozenset(left)) in seen:
+            continue
+        seen.add((here, frozenset(left)))
+        for step in _steps(here, target, left, mesh):
+            more = step_bytes(step, (tuple(itertools.chain(*here)),), shape, 1, mesh)
+            rank = cost + more, count + (step.kind != "Select"), next(ticket)
+            entry = (*rank, step.layout, step.partial, (*steps, step))
+            heapq.heappush(queue, entry)
+    raise AssertionError(f"no steps lead from {source} to {target}")
+
+
+def step_bytes(
+    step: Step,
+    source: Layout,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mapping[str, int],
+) -> int:
+    """The bytes that each device receives in `step`, coming from layout `source`."""
+    held = size_in_bytes(local_shape(shape, source, mesh), itemsize)
+    if step.kind == "Select":
+        return 0
+    return received_bytes(step.kind, held, axes_size(step.axes, mesh))
+
+
+def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
+    """The bytes that each device receives, of a value of which each holds `held` bytes.
+
+    A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
+    all-reduce (Thakur, Rabenseifner and Gropp, 2005).
+    """
+    match kind:
+        case "AllGather" | "Gather":
+            return held * (devices - 1)
+        case "AllReduce":
+            return 2 * held * (devices - 1) // devices
+        case "ReduceScatter" | "AllToAll" | "Scatter":
+            return held * (devices - 1) // devices
+        case "Broadcast" | "Reduce" | "CollectivePermute" | "SwapAxes":
+            return held
+
+
+def reshard_bytes(
+    source: Layout,
+    target: Layout,
+    partial: Partial,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mapping[str, int],
+) -> int:
+    """The bytes that each device receives on the way from `source` to `target`."""
+    total = 0
+    for step in plan_reshard(source, target, partial, mesh):
+        total += step_bytes(step, source, shape, itemsize, mesh)
+        source = step.layout
+    return total
+
+
+# --- One step each ------------------------------------------------------------ #
+
+
+def _steps(
+    here: Layout, target: Layout, left: Partial, mesh: Mapping[str, int]
+) -> Iterator[Step]:
+    """What may come next; what makes the value smaller first."""
+    yield from _selects(here, target, left)
+    yield from _reduce_scatters(here, target, left)
+    yield from _all_reduces(here, left)
+    yield from _all_to_alls(here, target, left)
+    yield from _all_gathers(here, target, left)
+    yield from _swaps(here, left, mesh)
+
+
+def _lacking(source: Layout, target: Layout, dim: int) -> tuple[str, ...]:
+    """The axes that `dim` lacks, if it has only axes that it shall keep."""
+    have, want = source[dim], target[dim]
+    return want[len(have) :] if want[: len(have)] == have else ()
+
+
+def _append(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
+    return (*layout[:dim], (*layout[dim], *axes), *layout[dim + 1 :])
+
+
+def _truncate(layout: Layout, dim: int, length: int) -> Layout:
+    return (*layout[:dim], layout[dim][:length], *layout[dim + 1 :])
+
+
+def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+    busy = used_axes(source) | {axis for axis, _ in partial}
+    for dim in range(len(source)):
+        axes = _lacking(source, target, dim)[:1]
+        if axes and axes[0] not in busy:
+            layout = _append(source, dim, axes)
+            yield Step(
+                kind="Select", axes=axes, dim=dim, layout=layout, partial=partial
+            )
+
+
+def _reduce_scatters(
+    source: Layout, target: Layout, partial: Partial
+) -> Iterator[Step]:
+    """Onto one axis, or onto several at once that have one reducer."""
+    reducers: dict[str, Reducer] = dict(partial)
+    for dim in range(len(source)):
+        lacking = _lacking(source, target, dim)
+        for count in range(1, len(lacking) + 1):
+            axes = lacking[:count]
+            reducer = reducers.get(axes[0])
+            if reducer is None or reducers.get(axes[-1]) != reducer:
+                break
+            yield Step(
+                kind="ReduceScatter",
+                axes=axes,
+                dim=dim,
+                reducer=reducer,
+                layout=_append(source, dim, axes),
+                partial=tuple(entry for entry in partial if entry[0] not in axes),
+            )
+
+
+def _all_reduces(source: Layout, partial: Partial) -> Iterator[Step]:
+    reducers: list[Reducer] = [reducer for _, reducer in partial]
+    for reducer in dict.fromkeys(reducers):
+        axes = tuple(axis for axis, other in partial if other == reducer)
+        yield Step(
+            kind="AllReduce",
+            axes=axes,
+            reducer=reducer,
+            layout=source,
+            partial=tuple(entry for entry in partial if entry[0] not in axes),
+        )
+
+
+def _all_to_alls(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+    for dim in range(len(source)):
+        axes = _lacking(source, target, dim)[:1]
+        for other, have in enumerate(source):
+            # Only the minor-most axis of a dim can leave it without a reordering.
+            if axes and have[-1:] == axes and other != dim:
+                moved = _append(_truncate(source, other, len(have) - 1), dim, axes)
+                yield Step(
+                    kind="AllToAll",
+                    axes=axes,
+                    dim=dim,
+                    source_dim=other,
+                    layout=moved,
+                    partial=partial,
+                )
+
+
+def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+    for dim, (have, want) in enumerate(zip(source, target, strict=True)):
+        common = 0
+        while common < min(len(have), len(want)) and have[common] == want[common]:
+            common += 1
+        for kept in range(common, len(have)):
+            yield Step(
+                kind="AllGather",
+                axes=have[kept:],
+                dim=dim,
+                layout=_truncate(source, dim, kept),
+                partial=partial,
+            )
+
+
+def _swaps(source: Layout, partial: Partial, mesh: Mapping[str, int]) -> Iterator[Step]:
+    """Two axes of one size trade places, in one permutation of the shards."""
+    used = used_axes(source)
+    free = [axis for axis in mesh if axis not in dict(partial)]
+    for axes in itertools.combinations(free, 2):
+        if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
+            layout = swapped(source, axes)
+            yield Step(kind="SwapAxes", axes=axes, layout=layout, partial=partial)
+
+
+def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """`layout` with two mesh axes in each other's place."""
+    other = {axes[0]: axes[1], axes[1]: axes[0]}
+    return tuple(tuple(other.get(axis, axis) for axis in dim) for dim in layout)

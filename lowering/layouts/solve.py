@@ -1,0 +1,328 @@
+"""Decide the layout of every value and the assignment of every operation.
+
+Wishes flow backward (`preferences.py`), decisions flow forward, and both are repeated
+until nothing changes.  Where two operands claim one mesh axis for different factors,
+the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
+larger operand where it is.  Then single decisions are tried otherwise, with the bytes
+of the whole program in view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir.layout import Layout, whole
+from jhost.lowering.ir.operation import (
+    Assignment,
+    Claim,
+    Operation,
+    assignments_by,
+    claims_of,
+    operation,
+)
+from jhost.lowering.ir.program import (
+    BarrierMark,
+    Buffer,
+    Compute,
+    Program,
+    Set,
+    ShardMark,
+)
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.decisions import Decisions, Move
+from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.preferences import Wishes
+
+_ROUNDS = 16
+"""A wish crosses the whole program in one round; most settle in two or three."""
+
+_TRIALS = 256
+"""How many decisions are tried otherwise, at most: each costs a walk of the program."""
+
+Rank: TypeAlias = tuple[Moved, int, int]
+"""Bytes moved; then work repeated; then the largest operand that must move."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contest:
+    """What an operation's assignment takes, and what its rivals would have taken.
+
+    A rival puts an axis on a factor that claimed it in vain; None does not divide.
+    """
+
+    rank: Rank
+    rivals: Mapping[Claim, Rank | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Solution:
+    """Layouts by buffer name; an assignment and a contest for each operation."""
+
+    operations: tuple[Operation, ...]
+    layouts: Mapping[str, Layout]
+    assignments: tuple[Assignment, ...]
+    contests: tuple[Contest, ...]
+    costs: Costs
+
+
+def solve_layouts(
+    program: Program,
+    marks: Mapping[str, ShardMark],
+    streamed: Mapping[str, StreamedDim],
+) -> Solution:
+    """The layouts that meet `marks` and move few bytes elsewhere.
+
+    What the loops over `streamed` dims hide counts after all that they do not.
+    """
+    solver = _Solver(program, marks, streamed)
+    best = solver.improved(solver.settled())
+    contests = [
+        solver.contest(op, assignment, best.layouts)
+        for op, assignment in zip(solver.operations, best.in_order(), strict=True)
+    ]
+    return Solution(
+        operations=tuple(solver.operations),
+        layouts=best.layouts,
+        assignments=best.in_order(),
+        contests=tuple(contests),
+        costs=solver.costs,
+    )
+
+
+class _Solver:
+    def __init__(
+        self,
+        program: Program,
+        marks: Mapping[str, ShardMark],
+        streamed: Mapping[str, StreamedDim],
+    ) -> None:
+        # What is computed again begins with what was kept, not with a copy laid out
+        # otherwise, which would be kept as well.
+        barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
+        self.barriers = {mark.buffer for mark in barriers}
+        self.mesh = dict(program.mesh.shape)
+        self.params = program.params
+        statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
+        self.operations = [operation(stmt) for stmt in statements]
+        self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
+        fills = {op.outs[0] for op in self.operations if op.makes_any_part}
+        self.costs = Costs(self.buffers, self.mesh, streamed, fills)
+        self.wishes = Wishes(self.buffers, marks, self.mesh)
+        self.effects = Effects(self.wishes, self.costs)
+        self.found: dict[Hashable, Assignment] = {}
+        self.readers: dict[str, list[int]] = {}
+        for number, op in enumerate(self.operations):
+            for name in op.ins:
+                self.readers.setdefault(name, []).append(number)
+
+    def settled(self) -> Decisions:
+        """Wishes and decisions at a fixed point, of two the one that moves less.
+
+        The one begins with what the constraints suggest to the operations before them,
+        the other with what follows from the operands.
+        """
+        by_operands = self.settled_from(self.forward().in_order())
+        goals = dict(self.wishes.goals)
+        self.wishes.restart()
+        by_constraints = self.settled_from(None)
+        fewer = by_operands.total < by_constraints.total
+        if fewer and self.repeats_no_more(by_operands, by_constraints):
+            self.wishes.goals = goals
+            return by_operands
+        return by_constraints
+
+    def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
+        """Whether no contraction is done by more devices alike than in the `other`."""
+        decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
+        return all(
+            sum(map(len, mine)) >= sum(map(len, theirs))
+            for op, mine, theirs in decided
+            if any(op.reducers)
+        )
+
+    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
+        self.wishes.backward(self.operations, suggested)
+        made = self.forward()
+        for _ in range(_ROUNDS):
+            before = made
+            self.wishes.backward(self.operations, made.in_order())
+            made = self.forward()
+            if made.same_as(before):
+                break
+        return made
+
+    # --- Decisions ------------------------------------------------------------ #
+
+    def forward(self) -> Decisions:
+        """Decide in program order, from what is decided already."""
+        given = {
+            param.name: self.wishes.goals.get(param.name) or whole(len(param.shape))
+            for param in self.params
+        }
+        made = Decisions(self.operations, self.effects, self.costs, given)
+        for number in range(len(self.operations)):
+            made.decide(number, self.cheapest(number, made))
+        return made
+
+    def cheapest(self, number: int, made: Decisions) -> Assignment:
+        """The assignment that moves the fewest bytes; found once for the same case."""
+        op, moves = self.operations[number], made.known(number)
+        layouts = {name: made.layouts[name] for name in op.ins}
+        case = number, moves, *layouts.values(), self.wishes.about(op.outs)
+        if case not in self.found:
+            self.found[case] = self.find_cheapest(op, layouts, moves)
+        return self.found[case]
+
+    def find_cheapest(
+        self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
+    ) -> Assignment:
+        """The best of those that spread the work alike, then by all of their bytes.
+
+        What loops hide does not pay for a contraction that more devices repeat.
+        """
+        best: dict[int, tuple[Rank, Assignment]] = {}
+        for candidate in self.candidates(op, layouts):
+            rank = self.rank(op, candidate, layouts, moves)
+            spread = rank[1] if any(op.reducers) else 0
+            if spread not in best or rank < best[spread][0]:
+                best[spread] = rank, candidate
+            if rank[0] == NOTHING:
+                break  # nothing moves, and later candidates spread the work less
+        assert best, "the assignment to nobody always fits"
+        spread = min(best, key=lambda spread: (best[spread][0][0].all, spread))
+        return best[spread][1]
+
+    def candidates(
+        self, op: Operation, layouts: Mapping[str, Layout]
+    ) -> Iterator[Assignment]:
+        claims = self.claims(op, layouts)
+        for candidate in assignments_by(len(op.sizes), claims):
+            if op.fits(candidate, self.mesh):
+                yield candidate
+                if self.follows(op):
+                    break  # the first is the operand's own layout
+
+    def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
+        """What its operands claim, and its results' goals unless it only follows."""
+        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
+
+    def follows(self, op: Operation) -> bool:
+        """Whether it is of a barrier, which binds no layouts."""
+        return not self.barriers.isdisjoint(op.outs)
+
+    def rank(
+        self,
+        op: Operation,
+        assignment: Assignment,
+        layouts: Mapping[str, Layout],
+        moves: Container[Move],
+    ) -> Rank:
+        """How good an assignment is, with the way to what the consumers wish for."""
+        effect = self.effects.of(op, assignment)
+        total, largest = effect.cost + effect.more, 0
+        for name, want in effect.wants:
+            if layouts[name] != want and (name, want) not in moves:
+                total += self.costs.reshard(name, layouts[name], want)
+                largest = max(largest, math.prod(self.buffers[name].shape))
+        spread = sum(len(axes) for axes in assignment)
+        return total, -spread, largest
+
+    # --- With the whole program in view --------------------------------------- #
+
+    def improved(self, made: Decisions) -> Decisions:
+        """`made`, with single decisions changed as long as that moves fewer bytes."""
+        trials, number = _TRIALS, 0
+        numbers = self.paying(made)
+        while number < len(numbers) and trials > 0:
+            better = False
+            for candidate in self.others(numbers[number], made):
+                trials -= 1
+                better |= self.tried(numbers[number], candidate, made)
+            if not better:
+                number += 1
+            else:
+                numbers, number = self.paying(made), 0
+        return made
+
+    def paying(self, made: Decisions) -> list[int]:
+        """The operations that move something, or whose results are moved."""
+        moved = made.moved()
+        return [
+            number
+            for number, op in enumerate(self.operations)
+            if not moved.isdisjoint((*op.ins, *op.outs))
+            or not self.effects.of(op, made.assignments[number]).settled
+        ]
+
+    def others(self, number: int, made: Decisions) -> list[Assignment]:
+        """What the operation could be assigned to instead.
+
+        No contraction is repeated on more devices for fewer bytes.
+        """
+        op, current = self.operations[number], made.assignments[number]
+        least = sum(map(len, current)) if any(op.reducers) else 0
+        return [
+            candidate
+            for candidate in self.candidates(op, made.layouts)
+            if candidate != current and sum(map(len, candidate)) >= least
+        ]
+
+    def tried(self, number: int, candidate: Assignment, made: Decisions) -> bool:
+        """Change a decision, and those after it that it bears on, if that is better."""
+        before, undo = made.total, list[tuple[int, Assignment]]()
+        waiting = {number}
+        order = [number]
+        while order:
+            other = heapq.heappop(order)
+            old = made.assignments[other]
+            new = candidate if other == number else self.cheapest(other, made)
+            if new == old:
+                continue
+            undo.append((other, old))
+            # Those that read the same values may now share what is moved.
+            changed = {*made.decide(other, new), *self.operations[other].ins}
+            for reader in itertools.chain(*(self.readers.get(n, ()) for n in changed)):
+                if reader > other and reader not in waiting:
+                    waiting.add(reader)
+                    heapq.heappush(order, reader)
+        if made.total < before:
+            return True
+        for other, old in reversed(undo):
+            made.decide(other, old)
+        return False
+
+    # --- What there was to choose from ---------------------------------------- #
+
+    def contest(
+        self, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
+    ) -> Contest:
+        """Which claims `assignment` leaves aside, and what following them takes."""
+        claims = dict.fromkeys(self.claims(op, layouts))
+        lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
+        ranked = [
+            (candidate, self.rank(op, candidate, layouts, set()))
+            for candidate in (self.candidates(op, layouts) if lost else ())
+        ]
+        rivals = {
+            (axis, factor): min(
+                (rank for candidate, rank in ranked if axis in candidate[factor]),
+                default=None,
+            )
+            for axis, factor in lost
+        }
+        return Contest(self.rank(op, assignment, layouts, set()), rivals)
+
+
+def _buffers(program: Program) -> Iterator[Buffer]:
+    yield from program.params
+    for stmt in program.body:
+        if isinstance(stmt, Compute):
+            yield from stmt.outs
+        elif isinstance(stmt, Set):
+            yield stmt.out

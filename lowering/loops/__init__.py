@@ -1,0 +1,1 @@
+"""Streams as loops over chunks."""

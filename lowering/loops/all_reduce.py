@@ -1,0 +1,188 @@
+"""All-reduces in a p2p pipeline, in pieces: one goes back to all beside the next.
+
+An all-reduce is a reduce-scatter and an all-gather by then.  In a loop over all pieces
+and then one that gathers them, nothing would run beside the second.  So the loop over
+pieces is the outer one: an iteration takes a piece of every shard through the steps of
+the p2p pipeline, adds up what came, and sends the total to all, while the next
+iteration computes.  Only the last piece's way back has nothing beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jhost.lowering.cost.kernels import contracts
+from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.index import Constant, Index, LoopIndex
+from jhost.lowering.ir.program import (
+    Buffer,
+    Chunk,
+    Communicate,
+    Compute,
+    For,
+    GetCurrentStream,
+    Stmt,
+    Stream,
+    Synchronize,
+    UnitEqn,
+)
+from jhost.lowering.loops.chunk import MAIN, Surroundings
+from jhost.lowering.loops.collective import INDEX, on_stream
+from jhost.lowering.loops.legality import Pipelining
+from jhost.lowering.loops.p2p import OWN, P2PLoop
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.streams.parts import Access
+
+PIECE = LoopIndex("p")
+
+
+class AllReduceLoop(P2PLoop):
+    """A loop over pieces, `back` the gathers of its group that return the totals."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        group: Group,
+        stream: str,
+        extent: int,
+        pieces: int,
+        axes: tuple[str, ...],
+        mesh: dict[str, int],
+        streams: int,
+        back: frozenset[int],
+    ) -> None:
+        rest = tuple(node for node in group if id(node) not in back)
+        super().__init__(around, rest, stream, extent, pieces, axes, mesh, streams)
+        self.back = tuple(node for node in group if id(node) in back)
+        self.others = self.devices - 1
+        self.used = min(self.streams, self.others * self.pieces)
+
+    def statements(self) -> list[Stmt]:
+        head, tail = self.split(pieces=1)
+        own: dict[tuple[str, Access], Buffer] = {}
+        first = self.segment(head, Constant(0), PIECE, own)
+        steps = self.segment(self.group, INDEX + 1, PIECE, {})
+        last = self.segment(tail, Constant(0), PIECE, own)
+        work = (
+            *self.on_own_stream(first),
+            self.work_with_others(steps),
+            *self.on_own_stream(last),
+            Synchronize(stream=OWN),
+            *self.totals(),
+            *self.segment(self.back, Constant(0), PIECE, {}),
+            self.send_back(),
+        )
+        return [
+            *self.before,
+            GetCurrentStream(stream=MAIN),
+            self.start(),
+            *self.on_own_stream([Synchronize(stream=MAIN)]),
+            For(index=PIECE.name, extent=self.pieces, body=work),
+            For(
+                index=INDEX.name,
+                extent=self.others,
+                body=(Synchronize(stream=self.way_back),),
+            ),
+            *self.after,
+        ]
+
+    # --- Streams -------------------------------------------------------------- #
+
+    def start(self) -> For:
+        """The streams of the steps wait for what is before the loop."""
+        body = on_stream(Stream(index=INDEX), [Synchronize(stream=MAIN)])
+        return For(index=INDEX.name, extent=self.used, body=body)
+
+    def work_with_others(self, body: list[Stmt]) -> For:
+        """The steps of a piece, which take turns on streams, and are waited for."""
+        number: Index = PIECE * self.others + INDEX
+        stream = Stream(index=number % self.used)
+        turn = (*on_stream(stream, body), Synchronize(stream=stream))
+        return For(index=INDEX.name, extent=self.others, body=turn)
+
+    def send_back(self) -> For:
+        """A piece's total to the others, on streams that no computation is on."""
+        body = self.segment(self.back, INDEX + 1, PIECE, {})
+        sent = on_stream(self.way_back, [Synchronize(stream=MAIN), *body])
+        return For(index=INDEX.name, extent=self.others, body=sent)
+
+    @property
+    def way_back(self) -> Stream:
+        """The stream for one of the others, beyond those of the steps."""
+        return Stream(index=INDEX + self.used)
+
+    # --- Totals --------------------------------------------------------------- #
+
+    def total(self, stmt: Communicate) -> None:
+        """Append the sum of the terms of the piece at hand."""
+        assert stmt.dim is not None
+        self.allocate(stmt.out)
+        terms = self.terms[stmt.out.name]
+        steps = [self.slot(terms, Constant(k)) for k in range(self.devices)]
+        ins = tuple(self.piece_of(term, stmt) for term in steps)
+        window, unit = self.window(1), self.unit_of_total(stmt)
+        compute = Compute(
+            unit=dataclasses.replace(
+                unit, eqns=tuple(_along(eqn, stmt.dim) for eqn in unit.eqns)
+            ),
+            ins=ins,
+            outs=(self.piece_of(stmt.out, stmt),),
+            chunk=Chunk(start=window.start, size=window.size, extent=window.extent),
+        )
+        self.body.append(compute)
+
+
+def _along(unit_eqn: UnitEqn, dim: int) -> UnitEqn:
+    """An elementwise equation, to work on chunks of that dim."""
+    (result,) = unit_eqn.rule.results
+    mapped = result[dim]
+    assert mapped is not None
+    return dataclasses.replace(unit_eqn, stream=mapped.factor)
+
+
+# --- Which gathers ---------------------------------------------------------------- #
+
+
+def ways_back(
+    graph: Sequence[Node], choice: Pipelining, mesh: Mapping[str, int]
+) -> dict[int, Node]:
+    """The gathers of sums, by identity, that hide nothing themselves; and the sums.
+
+    Where the loop contracts what was gathered, the gather runs beside that.
+    """
+    pieces = choice.chunks // axes_size(choice.axes, mesh)
+    if choice.pipeline != "p2p" or pieces == 1:
+        return {}
+    nodes = [(graph[number], part) for number, part in choice.parts.items()]
+    sums = {node.writes[0].name: node for node, part in nodes if part.growth < 1}
+    return {
+        id(node): sums[node.reads[0].name]
+        for node, part in nodes
+        if part.growth > 1
+        and node.reads[0].name in sums
+        and not _is_contracted(node, [other for other, _ in nodes])
+    }
+
+
+def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
+    """Whether what a gather brings reaches a contraction of the stream."""
+    names = {buffer.name for buffer in gather.writes}
+    found, seen = True, {id(gather)}
+    while found:
+        readers = [
+            node
+            for node in nodes
+            if id(node) not in seen and names & {b.name for b in node.reads}
+        ]
+        if any(_multiplies(node) for node in readers):
+            return True
+        seen |= {id(node) for node in readers}
+        names = {buffer.name for node in readers for buffer in node.writes}
+        found = bool(readers)
+    return False
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a node is a contraction, as long as a transfer; others are soon done."""
+    return isinstance(node.stmt, Compute) and any(map(contracts, node.stmt.unit.eqns))

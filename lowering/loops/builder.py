@@ -1,0 +1,166 @@
+"""Lower groups of statements that share a stream to loops, the others to themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax import lax
+
+from jhost.lowering.ir.graph import Group, Node, dependencies
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Buffer, Compute, Program, Remark, Stmt
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
+from jhost.lowering.loops.chunk import ChunkLoop
+from jhost.lowering.loops.collective import CollectiveLoop
+from jhost.lowering.loops.legality import Pipelining
+from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.streams.parts import Part
+from jhost.lowering.units.make import unit_of
+
+
+class LoopBuilder:
+    """Decides which nodes share a loop, and lowers each group."""
+
+    def __init__(
+        self,
+        program: Program,
+        graph: Sequence[Node],
+        choices: Mapping[str, Pipelining],
+        extents: Mapping[str, int],
+        streams: int,
+    ) -> None:
+        self.program = program
+        self.graph = graph
+        self.mesh = dict(program.mesh.shape)
+        self.choices = choices
+        self.extents = extents
+        self.streams = streams
+        self.names = Names.of(program)
+        self.parts = {
+            id(graph[number]): part
+            for choice in choices.values()
+            for number, part in choice.parts.items()
+        }
+        self.back = {
+            gather: of_sum
+            for choice in choices.values()
+            for gather, of_sum in ways_back(graph, choice, self.mesh).items()
+        }
+        self.readers = _readers(program, graph)
+        self.streamed: dict[str, Buffer] = {}
+
+    # --- Which nodes ---------------------------------------------------------- #
+
+    def order(self) -> list[set[int]]:
+        """What each node must follow: in a stream, all operands of its barrier too."""
+        makers = {b.name: n for n, node in enumerate(self.graph) for b in node.writes}
+        before = dependencies(self.graph)
+        for number, node in enumerate(self.graph):
+            if id(node) in self.parts:
+                found = {makers.get(name, number) for name in node.barrier}
+                before[number] |= {n for n in found if n < number}
+        return before
+
+    def should_merge(self, one: Group, other: Group) -> bool:
+        """Whether two groups share a loop, or are pieces of a barrier outside loops."""
+        parts = [self.parts.get(id(node)) for node in (*one, *other)]
+        streams = {part.stream if part else None for part in parts}
+        if streams == {None}:
+            barriers = {node.barrier for node in (*one, *other)}
+            return len(barriers) == 1 and () not in barriers
+        return len(streams) == 1 and self.should_share_loop(one, other)
+
+    def should_share_loop(self, one: Group, other: Group) -> bool:
+        """Whether two groups of one stream hand values on chunk by chunk."""
+        if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
+            return False  # a way back belongs to the loop that makes the sum
+        return all(self.aligned(maker, user) for maker in one for user in other)
+
+    def aligned(self, maker: Node, user: Node) -> bool:
+        """Whether `user` reads what `maker` writes in the very chunks it is made in."""
+        made, used = self.part(maker), self.part(user)
+        # A sum is complete when the last device's part of it is there, and then on its
+        # way back while the loop goes on.
+        sums = self.choices[made.stream].pipeline == "p2p" and made.growth < 1
+        late = id(maker) in self.back or (sums and id(user) not in self.back)
+        if late and any(written.name in user.barrier for written in maker.writes):
+            return False
+        return all(
+            not late and made.writes.get(position) == used.reads.get(index) is not None
+            for position, written in enumerate(maker.writes)
+            for index, read in enumerate(user.reads)
+            if written.name == read.name
+        )
+
+    # --- Lowering ------------------------------------------------------------- #
+
+    def lower(self, group: Group) -> list[Stmt]:
+        """The statements of `group`, as a loop if it is of a stream."""
+        streamed = id(group[0]) in self.parts
+        if len(group) > 1 and not streamed:
+            return [self.barrier(group)]
+        loop = self.loop(group) if streamed else None
+        if loop is None:
+            return [stmt for node in group for stmt in node.stmts]
+        return loop.statements()
+
+    def barrier(self, pieces: Group) -> Compute:
+        """The pieces of a barrier as one again."""
+        ins = tuple(buffer for node in pieces for buffer in node.reads)
+        types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
+        name = self.names.fresh("optimization_barrier")
+        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        outs = tuple(buffer for node in pieces for buffer in node.writes)
+        return Compute(unit=unit, ins=ins, outs=outs)
+
+    def loop(self, group: Group) -> ChunkLoop | None:
+        stream = self.part(group[0]).stream
+        choice, extent = self.choices[stream], self.extents[stream]
+        if choice.pipeline == "collective":
+            return CollectiveLoop(self, group, stream, extent, choice.chunks)
+        if all(self.part(node).growth == 1 for node in group):
+            return None  # nothing comes or goes
+        works = any(isinstance(node.stmt, Compute) for node in group)
+        if not (works or choice.by_name):
+            return None  # nothing would run beside what comes and goes
+        pieces = choice.chunks // axes_size(choice.axes, self.mesh)
+        streams = min(self.streams, choice.streams or self.streams)
+        how = self, group, stream, extent, pieces, choice.axes, self.mesh, streams
+        back = self.back.keys() & {id(node) for node in group}
+        return AllReduceLoop(*how, frozenset(back)) if back else P2PLoop(*how)
+
+    def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
+        """The program around `body`, streamed buffers shown as such everywhere."""
+        replaced = tuple(replace_buffers(stmt, self.streamed) for stmt in body)
+        results = tuple(self.streamed.get(b.name, b) for b in self.program.results)
+        return dataclasses.replace(
+            self.program,
+            body=replaced,
+            results=results,
+            remarks=(*self.program.remarks, *remarks),
+        )
+
+    # --- What loops ask ------------------------------------------------------- #
+
+    def part(self, node: Node) -> Part:
+        return self.parts[id(node)]
+
+    def leaves(self, buffer: Buffer, group: Group) -> bool:
+        inside = {id(node) for node in group}
+        return any(reader not in inside for reader in self.readers.get(buffer.name, ()))
+
+    def allocate(self, buffer: Buffer) -> None:
+        self.streamed[buffer.name] = buffer
+
+
+def _readers(program: Program, graph: Sequence[Node]) -> dict[str, list[int]]:
+    """The nodes that read each buffer, by identity; 0 stands for the caller."""
+    readers: dict[str, list[int]] = {result.name: [0] for result in program.results}
+    for node in graph:
+        for buffer in node.reads:
+            readers.setdefault(buffer.name, []).append(id(node))
+    return readers

@@ -1,0 +1,240 @@
+"""The statements of one stream while they are written as a loop over chunks.
+
+What a chunk is depends on the pipeline: see `collective.py` and `p2p.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.index import Index
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Chunk,
+    Communicate,
+    Compute,
+    Dim,
+    Select,
+    Set,
+    Stmt,
+    Stream,
+)
+from jhost.lowering.streams.parts import Access, Part
+from jhost.lowering.units.make import unit_of
+
+MAIN = Stream(name="main")
+
+
+class Surroundings(Protocol):
+    """What a loop needs to know of the program around it."""
+
+    names: Names
+    streams: int
+
+    def part(self, node: Node) -> Part:
+        """How `node` takes part in the loop's stream."""
+        ...
+
+    def leaves(self, buffer: Buffer, group: Group) -> bool:
+        """Whether anything outside of `group` reads `buffer`."""
+        ...
+
+    def allocate(self, buffer: Buffer) -> None:
+        """Note how a buffer that the loop fills is shown from now on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """The steps `[start : start + size]` of a dim that a chunk covers.
+
+    There are `extent` steps in each of `groups` stretches of the dim, and `most` is the
+    size of the largest chunk.
+    """
+
+    start: Index
+    size: Index
+    most: int
+    extent: int
+    groups: int = 1
+
+
+class ChunkLoop(abc.ABC):
+    """Writes `body`, what one iteration does, with what stands `before` and `after`."""
+
+    def __init__(self, around: Surroundings, group: Group, stream: str) -> None:
+        self.around = around
+        self.group = group
+        self.stream = stream
+        self.before: list[Stmt] = []
+        self.body: list[Stmt] = []
+        self.after: list[Stmt] = []
+        self.chunks: dict[tuple[str, Access], Buffer] = {}
+        self.sums: dict[str, Buffer] = {}
+
+    @abc.abstractmethod
+    def statements(self) -> list[Stmt]:
+        """The whole loop, from its allocations to what follows it."""
+
+    @abc.abstractmethod
+    def window(self, groups: int) -> Window:
+        """The chunk of a dim of that many groups, in this iteration."""
+
+    @abc.abstractmethod
+    def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
+        """Append a communication of a chunk."""
+
+    # --- Statements ----------------------------------------------------------- #
+
+    def node(self, node: Node) -> None:
+        """Append `node`, working on a chunk."""
+        part = self.around.part(node)
+        ins = [self.read(b, part.reads.get(i)) for i, b in enumerate(node.reads)]
+        match node.stmt:
+            case Compute() as stmt:
+                self.compute(node, stmt, ins)
+            case Set():
+                out = self.write(node.writes[0], part.writes[0])
+                self.body.append(Set(out=out, source=ins[0]))
+            case Communicate() as stmt:
+                self.communicate(node, stmt, ins[0])
+            case Select() as stmt:
+                self.part_by_rank(stmt, ins[0], part.writes[0])
+            case _:
+                raise AssertionError(f"{node.stmt} has no part in a stream")
+
+    def compute(self, node: Node, stmt: Compute, ins: Sequence[Buffer]) -> None:
+        """A computation on a chunk; into a sum where the streamed factor is reduced."""
+        part = self.around.part(node)
+        (unit_eqn,) = stmt.unit.eqns
+        assert part.factor is not None
+        unit_eqn = dataclasses.replace(unit_eqn, stream=part.factor)
+        reducer = None if part.writes else unit_eqn.rule.reducers[part.factor]
+        if reducer is None:
+            outs = [self.write(b, part.writes[i]) for i, b in enumerate(node.writes)]
+        else:
+            outs = [self.accumulator(b, reducer == "sum") for b in node.writes]
+            unit_eqn = dataclasses.replace(unit_eqn, accumulator=outs[0].dtype)
+        window = self.window(int(part.groups))
+        self.body.append(
+            Compute(
+                unit=dataclasses.replace(stmt.unit, eqns=(unit_eqn,)),
+                ins=tuple(ins),
+                outs=tuple(outs),
+                chunk=Chunk(
+                    start=window.start,
+                    size=window.size,
+                    extent=window.extent,
+                    groups=window.groups,
+                ),
+                reducer=reducer,
+            )
+        )
+
+    def part_by_rank(self, stmt: Select, source: Buffer, access: Access) -> None:
+        """An alias of a chunk; what leaves the loop is copied out of it."""
+        alias = self.chunk(stmt.out, access)
+        self.body.append(dataclasses.replace(stmt, out=alias, source=source))
+        if self.around.leaves(stmt.out, self.group):
+            out = self.write(stmt.out, access)
+            self.body.append(Set(out=out, source=alias))
+
+    # --- Buffers -------------------------------------------------------------- #
+
+    def read(self, buffer: Buffer, access: Access | None) -> Buffer:
+        """What an operand is in an iteration: whole, a chunk made here, or an alias."""
+        if access is None:
+            return buffer
+        if (buffer.name, access) not in self.chunks:
+            self.select(buffer, access)
+        return self.chunks[buffer.name, access]
+
+    def write(self, buffer: Buffer, access: Access) -> Buffer:
+        """Where a result goes: an alias of its whole, or a chunk that stays here."""
+        if not self.around.leaves(buffer, self.group):
+            return self.chunk(buffer, access)
+        whole = with_stream(buffer, access.dim, self.stream)
+        self.around.allocate(whole)
+        self.allocate(whole)
+        return self.select(buffer, access)
+
+    def allocate(self, buffer: Buffer) -> None:
+        """Make `buffer` exist before the loop, once."""
+        if Allocate(buffer=buffer) not in self.before:
+            self.before.append(Allocate(buffer=buffer))
+
+    def chunk(self, buffer: Buffer, access: Access) -> Buffer:
+        """A buffer for this iteration's chunk of `buffer`."""
+        window = self.window(int(access.groups))
+        shape = list(buffer.shape)
+        shape[access.dim] = window.groups * window.most * _scale(buffer, access, window)
+        chunk = dataclasses.replace(
+            with_stream(buffer, access.dim, self.stream),
+            name=self.around.names.fresh(f"{buffer.name}_i"),
+            shape=tuple(shape),
+        )
+        self.chunks[buffer.name, access] = chunk
+        return chunk
+
+    def select(self, buffer: Buffer, access: Access) -> Buffer:
+        """An alias of this iteration's chunk of `buffer`, which stands outside."""
+        out = self.chunk(buffer, access)
+        window = self.window(int(access.groups))
+        scale = _scale(buffer, access, window)
+        select = Select(
+            out=out,
+            source=buffer,
+            dim=access.dim,
+            index=window.start * scale,
+            size=window.size * scale,
+            groups=window.groups,
+        )
+        self.body.append(select)
+        return out
+
+    def accumulator(self, buffer: Buffer, is_sum: bool) -> Buffer:
+        """Where the chunks of a reduced result come together, wide enough for a sum."""
+        if not is_sum or not is_narrow(buffer):
+            self.allocate(buffer)
+            return buffer
+        if buffer.name in self.sums:
+            return self.sums[buffer.name]
+        name = self.around.names.fresh(f"{buffer.name}_sum")
+        wide = dataclasses.replace(buffer, name=name, dtype=np.dtype(np.float32))
+        self.allocate(wide)
+        unit = unit_of(
+            self.around.names.fresh("narrow"),
+            lambda x: lax.convert_element_type(x, buffer.dtype),
+            jax.ShapeDtypeStruct(wide.shape, wide.dtype),
+        )
+        self.after.append(Compute(unit=unit, ins=(wide,), outs=(buffer,)))
+        self.sums[buffer.name] = wide
+        return wide
+
+
+def with_stream(buffer: Buffer, dim: int, stream: str) -> Buffer:
+    """`buffer`, shown as cut into chunks along `dim`."""
+    dims = list(buffer.dims)
+    dims[dim] = Dim(axes=dims[dim].axes, stream=stream)
+    return dataclasses.replace(buffer, dims=tuple(dims))
+
+
+def is_narrow(buffer: Buffer) -> bool:
+    """Whether sums of this type lose digits that float32 keeps."""
+    return jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
+
+
+def _scale(buffer: Buffer, access: Access, window: Window) -> int:
+    """The elements of the dim that one step stands for."""
+    return buffer.shape[access.dim] // (window.groups * window.extent)

@@ -1,0 +1,84 @@
+"""The collective pipeline: chunk s is the s-th slice of every device's shard.
+
+The shape is nvFuser's (its pull requests 4217 and 4402): allocations, then a loop that
+makes every stream wait for the current one, then the loop that works, an iteration a
+stream, each of which the current stream waits for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
+from jhost.lowering.ir.program import (
+    Buffer,
+    Communicate,
+    For,
+    GetCurrentStream,
+    SetCurrentStream,
+    Stmt,
+    Stream,
+    Synchronize,
+)
+from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Surroundings, Window
+
+INDEX = LoopIndex("i")
+
+
+class CollectiveLoop(ChunkLoop):
+    """A loop of `chunks` iterations over `extent` steps, the last maybe smaller."""
+
+    def __init__(
+        self, around: Surroundings, group: Group, stream: str, extent: int, chunks: int
+    ) -> None:
+        super().__init__(around, group, stream)
+        self.extent = extent
+        self.steps = -(-extent // chunks)
+        self.count = -(-extent // self.steps)
+
+    def statements(self) -> list[Stmt]:
+        for node in self.group:
+            self.node(node)
+        wait, work = turns(self.body, self.count, self.around.streams)
+        return [*self.before, GetCurrentStream(stream=MAIN), wait, work, *self.after]
+
+    def window(self, groups: int) -> Window:
+        start = INDEX * self.steps
+        size = chunk_size(self.extent, self.steps, INDEX)
+        return Window(start, size, self.steps, self.extent, groups)
+
+    def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
+        """The same collective, on a chunk."""
+        out = self.write(node.writes[0], self.around.part(node).writes[0])
+        chunked = dataclasses.replace(stmt, out=out, source=source)
+        self.body.extend((chunked, *node.stmts[1:]))
+
+
+def chunk_size(extent: int, steps: int, number: Index) -> Index:
+    """The steps of chunk `number`: fewer in the last where they do not divide."""
+    if extent % steps == 0:
+        return Constant(steps)
+    return minimum(steps, extent - number * steps)
+
+
+def turns(body: list[Stmt], count: int, streams: int) -> tuple[For, For]:
+    """`body` in `count` iterations that take turns on streams, after the wait for MAIN.
+
+    The wait is a loop of its own: inside the one that works it lets nothing overlap.
+    """
+    used = min(count, streams)
+    stream = Stream(index=INDEX % used if used < count else INDEX)
+    wait = on_stream(stream, [Synchronize(stream=MAIN)])
+    work = (*on_stream(stream, body), Synchronize(stream=stream))
+    return (
+        For(index=INDEX.name, extent=used, body=wait),
+        For(index=INDEX.name, extent=count, body=work),
+    )
+
+
+def on_stream(stream: Stream, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+    """`body` on `stream`, then back to MAIN."""
+    leave = SetCurrentStream(stream=MAIN)
+    return (SetCurrentStream(stream=stream), *body, leave)

@@ -1,0 +1,82 @@
+"""In loops, issue early what comes from afar: before anything is computed or awaited.
+
+Where an iteration needs two values that were there before it began, the second is on
+its way while the first is worked on.  It is waited for where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.program import (
+    Communicate,
+    Compute,
+    For,
+    Program,
+    Select,
+    Stmt,
+    Wait,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReceiveEarly:
+    """Loops of which each iteration issues what it receives at its start."""
+
+    name: ClassVar[str] = "receive_early"
+
+    def apply(self, program: Program) -> Program:
+        if not any(isinstance(stmt, For) for stmt in program.body):
+            return program
+        return dataclasses.replace(program, body=_in_loops(program.body))
+
+
+def _in_loops(body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+    return tuple(
+        dataclasses.replace(stmt, body=_in_loops(_receiving_early(stmt.body)))
+        if isinstance(stmt, For)
+        else stmt
+        for stmt in body
+    )
+
+
+def _receiving_early(body: Sequence[Stmt]) -> list[Stmt]:
+    """`body` with the communications of what it does not make before its first wait."""
+    work = Compute | For | Wait
+    start = next((n for n, s in enumerate(body) if isinstance(s, work)), len(body))
+    early = sorted(number for number in _independent(body) if number > start)
+    rest = [stmt for n, stmt in enumerate(body) if n >= start and n not in early]
+    return [*body[:start], *(body[number] for number in early), *rest]
+
+
+def _independent(body: Sequence[Stmt]) -> set[int]:
+    """The communications that touch nothing made in `body`, with their aliases."""
+    aliases: dict[str, int] = {}
+    made: set[str] = set()
+    found: set[int] = set()
+    for number, stmt in enumerate(body):
+        reads, writes = touched(stmt)
+        names = {buffer.name for buffer in (*reads, *writes)}
+        if isinstance(stmt, Select) and stmt.source.name not in made:
+            aliases[stmt.out.name] = number
+            continue
+        if isinstance(stmt, Communicate) and made.isdisjoint(names):
+            found |= {number, *_through(names, aliases, body)}
+        made |= {buffer.name for buffer in writes}
+    return found
+
+
+def _through(
+    names: set[str], aliases: Mapping[str, int], body: Sequence[Stmt]
+) -> set[int]:
+    """The aliases by which `names` reach memory from outside."""
+    found: set[int] = set()
+    for name in names:
+        while (number := aliases.get(name)) is not None:
+            found.add(number)
+            (source,), _ = touched(body[number])
+            name = source.name
+    return found

@@ -1,0 +1,186 @@
+"""Which pipeline a stream gets, how many chunks, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jhost import errors
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.layout import layout_of, used_axes
+from jhost.lowering.ir.program import Communicate, PipelineKind, StreamChoice
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.streams.parts import Part
+
+DEFAULT_CHUNKS = 4
+"""The chunk count of a collective pipeline that was asked for without one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelining:
+    """What a stream gets: `parts` are the nodes that work in chunks, by number.
+
+    `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
+    that was asked for `by_name` stands even where nothing runs beside the transfers.
+    Loops take turns on `streams` at most, if that is chosen.
+    """
+
+    pipeline: PipelineKind
+    chunks: int
+    reason: str
+    parts: Mapping[int, Part]
+    axes: tuple[str, ...] = ()
+    by_name: bool = True
+    streams: int | None = None
+
+
+def choose_pipeline(
+    mark: StreamChoice,
+    extent: int,
+    graph: Sequence[Node],
+    parts: Mapping[int, Part],
+    mesh: Mapping[str, int],
+) -> Pipelining:
+    """The pipeline of one stream, whose loop could cut `extent` steps on a device.
+
+    Raises:
+        ChunksError: more chunks than steps, or a count that a p2p pipeline cannot have.
+        PipelineError: a p2p pipeline where no communication moves the streamed dim.
+    """
+    if extent == 0:
+        return off("the dim has size 0, and nothing is there to cut")
+    if mark.pipeline == "p2p":
+        return _p2p(mark, extent, graph, parts, mesh)
+    if mark.chunks is not None:
+        count, reason = (
+            int(mark.chunks),
+            mark.reason or f"{mark.chunks} chunks, as asked",
+        )
+    elif mark.pipeline == "collective":
+        count = min(DEFAULT_CHUNKS, extent)
+        reason = f"{count} chunks, the default of a collective pipeline"
+    else:
+        return off(mark.reason or "auto, and nothing is known of the devices")
+    _check_count(mark, count, extent)
+    return _collective(count, reason, extent, parts, mark.reason)
+
+
+def off(reason: str) -> Pipelining:
+    """No pipeline."""
+    return Pipelining(pipeline="off", chunks=1, reason=reason, parts={})
+
+
+def _collective(
+    count: int, reason: str, extent: int, parts: Mapping[int, Part], why: str
+) -> Pipelining:
+    """Chunks of one size, but for the last; that may make fewer than `count`."""
+    steps = -(-extent // count)
+    chunks = -(-extent // steps)
+    if chunks < count:
+        reason = (
+            f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
+        ) + (f"; {why}" if why else "")
+    if chunks == 1:
+        return off("one chunk is no loop")
+    return Pipelining(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
+
+
+def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) -> None:
+    """Refuse more chunks than steps, where each device has its part of the chunks."""
+    if count // devices > extent:
+        each = f", {count // devices} on a device," if devices > 1 else ""
+        raise errors.ChunksError(
+            f"{count} chunks were asked for{each} where a device has {extent} steps "
+            "to cut. Ask for fewer chunks, or stream another dim.",
+            [f"axis={mark.dim} at {mark.where}"],
+        )
+
+
+def _p2p(
+    mark: StreamChoice,
+    extent: int,
+    graph: Sequence[Node],
+    parts: Mapping[int, Part],
+    mesh: Mapping[str, int],
+) -> Pipelining:
+    """A chunk a device, or as many pieces of it as the count asks for."""
+    if math.prod(mesh.values()) == 1:
+        return off("there is one device, and nothing moves")
+    moves = _moves(graph, parts)
+    axes = _moving_axes(mark, moves)
+    devices = axes_size(axes, mesh)
+    count = devices if mark.chunks is None else int(mark.chunks)
+    if count % devices:
+        raise errors.ChunksError(
+            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) has a "
+            f"multiple of {devices} chunks, but {count} were asked for.",
+            [f"axis={mark.dim} at {mark.where}"],
+        )
+    _check_count(mark, count, extent, devices)
+    kept = {
+        number: part
+        for number, part in parts.items()
+        if number in moves[axes] or _rotates(graph[number], part, devices, axes)
+    }
+    source = "the devices" if mark.chunks is None else "as asked"
+    reason = mark.reason or f"{count} chunks, {source}"
+    return Pipelining(
+        pipeline="p2p",
+        chunks=count,
+        reason=reason,
+        parts=kept,
+        axes=axes,
+        by_name=mark.by_name,
+        streams=mark.streams,
+    )
+
+
+def _moves(
+    graph: Sequence[Node], parts: Mapping[int, Part]
+) -> dict[tuple[str, ...], list[int]]:
+    """The gathers and reduce-scatters of the streamed dim's shards, by mesh axes."""
+    moves: dict[tuple[str, ...], list[int]] = {}
+    for number, part in parts.items():
+        stmt = graph[number].stmt
+        if isinstance(stmt, Communicate) and part.growth != 1:
+            shards = min(part.reads[0].groups, part.writes[0].groups)
+            if stmt.kind in ("AllGather", "ReduceScatter") and shards == 1:
+                moves.setdefault(stmt.axes, []).append(number)
+    return moves
+
+
+def _moving_axes(
+    mark: StreamChoice, moves: Mapping[tuple[str, ...], Sequence[int]]
+) -> tuple[str, ...]:
+    """The mesh axes along which most moves go: the loops are about those."""
+    if not moves:
+        raise errors.PipelineError(
+            "A p2p pipeline hands the shards of a dim from device to device. Shard the "
+            "dim over the axis along which it is gathered, or reduced and scattered, "
+            'or ask for pipeline="collective".',
+            [
+                f"axis={mark.dim} at {mark.where}: no gather or reduce-scatter moves "
+                "the dim"
+            ],
+        )
+    return max(moves, key=lambda axes: len(moves[axes]))
+
+
+def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> bool:
+    """Whether a node can work on another chunk on each device at the same time.
+
+    What works on a device's own shard stands before the loop or after it.  A collective
+    along the same axes would mix different chunks.  A float sum that all devices hold
+    would come out different on each, for they add in different orders.
+    """
+    stmt = node.stmt
+    if part.growth != 1 or part.groups != devices:
+        return False
+    if isinstance(stmt, Communicate):
+        return not set(stmt.axes) & set(axes)
+    exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in node.writes)
+    held = [used_axes(layout_of(buffer)) for buffer in node.writes]
+    return bool(part.writes) or exact or all(used >= set(axes) for used in held)

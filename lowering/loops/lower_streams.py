@@ -1,0 +1,168 @@
+"""Turn streams into loops: each statement that joins one works on a chunk at a time.
+
+Statements of one stream share a loop wherever the dependency graph lets them; a
+statement outside the stream on a path between two of them splits the loop in two, and
+so does a value that one makes in chunks and the other needs whole (design section 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import ClassVar
+
+from jhost import errors
+from jhost.lowering.ir.graph import Node, merge_groups
+from jhost.lowering.ir.marks import stream_choices
+from jhost.lowering.ir.program import (
+    Compute,
+    Note,
+    Program,
+    Stmt,
+    StreamChoice,
+    StreamReport,
+)
+from jhost.lowering.loops.builder import LoopBuilder
+from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.streams.parts import Access, part_of
+from jhost.lowering.streams.plan import StreamPlan, plan_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LowerStreams:
+    """Straight-line statements with stream marks -> statements and loops.
+
+    `streams` is the number of streams that a loop's iterations take turns on.  What
+    cannot be is refused, or, in a program that is not `strict`, left unpipelined.
+    """
+
+    name: ClassVar[str] = "lower_streams"
+
+    streams: int = 4
+    strict: bool = True
+
+    def apply(self, program: Program) -> Program:
+        asked = stream_choices(program)
+        marks = [mark for mark in asked if mark.pipeline != "off"]
+        left_out = [mark for mark in asked if mark.pipeline == "off"]
+        if not program.marks:
+            return program
+        graph, plan = plan_program(program)
+        program, mesh = dataclasses.replace(program, marks=()), dict(program.mesh.shape)
+        if self.strict:
+            check_marks(program, graph, plan, marks)
+        made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
+        builder = LoopBuilder(program, graph, made, plan.extents, self.streams)
+        groups = merge_groups(graph, builder.order(), builder.should_merge)
+        body = tuple(stmt for group in groups for stmt in builder.lower(group))
+        reports = [
+            stream_report(stream, mark, plan.extents[stream], made[stream])
+            for stream, mark in plan.marks.items()
+        ]
+        reports += [
+            stream_report(f"s{number}", mark, 1, off("off, as asked"))
+            for number, mark in enumerate(left_out, start=len(marks))
+        ]
+        return builder.finish(body, (*reports, *stop_notes(graph, plan)))
+
+    def choose(
+        self,
+        stream: str,
+        graph: Sequence[Node],
+        plan: StreamPlan,
+        mesh: Mapping[str, int],
+    ) -> Pipelining:
+        mark, extent = plan.marks[stream], plan.extents[stream]
+        try:
+            return choose_pipeline(mark, extent, graph, plan.parts_of(stream), mesh)
+        except (errors.PipelineError, errors.ChunksError) as refusal:
+            if self.strict:
+                raise
+            return off(errors.first_line(refusal))
+
+
+# --- What was asked for ------------------------------------------------------- #
+
+
+def check_marks(
+    program: Program,
+    graph: Sequence[Node],
+    plan: StreamPlan,
+    marks: Sequence[StreamChoice],
+) -> None:
+    """Refuse streams on dims that nothing can work on in chunks.
+
+    That is, a value's own computation cannot, or chunks were asked for and none of the
+    computations around the value can.
+    """
+    mesh = dict(program.mesh.shape)
+    offenders = [*_made_whole(graph, marks, mesh), *_without_work(graph, plan)]
+    if offenders:
+        raise errors.StreamDimError(
+            f"{program.name} asks for streams on dims that cannot be worked on in "
+            "chunks. Stream another dim, or mark a value before or after.",
+            list(dict.fromkeys(offenders)),
+        )
+
+
+def _made_whole(
+    graph: Sequence[Node], marks: Sequence[StreamChoice], mesh: Mapping[str, int]
+) -> Iterator[str]:
+    makers = {buffer.name: node for node in graph for buffer in node.writes}
+    for mark in marks:
+        name, node = mark.buffer, makers.get(mark.buffer)
+        while node is not None and not _is_own(node.stmt):
+            name = node.reads[0].name
+            node = makers.get(name)
+        if node is None:
+            continue
+        position = [buffer.name for buffer in node.writes].index(name)
+        access = Access(mark.dim, Fraction(1))
+        part = part_of(node, "", True, position, access, mesh)
+        if isinstance(part, str):
+            yield f"axis={mark.dim} at {mark.where}: {part}"
+
+
+def _is_own(stmt: Stmt) -> bool:
+    """Whether a value's own computation is this one: copies and padding hand it on."""
+    return isinstance(stmt, Compute) and not stmt.unit.pads
+
+
+def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
+    for stream, mark in plan.marks.items():
+        asked = mark.chunks not in (None, 1)
+        if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
+            continue
+        for number, reason in plan.declined.items():
+            touched = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in touched}:
+                yield f"axis={mark.dim} at {mark.where}: {reason}"
+
+
+# --- What to say about it ----------------------------------------------------- #
+
+
+def stream_report(
+    stream: str, mark: StreamChoice, extent: int, made: Pipelining
+) -> StreamReport:
+    """What became of one stream."""
+    return StreamReport(
+        stream=stream,
+        axis=mark.dim,
+        pipeline=made.pipeline,
+        chunks=made.chunks,
+        extent=extent,
+        reason=made.reason,
+        lines=mark.lines,
+        predicted=mark.predicted,
+        measured=mark.measured,
+    )
+
+
+def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
+    """Where streams stopped, and why."""
+    for number, reason in plan.declined.items():
+        if number not in plan.parts:
+            values = ", ".join(buffer.name for buffer in graph[number].writes)
+            yield Note(text=f"streams stop before {values}: {reason}")

@@ -1,0 +1,70 @@
+"""What is cheap to compute is computed where it is first read, if that keeps no more.
+
+JAX puts what the backward needs where the forward is: the derivatives of all
+activations come first.  In a program with streams they would join the first loop that
+works on the same rows, and be kept from there to the loop that reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.marks import stream_choices
+from jhost.lowering.ir.program import Buffer, Compute, Program, Stmt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComputeLate:
+    """Straight-line programs with streams, what can wait right before its readers.
+
+    A contraction is work that may hide a transfer, and stays where it is.
+    """
+
+    name: ClassVar[str] = "compute_late"
+
+    def apply(self, program: Program) -> Program:
+        if not stream_choices(program):
+            return program
+        places = _places(program)
+        order = sorted(range(len(program.body)), key=lambda n: (places[n], n))
+        body = tuple(program.body[number] for number in order)
+        return dataclasses.replace(program, body=body)
+
+
+def _places(program: Program) -> list[int]:
+    """For each statement, the one before which it stands, or itself.
+
+    From the last to the first, so that it is known where the readers stand.
+    """
+    end = len(program.body)
+    first = {result.name: end for result in program.results}
+    last = dict.fromkeys((b.name for b in (*program.params, *program.results)), end)
+    places = list(range(end))
+    for number in reversed(range(end)):
+        stmt = program.body[number]
+        reads, writes = touched(stmt)
+        if _can_wait(stmt):
+            reader = min(first.get(buffer.name, number) for buffer in writes)
+            kept = [b for b in reads if last.get(b.name, number) < reader]
+            if _bytes(kept) <= _bytes(writes):
+                places[number] = reader
+        place = places[number]
+        for buffer in reads:
+            first[buffer.name] = min(place, first.get(buffer.name, end))
+            last[buffer.name] = max(place, last.get(buffer.name, 0))
+    return places
+
+
+def _can_wait(stmt: Stmt) -> bool:
+    return isinstance(stmt, Compute) and all(
+        not (eqn.eqn.effects or eqn.rule.opaque or any(eqn.rule.reducers))
+        for eqn in stmt.unit.eqns
+    )
+
+
+def _bytes(buffers: Sequence[Buffer]) -> int:
+    return sum(size_in_bytes(b.shape, b.dtype.itemsize) for b in buffers)

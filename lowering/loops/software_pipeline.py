@@ -1,0 +1,203 @@
+"""In which order the iterations of a loop are issued, a stage of one at a time.
+
+Iterations that take turns on streams have no order between them, but GPUs have one
+queue for computations.  If each were issued whole, what an iteration computes before a
+communication would wait for all that the one before it computes after its own, and
+nothing would be left to run beside either.  So a loop is cut into stages where a
+communication is waited for with nothing computed since, and the iterations are
+staggered: one is a stage ahead of the next, which hides what is between two stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
+from jhost.lowering.ir.program import (
+    Communicate,
+    Compute,
+    For,
+    If,
+    Select,
+    SetCurrentStream,
+    Stmt,
+    Synchronize,
+    Wait,
+)
+
+Memory: TypeAlias = Callable[[str], Hashable | None]
+"""What memory a name stands for outside of the loop, or None where it is new in it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """A stage of one iteration, the `last` of it or not."""
+
+    iteration: int
+    body: tuple[Stmt, ...]
+    last: bool
+
+
+def turns(loop: For, memory: Memory) -> list[Turn]:
+    """The stages of all iterations of `loop`, in the order to issue them in."""
+    cut = _stages(loop, memory)
+    starts: list[int] = []
+    free: dict[int, int] = {}
+    for iteration in range(loop.extent):
+        # Those on one stream come after one another, the others a stage apart.
+        stream = _stream(loop, iteration) if len(cut) > 1 else 0
+        begin = max(free.get(stream, 0), starts[-1] + 1 if starts else 0)
+        starts.append(begin)
+        free[stream] = begin + len(cut)
+    places = [
+        (starts[iteration] + stage, stage, iteration)
+        for iteration in range(loop.extent)
+        for stage in range(len(cut))
+    ]
+    # Early stages first: what they send then runs beside the late ones of others.
+    return [
+        Turn(iteration, cut[stage], stage == len(cut) - 1)
+        for _, stage, iteration in sorted(places)
+    ]
+
+
+@contextmanager
+def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
+    """`names` with an iteration's `own`, which has those new in it afterwards."""
+    outside = set(names)
+    names.update(own)
+    yield
+    own.clear()
+    own.update((name, names.pop(name)) for name in names.keys() - outside)
+
+
+# --- Stages ----------------------------------------------------------------------- #
+
+
+def _stages(loop: For, memory: Memory) -> list[tuple[Stmt, ...]]:
+    """The body, cut where iterations can be staggered."""
+    if not _takes_turns(loop):
+        return [loop.body]
+    enter, *work, leave, join = loop.body
+    touches = _Touches(loop, memory)
+    cuts = [cut for cut in _cuts(work) if touches.apart(work[:cut], work[cut:])]
+    parts = [work[a:b] for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
+    stages = [(enter, *part, leave) for part in parts]
+    return [*stages[:-1], (*stages[-1], join)]
+
+
+def _takes_turns(loop: For) -> bool:
+    """Whether each iteration is all on one stream, which is then waited for."""
+    match loop.body:
+        case (
+            SetCurrentStream(stream=stream),
+            *work,
+            SetCurrentStream(),
+            Synchronize(stream=joined),
+        ):
+            others = SetCurrentStream | Synchronize | For | If
+            known = leaves(stream.index) <= {LoopIndex(loop.index)}
+            plain = not any(isinstance(stmt, others) for stmt in work)
+            return not stream.name and stream == joined and known and plain
+        case _:
+            return False
+
+
+def _stream(loop: For, iteration: int) -> int:
+    first = loop.body[0]
+    assert isinstance(first, SetCurrentStream)
+    return evaluate(first.stream.index, {LoopIndex(loop.index): iteration})
+
+
+def _cuts(work: Sequence[Stmt]) -> list[int]:
+    """Before each wait for what was just sent, with computations before and after."""
+    last = max(
+        (i for i, stmt in enumerate(work) if isinstance(stmt, Compute)), default=0
+    )
+    cuts: list[int] = []
+    sent: set[str] = set()
+    computed = False
+    for number, stmt in enumerate(work[:last]):
+        match stmt:
+            case Compute():
+                sent, computed = set(), True
+            case Communicate(name=name):
+                sent.add(name)
+            case Wait(communication=name) if name in sent and computed:
+                cuts.append(number)
+                computed = False
+            case _:
+                pass
+    return cuts
+
+
+# --- What iterations share -------------------------------------------------------- #
+
+
+class _Touches:
+    """What memory from outside the statements of a loop's body touch."""
+
+    def __init__(self, loop: For, memory: Memory) -> None:
+        self.loop = loop
+        self.memory = memory
+        self.aliases = {s.out.name: s for s in loop.body if isinstance(s, Select)}
+
+    def apart(self, before: Sequence[Stmt], after: Sequence[Stmt]) -> bool:
+        """Whether an iteration may do `before` ahead of another's `after`.
+
+        What both touch, and one writes, must be another part in each iteration.
+        """
+        early, early_written = self.of(before)
+        late, late_written = self.of(after)
+        shared = (early.keys() & late_written) | (late.keys() & early_written)
+        return all(self.differs(early[m] | late[m]) for m in shared)
+
+    def of(
+        self, body: Sequence[Stmt]
+    ) -> tuple[dict[Hashable, set[Select | None]], set[Hashable]]:
+        """By which aliases each memory is touched, and which are written."""
+        by: dict[Hashable, set[Select | None]] = {}
+        written: set[Hashable] = set()
+        for stmt in body:
+            reads, writes = ([], []) if isinstance(stmt, Select) else touched(stmt)
+            for buffer in (*reads, *writes):
+                memory, alias = self.place(buffer.name)
+                if memory is not None:
+                    by.setdefault(memory, set()).add(alias)
+                    written |= {memory} if buffer in writes else set()
+        return by, written
+
+    def place(self, name: str) -> tuple[Hashable | None, Select | None]:
+        """The memory from outside that a name reaches, and the alias right of it."""
+        alias = None
+        while name in self.aliases:
+            alias = self.aliases[name]
+            name = alias.source.name
+        return self.memory(name), alias
+
+    def differs(self, aliases: set[Select | None]) -> bool:
+        """Whether all is touched in one place, which moves on with the loop."""
+        places = {
+            a and (a.source.name, a.dim, a.index, a.size, a.groups) for a in aliases
+        }
+        (alias, *_), one = aliases, len(places) == 1
+        here = LoopIndex(self.loop.index)
+        if (
+            alias is None
+            or not one
+            or not leaves(alias.index) | leaves(alias.size) <= {here}
+        ):
+            return False
+        spans = [
+            (evaluate(alias.index, {here: i}), evaluate(alias.size, {here: i}))
+            for i in range(self.loop.extent)
+        ]
+        return all(
+            start + size <= following
+            for (start, size), (following, _) in itertools.pairwise(spans)
+        )

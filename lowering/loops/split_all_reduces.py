@@ -1,0 +1,111 @@
+"""Turn all-reduces that a p2p pipeline meets into a reduce-scatter and an all-gather.
+
+An all-reduce would mix the chunks that the devices work on at one step.  Its two halves
+move chunks to their owners and back, and the same bytes in all.  Where the devices do
+not divide the streamed dim, it is padded first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from jhost.lowering.ir.graph import nodes
+from jhost.lowering.ir.marks import stream_choices
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import (
+    Buffer,
+    Communicate,
+    Dim,
+    Program,
+    Stmt,
+    StreamChoice,
+    Wait,
+)
+from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.values import pad_program
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.streams.plan import plan_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitAllReduces:
+    """AllReduce of a value with a p2p stream -> ReduceScatter and AllGather."""
+
+    name: ClassVar[str] = "split_all_reduces"
+
+    def apply(self, program: Program) -> Program:
+        if "p2p" not in {mark.pipeline for mark in stream_choices(program)}:
+            return program
+        mesh = dict(program.mesh.shape)
+        uneven = [
+            Ask(
+                buffer=stmt.out.name,
+                dim=dim,
+                axes=stmt.axes,
+                devices=axes_size(stmt.axes, mesh),
+                where=mark.where,
+            )
+            for stmt, dim, mark in self.all_reduces(program)
+        ]
+        # Padded at the end of what a device has, whatever shards the dim already.
+        program = pad_program(program, uneven)
+        dims = {stmt.out.name: dim for stmt, dim, _ in self.all_reduces(program)}
+        names = Names.of(program)
+        body: list[Stmt] = []
+        for node in nodes(program.body):
+            stmt = node.stmt
+            if isinstance(stmt, Communicate) and stmt.out.name in dims:
+                body += split(stmt, dims[stmt.out.name], mesh, names)
+            else:
+                body += node.stmts
+        return dataclasses.replace(program, body=tuple(body))
+
+    def all_reduces(
+        self, program: Program
+    ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
+        """Those that p2p streams meet, with the streamed dim and what asked for it."""
+        graph, plan = plan_program(program)
+        for number, part in plan.parts.items():
+            stmt, mark = graph[number].stmt, plan.marks[part.stream]
+            if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
+                continue
+            if mark.pipeline == "p2p":
+                yield stmt, part.writes[0].dim, mark
+
+
+def split(
+    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: Names
+) -> list[Stmt]:
+    """The two halves of an all-reduce, unless its dim could not be padded."""
+    devices = axes_size(stmt.axes, mesh)
+    if stmt.out.shape[dim] % devices:
+        return [stmt, Wait(communication=stmt.name)]
+    shard = sharded(stmt.out, dim, stmt.axes, devices, names)
+    scatter = dataclasses.replace(stmt, kind="ReduceScatter", out=shard, dim=dim)
+    gather = dataclasses.replace(
+        stmt,
+        name=names.fresh("c"),
+        kind="AllGather",
+        source=shard,
+        dim=dim,
+        reducer=None,
+    )
+    first, second = Wait(communication=stmt.name), Wait(communication=gather.name)
+    return [scatter, first, gather, second]
+
+
+def sharded(
+    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: Names
+) -> Buffer:
+    """A buffer for one device's part of `whole` along `dim`."""
+    shape, dims = list(whole.shape), list(whole.dims)
+    shape[dim] //= devices
+    dims[dim] = Dim(axes=(*dims[dim].axes, *axes))
+    return dataclasses.replace(
+        whole,
+        name=names.fresh(f"{whole.name}_scattered"),
+        shape=tuple(shape),
+        dims=tuple(dims),
+    )

@@ -1,0 +1,1 @@
+"""Dims that a sharding does not divide."""

@@ -1,0 +1,100 @@
+"""What the user asked of values, of the values that stand for them once padded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.program import (
+    BarrierMark,
+    Buffer,
+    Mark,
+    Program,
+    SerialMark,
+    ShardMark,
+    StreamChoice,
+    StreamRequest,
+)
+from jhost.lowering.rules.dim_rule import axes_size
+
+
+def move_marks(
+    program: Program,
+    kept: Mapping[str, Buffer],
+    padded: Mapping[str, Sequence[Buffer]],
+    read_unpadded: Collection[str],
+    mesh: Mapping[str, int],
+) -> tuple[Mark, ...]:
+    """The marks of `program`, some of whose values are `kept` with padding.
+
+    `padded` has the padded values that bear another name, and `read_unpadded` the
+    values that something reads as they were.
+    """
+    shapes = {buffer.name: buffer.shape for buffer in program.results}
+    shapes = {name: buffer.shape for name, buffer in kept.items()} | shapes
+    moved: list[Mark] = []
+    for mark in program.marks:
+        others = padded.get(mark.buffer, ())
+        match mark:
+            case ShardMark():
+                moved += _shardings(mark, shapes[mark.buffer], others, mesh)
+            case StreamRequest() | StreamChoice():
+                names = _streamed(mark, shapes[mark.buffer], others)
+                if mark.buffer in read_unpadded:
+                    names = {mark.buffer: None, **names}
+                moved += [dataclasses.replace(mark, buffer=name) for name in names]
+            case SerialMark():
+                moved += [mark, *(SerialMark(buffer=b.name) for b in others)]
+            case BarrierMark():
+                names = [mark.buffer, *(b.name for b in others)]
+                moved += [dataclasses.replace(mark, buffer=name) for name in names]
+    return tuple(moved)
+
+
+def possible_marks(program: Program) -> Program:
+    """`program` less the shardings of dims that nothing could pad."""
+    mesh = dict(program.mesh.shape)
+    shapes = {param.name: param.shape for param in program.params}
+    for stmt in program.body:
+        shapes |= {buffer.name: buffer.shape for buffer in touched(stmt)[1]}
+    marks = tuple(
+        _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
+        for m in program.marks
+    )
+    return dataclasses.replace(program, marks=marks)
+
+
+def _streamed(
+    mark: StreamRequest | StreamChoice, shape: Sequence[int], others: Sequence[Buffer]
+) -> dict[str, None]:
+    """Where a stream begins: work is on the padded values, if the dim is padded."""
+    longer = [other.name for other in others if other.shape[mark.dim] > shape[mark.dim]]
+    return dict.fromkeys(longer or [mark.buffer])
+
+
+def _shardings(
+    mark: ShardMark,
+    shape: Sequence[int],
+    others: Sequence[Buffer],
+    mesh: Mapping[str, int],
+) -> list[ShardMark]:
+    """A value that cannot be laid out as asked leaves that to its padded forms."""
+    own = _possible(mark, shape, mesh)
+    if own == mark:
+        return [mark]
+    return [own] + [
+        _possible(dataclasses.replace(mark, buffer=other.name), other.shape, mesh)
+        for other in others
+    ]
+
+
+def _possible(
+    mark: ShardMark, shape: Sequence[int], mesh: Mapping[str, int]
+) -> ShardMark:
+    """`mark` less what does not come in equal parts: there jhost may choose."""
+    spec = tuple(
+        None if axes and size % axes_size(axes, mesh) else axes
+        for axes, size in zip(mark.spec, shape, strict=True)
+    )
+    return dataclasses.replace(mark, spec=spec)

@@ -1,0 +1,41 @@
+"""Pad the dims that a sharding inside the function does not divide.
+
+`jax.lax.with_sharding_constraint` takes such a sharding inside a jitted function, and
+so does `jhost.shard`.  Every device runs one program, so its parts have one size: the
+dim is padded to the next multiple, and every later pass sees ordinary buffers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jhost.lowering.ir.program import Program, ShardMark
+from jhost.lowering.padding.marks import possible_marks
+from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.values import pad_program
+from jhost.lowering.rules.dim_rule import axes_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PadUneven:
+    """Global shapes that shardings need not divide -> shapes that they do."""
+
+    name: ClassVar[str] = "pad_uneven"
+
+    def apply(self, program: Program) -> Program:
+        mesh = dict(program.mesh.shape)
+        asks = [
+            Ask(
+                buffer=mark.buffer,
+                dim=dim,
+                axes=axes,
+                devices=axes_size(axes, mesh),
+                where=mark.where,
+            )
+            for mark in program.marks
+            if isinstance(mark, ShardMark)
+            for dim, axes in enumerate(mark.spec)
+            if axes
+        ]
+        return possible_marks(pad_program(program, asks))

@@ -1,0 +1,284 @@
+"""Which dims to pad where a sharding does not divide them, and to which sizes.
+
+A padded dim is padded wherever it goes: through every operation that carries it as a
+factor, so that between the first of them and the last nothing is padded or cut.  These
+operations are the *region*.  It ends at parameters and results, which keep the user's
+shapes, and where an operation needs the dim whole.  In a program of one device's shapes
+it also ends where a communication moves the dim: padding there is at the end of every
+shard, and together they would have it in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.operation import operation
+from jhost.lowering.ir.program import (
+    Buffer,
+    Communicate,
+    Compute,
+    Program,
+    Select,
+    Set,
+    Stmt,
+)
+from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
+
+Key: TypeAlias = tuple[int, int] | tuple[str, int]
+"""What is padded: a factor of the statement of that number, or a dim of a value whose
+maker cannot be padded."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A dim of a value that has to come in equal parts for all devices along `axes`."""
+
+    buffer: str
+    dim: int
+    axes: tuple[str, ...]
+    devices: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """A statement's values and the factors that tie their dims, in steps on a device.
+
+    `counted` are the factors of which a device has to know which part it holds: there
+    the positions in the whole depend on its size.
+    """
+
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    steps: tuple[int, ...]
+    reducers: tuple[Reducer | None, ...]
+    counted: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """How many times as large each key becomes.
+
+    `asks` has the first ask of all that belongs together, with the sizes of its dim
+    before and after.
+    """
+
+    statements: tuple[Operands | None, ...]
+    ratios: Mapping[Key, Fraction]
+    asks: Mapping[Ask, tuple[int, int]]
+
+    def shape(self, number: int, dims: Dims, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that statement `number` wants of a value of `shape`, or gives it"""
+        return tuple(
+            int(size * (1 if dim is None else self.ratio(number, dim.factor)))
+            for dim, size in zip(dims, shape, strict=True)
+        )
+
+    def ratio(self, number: int, factor: int) -> Fraction:
+        """How many times as many steps a factor has."""
+        return self.ratios.get((number, factor), Fraction(1))
+
+
+def plan_region(program: Program, asks: Sequence[Ask]) -> Region:
+    """The region around the dims of `asks` that do not come in equal parts."""
+    growth = _Growth(program, asks)
+    growth.run()
+    return growth.finish(asks)
+
+
+def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
+    """The factors of `stmt`, if it has any business with the dims of values."""
+    if isinstance(stmt, Compute):
+        return _of_compute(stmt, mesh)
+    if not isinstance(stmt, Set | Select | Communicate):
+        return None
+    moved = {getattr(stmt, "dim", None), getattr(stmt, "source_dim", None)}
+    factors = Factors()
+    dims = factors.dims(stmt.out.shape, whole=moved)
+    count = len(factors.sizes)
+    return Operands(
+        reads=(stmt.source,),
+        writes=(stmt.out,),
+        operands=(dims,),
+        results=(dims,),
+        steps=tuple(factors.sizes),
+        reducers=(None,) * count,
+        counted=frozenset(),
+    )
+
+
+def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
+    op = operation(stmt)
+    (unit_eqn,) = stmt.unit.eqns
+    devices = [axes_size(axes, mesh) for axes in unit_eqn.axes]
+    spread = frozenset(f for f, d in enumerate(devices) if d > 1)
+    return Operands(
+        reads=stmt.ins,
+        writes=stmt.outs,
+        operands=op.operands,
+        results=op.results,
+        steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
+        reducers=op.reducers,
+        counted=unit_eqn.rule.counted & spread,
+    )
+
+
+class _Growth:
+    """Spreads from the asks that do not divide until every border is reached."""
+
+    def __init__(self, program: Program, asks: Sequence[Ask]) -> None:
+        mesh = dict(program.mesh.shape)
+        self.statements = tuple(operands_of(stmt, mesh) for stmt in program.body)
+        self.buffers = {param.name: param for param in program.params}
+        self.makers: dict[str, tuple[int, int]] = {}
+        self.readers: dict[str, list[tuple[int, int]]] = {}
+        for number, (stmt, op) in enumerate(
+            zip(program.body, self.statements, strict=True)
+        ):
+            for position, buffer in enumerate(touched(stmt)[1]):
+                self.buffers[buffer.name] = buffer
+                if op is not None:
+                    self.makers[buffer.name] = number, position
+            for position, buffer in enumerate(op.reads if op else ()):
+                self.readers.setdefault(buffer.name, []).append((number, position))
+        self.uneven = [
+            a for a in asks if self.buffers[a.buffer].shape[a.dim] % a.devices
+        ]
+        self.most = max((ask.devices for ask in self.uneven), default=1)
+        self.seeds = {(ask.buffer, ask.dim) for ask in self.uneven}
+        self.leaders: dict[Key, Key] = {}
+        self.queue: deque[Key] = deque()
+
+    def run(self) -> None:
+        for ask in self.uneven:
+            key = self.key(ask.buffer, ask.dim)
+            if key is not None:
+                self.join(key, key)
+        while self.queue:
+            key = self.queue.popleft()
+            for other in self.neighbours(key):
+                self.join(key, other)
+
+    # --- Who is next to whom ---------------------------------------------------- #
+
+    def neighbours(self, key: Key) -> Iterator[Key]:
+        first, second = key
+        if isinstance(first, str):
+            yield from self.reading(first, second)
+            return
+        op = self.statements[first]
+        assert op is not None
+        for buffers, maps in ((op.reads, op.operands), (op.writes, op.results)):
+            for buffer, dims in zip(buffers, maps, strict=True):
+                for dim, mapped in enumerate(dims):
+                    if mapped is not None and mapped.factor == second:
+                        yield from self.around(buffer.name, dim)
+
+    def around(self, name: str, dim: int) -> Iterator[Key]:
+        """What else is padded with a dim of a value that the region has reached."""
+        key = self.key(name, dim)
+        if key is not None:
+            yield key
+            yield from self.reading(name, dim)
+
+    def reading(self, name: str, dim: int) -> Iterator[Key]:
+        for number, position in self.readers.get(name, ()):
+            op = self.statements[number]
+            mapped = op.operands[position][dim] if op else None
+            if mapped is not None and self.admits(number, mapped.factor):
+                yield number, mapped.factor
+
+    def key(self, name: str, dim: int) -> Key | None:
+        """The factor of which a value is made, or itself if it has to be padded."""
+        if name in self.makers:
+            number, position = self.makers[name]
+            op = self.statements[number]
+            mapped = op.results[position][dim] if op else None
+            if mapped is not None and self.admits(number, mapped.factor):
+                return number, mapped.factor
+        is_seed = (name, dim) in self.seeds and can_be_padded(self.buffers[name])
+        return (name, dim) if is_seed else None
+
+    def admits(self, number: int, factor: int) -> bool:
+        """Whether a statement can work on a longer factor."""
+        op = self.statements[number]
+        assert op is not None
+        scales: list[int] = []
+        lacking = False
+        for dims in (*op.operands, *op.results):
+            scales += [d.scale for d in dims if d is not None and d.factor == factor]
+        for dims in op.results:
+            lacking |= all(dim is None or dim.factor != factor for dim in dims)
+        if lacking and op.reducers[factor] is None:
+            return False  # a result that depends on all of it
+        if factor in op.counted:
+            return False
+        if max(scales, default=1) > 1 and op.steps[factor] < self.most:
+            return False  # padding so few steps would more than double the values
+        return all(map(can_be_padded, (*op.reads, *op.writes)))
+
+    # --- What belongs together ---------------------------------------------------- #
+
+    def join(self, key: Key, other: Key) -> None:
+        for each in (key, other):
+            if each not in self.leaders:
+                self.leaders[each] = each
+                self.queue.append(each)
+        self.leaders[self.leader(other)] = self.leader(key)
+
+    def leader(self, key: Key) -> Key:
+        while self.leaders[key] != key:
+            key = self.leaders[key]
+        return key
+
+    def steps(self, key: Key) -> int:
+        first, second = key
+        if isinstance(first, str):
+            return self.buffers[first].shape[second]
+        op = self.statements[first]
+        assert op is not None
+        return op.steps[second]
+
+    def finish(self, asks: Sequence[Ask]) -> Region:
+        """What belongs together grows alike, so far that all asks are met."""
+        steps: dict[Key, int] = {}
+        devices: dict[Key, int] = {}
+        for key in self.leaders:
+            leader = self.leader(key)
+            steps[leader] = math.gcd(steps.get(leader, 0), self.steps(key))
+        reached = {ask: self.key(ask.buffer, ask.dim) for ask in asks}
+        for ask, key in reached.items():
+            if key in self.leaders:
+                leader = self.leader(key)
+                devices[leader] = math.lcm(devices.get(leader, 1), ask.devices)
+        grown = {
+            leader: Fraction(-(-n // devices[leader]) * devices[leader], n)
+            for leader, n in steps.items()
+        }
+        ratios = {key: grown[self.leader(key)] for key in self.leaders}
+        told: dict[Key, Ask] = {}
+        for ask in self.uneven:
+            key = reached[ask]
+            if key is not None:
+                told.setdefault(self.leader(key), ask)
+        sizes: dict[Ask, tuple[int, int]] = {}
+        for leader, ask in told.items():
+            size = self.buffers[ask.buffer].shape[ask.dim]
+            sizes[ask] = size, int(size * grown[leader])
+        return Region(self.statements, ratios, sizes)
+
+
+def can_be_padded(buffer: Buffer) -> bool:
+    """Whether there are elements to pad with: there is no random key to spare."""
+    return not jnp.issubdtype(buffer.dtype, jax.dtypes.extended)

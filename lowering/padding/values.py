@@ -1,0 +1,239 @@
+"""Write the padding of a region into a program: pads, cuts, and masks where it counts.
+
+What enters the region is padded, once for all that read it, and what leaves it is cut.
+In between the padding may hold anything (the logarithm of 0), so where an operation
+reduces the dim, elements that change nothing are put in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jhost._jax import resized_var
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Buffer, Compute, Note, Program, Stmt
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.padding.marks import move_marks
+from jhost.lowering.padding.region import Ask, Operands, Region, plan_region
+from jhost.lowering.rules.dim_rule import Dims, Reducer, identity, shape_of
+from jhost.lowering.units.make import computes_of
+
+_Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]
+
+
+def pad_program(program: Program, asks: Sequence[Ask]) -> Program:
+    """`program` with padding where the dims of `asks` do not come in equal parts."""
+    region = plan_region(program, asks)
+    if not region.ratios:
+        return program
+    return _Padder(program, region).program_with_padding()
+
+
+class _Padder:
+    def __init__(self, program: Program, region: Region) -> None:
+        self.program = program
+        self.region = region
+        self.mesh = dict(program.mesh.shape)
+        self.names = Names.of(program)
+        self.results = {result.name for result in program.results}
+        self.body: list[Stmt] = []
+        self.kept: dict[str, Buffer] = {param.name: param for param in program.params}
+        self.versions: dict[_Version, Buffer] = {}
+        self.padded: dict[str, list[Buffer]] = {}
+        self.read_unpadded: set[str] = set()
+
+    def program_with_padding(self) -> Program:
+        pairs = zip(self.program.body, self.region.statements, strict=True)
+        for number, (stmt, op) in enumerate(pairs):
+            if op is None:
+                self.body.append(stmt)
+            else:
+                self.statement(number, stmt, op)
+        marks = move_marks(
+            self.program, self.kept, self.padded, self.read_unpadded, self.mesh
+        )
+        notes = [self.note(ask, *sizes) for ask, sizes in self.region.asks.items()]
+        return dataclasses.replace(
+            self.program,
+            body=tuple(self.body),
+            marks=marks,
+            remarks=(*self.program.remarks, *notes),
+        )
+
+    def statement(self, number: int, stmt: Stmt, op: Operands) -> None:
+        """`stmt` on values of the sizes that it has in the region."""
+        replaced: dict[str, Buffer] = {}
+        reads = [self.operand(number, op, i) for i in range(len(op.reads))]
+        for position, buffer in enumerate(op.writes):
+            replaced[buffer.name] = self.result(number, op, position)
+        if isinstance(stmt, Compute):
+            outs = tuple(replaced[out.name] for out in stmt.outs)
+            stmt = self.resized(number, stmt)
+            self.body.append(dataclasses.replace(stmt, ins=tuple(reads), outs=outs))
+        else:
+            replaced[op.reads[0].name] = reads[0]
+            self.body.append(replace_buffers(stmt, replaced))
+        for buffer in op.writes:
+            if self.kept[buffer.name].name != buffer.name:
+                self.cut(self.kept[buffer.name], buffer.shape, buffer)
+
+    def resized(self, number: int, stmt: Compute) -> Compute:
+        """`stmt` with as many steps in its rule as it has in the region.
+
+        Its equation keeps the parameters: `rebind` goes by the rule.
+        """
+        (unit_eqn,) = stmt.unit.eqns
+        eqn, rule = unit_eqn.eqn, unit_eqn.rule
+        sizes = tuple(
+            int(size * self.region.ratio(number, factor))
+            for factor, size in enumerate(rule.sizes)
+        )
+        if sizes == rule.sizes:
+            return stmt
+        invars = self.variables(number, eqn.invars, rule.operands)
+        outvars = self.variables(number, eqn.outvars, rule.results)
+        renamed = dict(zip(map(id, eqn.invars), invars, strict=True))
+        unit_eqn = dataclasses.replace(
+            unit_eqn,
+            eqn=eqn.replace(invars=invars, outvars=outvars),
+            rule=dataclasses.replace(rule, sizes=sizes),
+        )
+        unit = dataclasses.replace(
+            stmt.unit,
+            eqns=(unit_eqn,),
+            invars=tuple(renamed[id(var)] for var in stmt.unit.invars),
+            outvars=tuple(outvars),
+        )
+        return dataclasses.replace(stmt, unit=unit)
+
+    def variables(
+        self, number: int, atoms: Sequence[Any], maps: Sequence[Dims]
+    ) -> list[Any]:
+        """Variables of the types that values have in the region."""
+        return [
+            atom
+            if isinstance(atom, Literal)
+            else resized_var(atom, self.region.shape(number, dims, shape_of(atom)))
+            for atom, dims in zip(atoms, maps, strict=True)
+        ]
+
+    # --- Values ------------------------------------------------------------------- #
+
+    def result(self, number: int, op: Operands, position: int) -> Buffer:
+        """What a statement makes; a result of the program is cut out of it."""
+        buffer = op.writes[position]
+        shape = self.region.shape(number, op.results[position], buffer.shape)
+        made = dataclasses.replace(buffer, shape=shape)
+        if made != buffer and buffer.name in self.results:
+            made = self.named(made, "padded")
+            self.padded[buffer.name] = [made]
+        self.kept[buffer.name] = made
+        return made
+
+    def operand(self, number: int, op: Operands, position: int) -> Buffer:
+        """A value in the sizes that a statement wants; reduced dims end neutrally."""
+        buffer, dims = op.reads[position], op.operands[position]
+        shape = self.region.shape(number, dims, buffer.shape)
+        reduced: dict[int, Reducer] = {
+            dim: reducer
+            for dim, mapped in enumerate(dims)
+            if mapped is not None and shape[dim] > buffer.shape[dim]
+            if (reducer := op.reducers[mapped.factor]) is not None
+        }
+        (reducer,) = set(reduced.values()) or {None}
+        return self.version(buffer, shape, reducer, tuple(reduced))
+
+    def version(
+        self,
+        buffer: Buffer,
+        shape: tuple[int, ...],
+        reducer: Reducer | None,
+        reduced: tuple[int, ...],
+    ) -> Buffer:
+        """`buffer` with `shape`, made once for all who want the same."""
+        kept = self.kept[buffer.name]
+        masked = tuple(d for d in reduced if kept.shape[d] > buffer.shape[d])
+        if kept.shape == shape and not masked:
+            if shape == buffer.shape:
+                self.read_unpadded.add(buffer.name)
+            return kept
+        fill = np.zeros((), buffer.dtype)[()]
+        if reducer is not None:
+            fill = identity(reducer, buffer.dtype)
+        wanted = buffer.name, shape, fill, masked
+        if wanted not in self.versions:
+            self.versions[wanted] = self.fitted(buffer, shape, fill, masked)
+        return self.versions[wanted]
+
+    def fitted(
+        self,
+        buffer: Buffer,
+        shape: tuple[int, ...],
+        fill: Any,
+        masked: Sequence[int],
+    ) -> Buffer:
+        """A value cut, then padded, then with its padding made `fill`."""
+        value = self.kept[buffer.name]
+        smaller = tuple(map(min, value.shape, shape))
+        if smaller != value.shape:
+            value = self.cut(value, smaller)
+        if shape != value.shape:
+            value = self.pad(value, shape, fill)
+            self.padded.setdefault(buffer.name, []).append(value)
+        for dim in masked:
+            value = self.mask(value, dim, buffer.shape[dim], fill)
+        return value
+
+    # --- Statements --------------------------------------------------------------- #
+
+    def pad(self, value: Buffer, shape: tuple[int, ...], fill: Any) -> Buffer:
+        more = [(0, n - old, 0) for n, old in zip(shape, value.shape, strict=True)]
+        out = self.named(dataclasses.replace(value, shape=shape), "padded")
+        self.body += computes_of(
+            "padding",
+            lambda x: lax.pad(x, fill, more),
+            value,
+            out,
+            self.names,
+            pads=True,
+        )
+        return out
+
+    def cut(
+        self, value: Buffer, shape: tuple[int, ...], out: Buffer | None = None
+    ) -> Buffer:
+        if out is None:
+            out = self.named(dataclasses.replace(value, shape=shape), "cut")
+        first = (0,) * len(shape)
+        return self.computed("cut", lambda x: lax.slice(x, first, shape), value, out)
+
+    def mask(self, value: Buffer, dim: int, size: int, fill: Any) -> Buffer:
+        def masked(x: jax.Array) -> jax.Array:
+            count = lax.broadcasted_iota(np.int32, x.shape, dim)
+            filled = lax.full(x.shape, fill, x.dtype)
+            return lax.select(lax.lt(count, np.int32(size)), x, filled)
+
+        return self.computed("mask", masked, value, self.named(value, "masked"))
+
+    def computed(
+        self, name: str, fun: Callable[[Any], Any], source: Buffer, out: Buffer
+    ) -> Buffer:
+        self.body += computes_of(name, fun, source, out, self.names)
+        return out
+
+    def named(self, buffer: Buffer, suffix: str) -> Buffer:
+        name = self.names.fresh(f"{buffer.name}_{suffix}")
+        return dataclasses.replace(buffer, name=name)
+
+    def note(self, ask: Ask, old: int, new: int) -> Note:
+        axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in ask.axes)
+        do = "does" if len(ask.axes) == 1 else "do"
+        text = f"dim {ask.dim} of {ask.buffer} padded from {old} to {new}"
+        return Note(text=f"{text}: {axes} {do} not divide {old}", where=ask.where)

@@ -1,1 +1,0 @@
-"""Passes: each turns a valid program into a valid program, one file each."""

@@ -1,0 +1,114 @@
+"""Dim rules of primitives that work along some dims and repeat over the others."""
+
+from __future__ import annotations
+
+from jax.extend.core import JaxprEqn
+
+from jhost.lowering.rules.dim_rule import DimRule, along, leading, rule, shape_of
+
+# --- Along one dim or a few --------------------------------------------------- #
+
+
+@rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")
+def along_axis(eqn: JaxprEqn) -> DimRule:
+    """The dim that is scanned, or searched, stays whole."""
+    return along(eqn, (eqn.params["axis"],))
+
+
+@rule("argmax", "argmin", "reduce_xor")
+def along_axes(eqn: JaxprEqn) -> DimRule:
+    """Reductions whose parts do not combine with any of the reducers."""
+    return along(eqn, eqn.params["axes"])
+
+
+@rule("reduce")
+def reduce(eqn: JaxprEqn) -> DimRule:
+    """A reduction by a computation of the user's; the initial values are scalars."""
+    return along(eqn, eqn.params["dimensions"])
+
+
+@rule("sort")
+def sort(eqn: JaxprEqn) -> DimRule:
+    """The sorted dim stays whole, in the keys and in what is sorted with them."""
+    return along(eqn, (eqn.params["dimension"],))
+
+
+@rule("approx_top_k")
+def approx_top_k(eqn: JaxprEqn) -> DimRule:
+    """The searched dim stays whole."""
+    rank = len(shape_of(eqn.invars[0]))
+    return along(eqn, (eqn.params["reduction_dimension"] % rank,))
+
+
+# --- Windows ------------------------------------------------------------------ #
+
+
+@rule(
+    "reduce_window",
+    "reduce_window_max",
+    "reduce_window_min",
+    "reduce_window_sum",
+    "select_and_gather_add",
+    "select_and_scatter_add",
+)
+def windows(eqn: JaxprEqn) -> DimRule:
+    """The dims that a window slides over stay whole."""
+    rank = len(shape_of(eqn.invars[0]))
+    return along(eqn, [dim for dim in range(rank) if _slides(eqn, dim)])
+
+
+def _slides(eqn: JaxprEqn, dim: int) -> bool:
+    """Whether element i of the result comes from more than element i of the operand."""
+    params = eqn.params
+    return (
+        params["window_dimensions"][dim] != 1
+        or params["window_strides"][dim] != 1
+        or tuple(params["padding"][dim]) != (0, 0)
+        or ("base_dilation" in params and params["base_dilation"][dim] != 1)
+    )
+
+
+# --- Over leading dims -------------------------------------------------------- #
+
+
+@rule("fft")
+def fft(eqn: JaxprEqn) -> DimRule:
+    """The last dims are transformed."""
+    rank = len(shape_of(eqn.invars[0]))
+    return leading(eqn, rank - len(eqn.params["fft_lengths"]))
+
+
+@rule(
+    "cholesky",
+    "cholesky_update",
+    "eig",
+    "eigh",
+    "geqp3",
+    "geqrf",
+    "hessenberg",
+    "householder_product",
+    "lu",
+    "ormqr",
+    "qr",
+    "schur",
+    "svd",
+    "symmetric_product",
+    "triangular_solve",
+    "tridiagonal",
+)
+def matrices(eqn: JaxprEqn) -> DimRule:
+    """Linear algebra: the first operand is a batch of matrices."""
+    return leading(eqn, len(shape_of(eqn.invars[0])) - 2)
+
+
+@rule("lu_pivots_to_permutation", "tridiagonal_solve")
+def vectors(eqn: JaxprEqn) -> DimRule:
+    """Linear algebra: the first operand is a batch of vectors."""
+    return leading(eqn, len(shape_of(eqn.invars[0])) - 1)
+
+
+@rule("bitcast_convert_type", "random_unwrap", "random_wrap")
+def reinterpret(eqn: JaxprEqn) -> DimRule:
+    """An element of one side may be the whole last dims of the other."""
+    (operand,), (result,) = eqn.invars, eqn.outvars
+    return leading(eqn, min(len(shape_of(operand)), len(shape_of(result))))

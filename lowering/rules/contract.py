@@ -1,0 +1,177 @@
+"""Dim rules of contractions and reductions: the primitives with reduced factors."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, TypeAlias
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Factors,
+    Place,
+    Reducer,
+    bind,
+    bind_same,
+    rule,
+    shape_of,
+    whole,
+    without,
+)
+
+# As in `lax.dot_general`: ((lhs, rhs) contracted dims, (lhs, rhs) batch dims).
+_DotNumbers: TypeAlias = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+# --- Products ----------------------------------------------------------------- #
+
+
+@rule("dot_general")
+def dot_general(eqn: JaxprEqn) -> DimRule:
+    """Batch and free dims are parallel, contracted dims are summed."""
+    factors = Factors()
+    lhs, rhs, out = _product(factors, eqn, eqn.params["dimension_numbers"])
+    return factors.rule([lhs, rhs], [out], _rebind_product)
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
+    """As `dot_general`; the ragged dim and that of the groups stay whole."""
+    group_sizes, (result,) = eqn.invars[2], eqn.outvars
+    if len(shape_of(group_sizes)) != 1:
+        return whole(eqn)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    factors = Factors()
+    lhs, rhs, out = _product(
+        factors,
+        eqn,
+        numbers.dot_dimension_numbers,
+        numbers.lhs_ragged_dimensions,
+        numbers.rhs_group_dimensions,
+    )
+    # A ragged contraction has a result for each group: a dim in front.
+    groups = (None,) * (len(shape_of(result)) - len(out))
+    return factors.rule([lhs, rhs, (None,)], [groups + out], _rebind_product)
+
+
+def _product(
+    factors: Factors,
+    eqn: JaxprEqn,
+    numbers: _DotNumbers,
+    ragged: Container[int] = (),
+    groups: Sequence[int] = (),
+) -> tuple[Dims, Dims, Dims]:
+    """The maps of both operands and the result; `ragged` is of lhs, `groups` of rhs."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    lhs = tuple(
+        None
+        if dim in ragged
+        else FactorDim(factors.new(size, "sum" if dim in lhs_contract else None))
+        for dim, size in enumerate(shape_of(eqn.invars[0]))
+    )
+    partners = dict(zip(rhs_contract, lhs_contract, strict=True))
+    partners |= zip(rhs_batch, lhs_batch, strict=True)
+    rhs_free = factors.dims(shape_of(eqn.invars[1]), whole=(*partners, *groups))
+    rhs = tuple(
+        lhs[partners[dim]] if dim in partners else free
+        for dim, free in enumerate(rhs_free)
+    )
+    out = (
+        *(lhs[dim] for dim in lhs_batch),
+        *without(lhs, (*lhs_batch, *lhs_contract)),
+        *without(rhs, (*partners, *groups)),
+    )
+    return lhs, rhs, out
+
+
+def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """A product whose sum goes on in an accumulator is not rounded before."""
+    if place.accumulator is None:
+        return bind(eqn, args)
+    return bind(eqn, args, preferred_element_type=place.accumulator)
+
+
+# --- Convolutions ------------------------------------------------------------- #
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
+    """Batch and features; a spatial dim stays whole unless its window is one element.
+
+    Grouped dims (`feature_group_count`, `batch_group_count`) stay whole too: a part of
+    them would need the number of groups changed.
+    """
+    lhs, rhs, out = (shape_of(v) for v in (*eqn.invars, *eqn.outvars))
+    lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
+    features_together = eqn.params["feature_group_count"] == 1
+    batch_together = eqn.params["batch_group_count"] == 1
+    factors = Factors()
+    lhs_map: dict[int, FactorDim] = {}
+    rhs_map: dict[int, FactorDim] = {}
+    out_map: dict[int, FactorDim] = {}
+    if batch_together:
+        batch = FactorDim(factors.new(lhs[lhs_spec[0]]))
+        lhs_map[lhs_spec[0]] = out_map[out_spec[0]] = batch
+    if features_together:
+        contracted = FactorDim(factors.new(lhs[lhs_spec[1]], "sum"))
+        lhs_map[lhs_spec[1]] = rhs_map[rhs_spec[1]] = contracted
+    if features_together and batch_together:
+        features = FactorDim(factors.new(rhs[rhs_spec[0]]))
+        rhs_map[rhs_spec[0]] = out_map[out_spec[1]] = features
+    for space, (lhs_dim, rhs_dim, out_dim) in enumerate(
+        zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)
+    ):
+        if rhs[rhs_dim] == 1 and _is_pointwise(eqn, space):
+            point = FactorDim(factors.new(lhs[lhs_dim]))
+            lhs_map[lhs_dim] = out_map[out_dim] = point
+    maps = [
+        [mapped.get(dim) for dim in range(len(shape))]
+        for mapped, shape in ((lhs_map, lhs), (rhs_map, rhs), (out_map, out))
+    ]
+    return factors.rule(maps[:2], maps[2:], _rebind_product)
+
+
+def _is_pointwise(eqn: JaxprEqn, space: int) -> bool:
+    """Whether a window of one element meets each element of the dim once."""
+    return (
+        eqn.params["window_strides"][space] == 1
+        and tuple(eqn.params["padding"][space]) == (0, 0)
+        and eqn.params["lhs_dilation"][space] == 1
+    )
+
+
+# --- Reductions --------------------------------------------------------------- #
+
+_REDUCERS: dict[str, Reducer] = {
+    "reduce_and": "and",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "or",
+    "reduce_prod": "prod",
+    "reduce_sum": "sum",
+}
+
+
+@rule(*_REDUCERS)
+def reduction(eqn: JaxprEqn) -> DimRule:
+    """Reduced dims carry the reducer; the others are parallel."""
+    reducer, axes = _REDUCERS[eqn.primitive.name], eqn.params["axes"]
+    factors = Factors()
+    dims = tuple(
+        FactorDim(factors.new(size, reducer if dim in axes else None))
+        for dim, size in enumerate(shape_of(eqn.invars[0]))
+    )
+    rebind = _rebind_sum if reducer == "sum" else bind_same
+    return factors.rule([dims], [without(dims, axes)], rebind)
+
+
+def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """A sum that goes on in an accumulator is made in its dtype."""
+    if place.accumulator is None:
+        return bind(eqn, args)
+    return bind(eqn, [lax.convert_element_type(args[0], place.accumulator)])

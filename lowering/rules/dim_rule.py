@@ -1,0 +1,300 @@
+"""Dim rules: how an equation's operand and result dims follow one another.
+
+A rule names the *factors* of an equation, its independent indices in the einsum sense
+(`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
+None, which means that the dim must be whole.  Sharding, resharding and streams all
+read this one table; nothing else knows primitives.  The rules themselves stand in
+`elementwise.py`, `shape.py`, `contract.py`, `along.py` and
+`index.py`; `table.py` has them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or"]
+
+COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+"""How each reducer combines two values; and and or are bitwise on integers."""
+
+
+def identity(reducer: Reducer, dtype: np.dtype) -> Any:
+    """The scalar that changes nothing where it is combined with another."""
+    match reducer:
+        case "sum" | "or":
+            value: Any = 0
+        case "prod":
+            value = 1
+        case "and":
+            value = -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _most(dtype)
+        case "max":
+            value = _least(dtype)
+        case "min":
+            value = _most(dtype)
+    return np.asarray(value).astype(dtype)[()]
+
+
+def _least(dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min
+    # Some narrow floats have no infinity.
+    return -np.inf if _has_infinity(dtype) else jnp.finfo(dtype).min
+
+
+def _most(dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max
+    return np.inf if _has_infinity(dtype) else jnp.finfo(dtype).max
+
+
+def _has_infinity(dtype: np.dtype) -> bool:
+    return bool(np.isinf(np.asarray(np.inf).astype(dtype)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FactorDim:
+    """A dim that follows `factor`; each step of the factor is `scale` elements of it.
+
+    A reshape that merges `[a, b]` into `[a * b]` maps the merged dim to factor a with
+    scale b.
+    """
+
+    factor: int
+    scale: int = 1
+
+
+Dims: TypeAlias = tuple[FactorDim | None, ...]
+
+
+class Place(Protocol):
+    """Where an equation runs: which part of each factor is worked on there."""
+
+    def size(self, factor: int) -> int:
+        """The number of steps of `factor` here."""
+        ...
+
+    def positions(self, factor: int) -> Any:
+        """Where the steps of `factor` here stand in the whole: int32, one a step."""
+        ...
+
+    @property
+    def accumulator(self) -> np.dtype | None:
+        """The dtype wanted of a sum that goes on in an accumulator, if it matters."""
+        ...
+
+
+Rebind: TypeAlias = Callable[[JaxprEqn, Sequence[Any], Place], Sequence[Any]]
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Bind `eqn`'s primitive to `args`, with some parameters changed.
+
+    A sharding among the parameters is that of the whole result, and is dropped.
+    """
+    dropped = dict.fromkeys({"sharding", "out_sharding"} & eqn.params.keys())
+    params = {**eqn.params, **dropped, **changed}
+    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def bind_same(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """The rebind of equations whose parameters carry no shapes."""
+    del place
+    return bind(eqn, args)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DimRule:
+    """The factors of one equation.
+
+    `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
+    `operands` and `results` have one map a value.  `rebind` runs the equation on the
+    parts that a `Place` names.  `counted` are the factors whose positions in the whole
+    it asks for.  `opaque` marks the rule of a primitive that has none.
+    """
+
+    sizes: tuple[int, ...]
+    reducers: tuple[Reducer | None, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    rebind: Rebind = bind_same
+    counted: frozenset[int] = frozenset()
+    opaque: bool = False
+
+
+Rule: TypeAlias = Callable[[JaxprEqn], DimRule]
+
+_rules: dict[str, Rule] = {}
+_opaque: dict[str, str] = {}
+
+
+def rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of the named primitives."""
+
+    def register(function: Rule) -> Rule:
+        for primitive in primitives:
+            assert primitive not in known_primitives(), primitive
+            _rules[primitive] = function
+        return function
+
+    return register
+
+
+def opaque(reason: str, *primitives: str) -> None:
+    """State that the named primitives work on whole arrays only, and why."""
+    for primitive in primitives:
+        assert primitive not in known_primitives(), primitive
+        _opaque[primitive] = reason
+
+
+def rule_of(eqn: JaxprEqn) -> DimRule:
+    """The factors of `eqn`; every dim whole where its primitive has no rule."""
+    registered = _rules.get(eqn.primitive.name)
+    return registered(eqn) if registered else whole(eqn)
+
+
+def opaque_reason(primitive: str) -> str:
+    """Why a primitive without a rule has none."""
+    return _opaque.get(primitive, "jhost has no dim rule for it")
+
+
+def ruled_primitives() -> frozenset[str]:
+    """The primitives with a rule."""
+    return frozenset(_rules)
+
+
+def known_primitives() -> frozenset[str]:
+    """The primitives with a rule and those stated to be opaque."""
+    return ruled_primitives() | frozenset(_opaque)
+
+
+# --- Building rules ----------------------------------------------------------- #
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal of a jaxpr."""
+    return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
+
+
+def whole(eqn: JaxprEqn) -> DimRule:
+    """No factors: operands and results whole."""
+    return DimRule(
+        sizes=(),
+        reducers=(),
+        operands=tuple((None,) * len(shape_of(v)) for v in eqn.invars),
+        results=tuple((None,) * len(shape_of(v)) for v in eqn.outvars),
+        opaque=True,
+    )
+
+
+class Factors:
+    """Collects the factors of a rule while its maps are written down."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.reducers: list[Reducer | None] = []
+
+    def new(self, size: int, reducer: Reducer | None = None) -> int:
+        """A new factor."""
+        self.sizes.append(size)
+        self.reducers.append(reducer)
+        return len(self.sizes) - 1
+
+    def dims(self, shape: Sequence[int], whole: Container[int] = ()) -> Dims:
+        """A new factor for each dim of `shape` that is not among the `whole` ones."""
+        return tuple(
+            None if dim in whole else FactorDim(self.new(size))
+            for dim, size in enumerate(shape)
+        )
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[FactorDim | None]],
+        results: Sequence[Sequence[FactorDim | None]],
+        rebind: Rebind = bind_same,
+    ) -> DimRule:
+        """The finished rule."""
+        return DimRule(
+            sizes=tuple(self.sizes),
+            reducers=tuple(self.reducers),
+            operands=tuple(tuple(dims) for dims in operands),
+            results=tuple(tuple(dims) for dims in results),
+            rebind=rebind,
+        )
+
+
+def along(eqn: JaxprEqn, axes: Container[int], sizes: str | None = None) -> DimRule:
+    """The rule of an equation that works along `axes`, which stay whole.
+
+    Its values share the other dims; they may lack `axes`, or be scalars.  `sizes`
+    names the parameter that has a size a dim.
+    """
+    factors = Factors()
+    dims = factors.dims(shape_of(eqn.invars[0]), whole=axes)
+    kept = without(dims, axes)
+    by_rank: dict[int, Dims] = {0: (), len(kept): kept, len(dims): dims}
+    return factors.rule(
+        [by_rank[len(shape_of(v))] for v in eqn.invars],
+        [by_rank[len(shape_of(v))] for v in eqn.outvars],
+        rebind_local(sizes, dims) if sizes else bind_same,
+    )
+
+
+def leading(eqn: JaxprEqn, rank: int) -> DimRule:
+    """The rule of an equation that repeats itself over the first `rank` dims."""
+    factors = Factors()
+    batch = factors.dims(shape_of(eqn.invars[0])[:rank])
+
+    def dims(atom: Any) -> Dims:
+        return batch + (None,) * (len(shape_of(atom)) - rank)
+
+    return factors.rule([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
+
+
+def without(dims: Dims, removed: Container[int]) -> Dims:
+    """`dims` less those at the positions `removed`."""
+    return tuple(dim for position, dim in enumerate(dims) if position not in removed)
+
+
+def rebind_local(parameter: str, dims: Dims) -> Rebind:
+    """The rebind of equations whose `parameter` has the sizes of `dims`."""
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        sizes = local_shape(dims, eqn.params[parameter], place)
+        return bind(eqn, args, **{parameter: sizes})
+
+    return rebind
+
+
+def local_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    """The shape that `place` leaves of a value of `shape` mapped by `dims`."""
+    return tuple(
+        size if dim is None else place.size(dim.factor) * dim.scale
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def axes_size(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    """The number of devices along `axes` together."""
+    size = 1
+    for axis in axes:  # most often none or one
+        size *= mesh[axis]
+    return size

@@ -1,0 +1,184 @@
+"""Dim rules of primitives that arrange elements, or make them from their indices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    FactorDim,
+    Factors,
+    Place,
+    along,
+    local_shape,
+    rebind_local,
+    rule,
+    shape_of,
+)
+
+# --- Reshape ------------------------------------------------------------------ #
+
+
+@rule("reshape")
+def reshape(eqn: JaxprEqn) -> DimRule:
+    """A factor for each run of dims that the reshape splits, merges or leaves alone.
+
+    A run `[6, 5]` that becomes `[10, 3]` has gcd(6, 10) = 2 contiguous halves in both
+    shapes: a factor of 2 steps, each 3 elements of the one dim and 5 of the other.
+    """
+    operand, result = shape_of(eqn.invars[0]), eqn.params["new_sizes"]
+    factors = Factors()
+    operand_map: dict[int, FactorDim] = {}
+    result_map: dict[int, FactorDim] = {}
+    if eqn.params["dimensions"] is None:
+        for source, target in _outermost(operand, result):
+            steps = math.gcd(operand[source], result[target])
+            if steps == 1:  # no part is contiguous in both shapes
+                continue
+            factor = factors.new(steps)
+            operand_map[source] = FactorDim(factor, operand[source] // steps)
+            result_map[target] = FactorDim(factor, result[target] // steps)
+    operand_dims = tuple(operand_map.get(dim) for dim in range(len(operand)))
+    result_dims = tuple(result_map.get(dim) for dim in range(len(result)))
+    rebind = rebind_local("new_sizes", result_dims)
+    return factors.rule([operand_dims], [result_dims], rebind)
+
+
+def _outermost(
+    operand: Sequence[int], result: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """The outermost dims of the shortest runs of equal size; dims of size 1 aside."""
+    if 0 in operand:
+        return
+    sources = (dim for dim, size in enumerate(operand) if size != 1)
+    targets = (dim for dim, size in enumerate(result) if size != 1)
+    for source, target in zip(sources, targets, strict=True):
+        yield source, target
+        taken, given = operand[source], result[target]
+        while taken != given:
+            if taken < given:
+                taken *= operand[next(sources)]
+            else:
+                given *= result[next(targets)]
+
+
+# --- Dims that come, go or change places --------------------------------------- #
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(eqn: JaxprEqn) -> DimRule:
+    """All dims of the result are factors; the new and the stretched ones only its."""
+    shape = eqn.params["shape"]
+    factors = Factors()
+    dims = factors.dims(shape)
+    operand = [
+        dims[target] if size == shape[target] else None
+        for size, target in zip(
+            shape_of(eqn.invars[0]), eqn.params["broadcast_dimensions"], strict=True
+        )
+    ]
+    return factors.rule([operand], [dims], rebind_local("shape", dims))
+
+
+@rule("transpose")
+def transpose(eqn: JaxprEqn) -> DimRule:
+    """The result has the operand's factors, permuted."""
+    factors = Factors()
+    dims = factors.dims(shape_of(eqn.invars[0]))
+    return factors.rule([dims], [[dims[dim] for dim in eqn.params["permutation"]]])
+
+
+@rule("squeeze")
+def squeeze(eqn: JaxprEqn) -> DimRule:
+    """The result lacks the dims squeezed."""
+    return along(eqn, eqn.params["dimensions"])
+
+
+@rule("stack")
+def stack(eqn: JaxprEqn) -> DimRule:
+    """The new dim stays whole."""
+    factors = Factors()
+    dims = factors.dims(shape_of(eqn.invars[0]))
+    axis = eqn.params["axis"]
+    return factors.rule(
+        [dims for _ in eqn.invars], [(*dims[:axis], None, *dims[axis:])]
+    )
+
+
+@rule("split", "unstack")
+def split(eqn: JaxprEqn) -> DimRule:
+    """The dim taken apart stays whole."""
+    return along(eqn, (eqn.params["axis"],))
+
+
+# --- Dims that grow, shrink or turn round --------------------------------------- #
+
+
+@rule("concatenate")
+def concatenate(eqn: JaxprEqn) -> DimRule:
+    """The concatenated dim stays whole."""
+    return along(eqn, (eqn.params["dimension"],))
+
+
+@rule("pad")
+def pad(eqn: JaxprEqn) -> DimRule:
+    """Padded dims stay whole."""
+    padding = enumerate(eqn.params["padding_config"])
+    return along(eqn, [dim for dim, widths in padding if any(widths)])
+
+
+@rule("tile")
+def tile(eqn: JaxprEqn) -> DimRule:
+    """Repeated dims stay whole."""
+    return along(eqn, [dim for dim, n in enumerate(eqn.params["reps"]) if n != 1])
+
+
+@rule("rev")
+def rev(eqn: JaxprEqn) -> DimRule:
+    """Reversed dims stay whole."""
+    return along(eqn, eqn.params["dimensions"])
+
+
+@rule("slice")
+def slice(eqn: JaxprEqn) -> DimRule:
+    """Dims of which something is left out stay whole."""
+    shapes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
+    cut = [dim for dim, (size, left) in enumerate(shapes) if size != left]
+    return along(eqn, cut, sizes="limit_indices")
+
+
+# --- Values from indices ------------------------------------------------------- #
+
+
+@rule("iota")
+def iota(eqn: JaxprEqn) -> DimRule:
+    """All dims are factors; a part of the counted dim counts where it stands."""
+    shape, counted = eqn.params["shape"], eqn.params["dimension"]
+    factors = Factors()
+    dims = factors.dims(shape)
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        # Counted in int32 and converted once, as XLA does for narrow dtypes, where
+        # the start of a part would be rounded or wrap round.
+        del args
+        count = place.positions(dims[counted].factor)
+        local = local_shape(dims, shape, place)
+        count = lax.broadcast_in_dim(count, local, (counted,))
+        return [lax.convert_element_type(count, eqn.params["dtype"])]
+
+    made = factors.rule([], [dims], rebind)
+    return dataclasses.replace(made, counted=frozenset({dims[counted].factor}))
+
+
+@rule("empty")
+def empty(eqn: JaxprEqn) -> DimRule:
+    """Elements of no particular value."""
+    factors = Factors()
+    dims = factors.dims(eqn.params["shape"])
+    return factors.rule([], [dims], rebind_local("shape", dims))

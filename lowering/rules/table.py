@@ -1,0 +1,29 @@
+"""The whole table of dim rules; import `rule_of` from here, so that it is complete."""
+
+from __future__ import annotations
+
+from jhost.lowering.rules import along, contract, elementwise, index, opaque, shape
+from jhost.lowering.rules.dim_rule import (
+    known_primitives,
+    opaque_reason,
+    rule_of,
+    ruled_primitives,
+)
+from jhost.lowering.rules.linear import distributes
+from jhost.lowering.rules.opaque import INLINED
+
+# Importing a module of rules registers them.
+__all__ = [
+    "INLINED",
+    "along",
+    "contract",
+    "distributes",
+    "elementwise",
+    "index",
+    "known_primitives",
+    "opaque",
+    "opaque_reason",
+    "rule_of",
+    "ruled_primitives",
+    "shape",
+]

@@ -1,0 +1,1 @@
+"""Which values a stream reaches, and where it stops."""

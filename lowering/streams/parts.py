@@ -1,0 +1,169 @@
+"""How one statement takes part in a stream: the dims it reads and writes in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from fractions import Fraction
+
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.operation import operation
+from jhost.lowering.ir.program import Communicate, Compute, Select, Set
+from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
+from jhost.lowering.rules.table import opaque_reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """A dim worked on in chunks, each the same slice of `groups` equal stretches of it.
+
+    While a plan is being made `groups` is relative to the mark's; then it is whole.
+    """
+
+    dim: int
+    groups: Fraction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A node's part in a stream; operands and results without an access are whole.
+
+    `factor` is the streamed one of a computation, `size` its length on a device, and
+    `groups` the stretches it is cut into: a chunk takes equal steps in each.
+    """
+
+    stream: str
+    size: int
+    groups: Fraction
+    reads: Mapping[int, Access]
+    writes: Mapping[int, Access]
+    factor: int | None = None
+
+    @property
+    def steps(self) -> Fraction:
+        """The steps in each group: what a loop can cut into chunks."""
+        return self.size / self.groups
+
+    @property
+    def growth(self) -> Fraction:
+        """How many times as many groups the node's results have as its operands."""
+        if not self.reads or not self.writes:
+            return Fraction(1)
+        read, written = (
+            next(iter(self.reads.values())),
+            next(iter(self.writes.values())),
+        )
+        return written.groups / read.groups
+
+    def scaled(self, by: Fraction) -> Part:
+        """The same part with `by` times as many groups."""
+
+        def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
+            return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}
+
+        return dataclasses.replace(
+            self,
+            groups=self.groups * by,
+            reads=scale(self.reads),
+            writes=scale(self.writes),
+        )
+
+
+def part_of(
+    node: Node,
+    stream: str,
+    writes: bool,
+    position: int,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Part | str:
+    """The part of `node` in a stream that reaches one of its buffers by `access`.
+
+    Returns:
+        The part, or the reason why the node must work on the whole dim.
+    """
+    match node.stmt:
+        case Compute() as stmt:
+            return _compute_part(stmt, stream, writes, position, access, mesh)
+        case Set(out=out):
+            size = out.shape[access.dim]
+            return Part(stream, size, access.groups, {0: access}, {0: access})
+        case Communicate() | Select() as stmt:
+            return _communicate_part(stmt, stream, writes, access, mesh)
+        case _:
+            return "it is not a computation"
+
+
+def _compute_part(
+    stmt: Compute,
+    stream: str,
+    writes: bool,
+    position: int,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Part | str:
+    (unit_eqn,) = stmt.unit.eqns
+    op = operation(stmt)
+    dims = (op.results if writes else op.operands)[position]
+    entered = dims[access.dim]
+    if entered is None:
+        return whole_reason(stmt, access.dim)
+    factor = entered.factor
+
+    def accesses(maps: tuple[Dims, ...]) -> dict[int, Access]:
+        return {
+            index: Access(dim, access.groups)
+            for index, dims in enumerate(maps)
+            for dim, mapped in enumerate(dims)
+            if mapped is not None and mapped.factor == factor
+        }
+
+    size = op.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    if size % access.groups.numerator:
+        return f"{size} steps do not divide into the shards of a gathered dim"
+    reads, written = accesses(op.operands), accesses(op.results)
+    if op.reducers[factor] is None and len(written) < len(op.results):
+        return f"{unit_eqn.eqn.primitive.name} has results without that dim"
+    return Part(stream, size, access.groups, reads, written, factor)
+
+
+def whole_reason(stmt: Compute, dim: int) -> str:
+    """Why a computation cannot work on `dim` in chunks."""
+    (unit_eqn,) = stmt.unit.eqns
+    primitive = unit_eqn.eqn.primitive.name
+    if unit_eqn.rule.opaque:
+        return f"{primitive} works on whole arrays ({opaque_reason(primitive)})"
+    if primitive == "reshape":
+        operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
+        return (
+            f"the reshape {shape_of(operand)} -> {shape_of(result)} neither splits "
+            f"nor merges dim {dim} at its outermost"
+        )
+    return f"{primitive} needs dim {dim} whole"
+
+
+def _communicate_part(
+    stmt: Communicate | Select,
+    stream: str,
+    writes: bool,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Part | str:
+    """A communication's dims follow one another; only the moved one changes groups.
+
+    A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
+    whole is the s-th slice of every shard, and needs no reshape by the user.
+    """
+    growth = Fraction(1)
+    if isinstance(stmt, Select) and access.dim == stmt.dim:
+        return "a device keeps only its part of the dim"
+    if isinstance(stmt, Communicate):
+        devices = axes_size(stmt.axes, mesh)
+        if access.dim == (stmt.dim if stmt.kind == "AllGather" else stmt.source_dim):
+            growth = Fraction(devices)
+        elif access.dim == stmt.dim:
+            growth = Fraction(1, devices)
+    groups = access.groups / growth if writes else access.groups
+    size = stmt.source.shape[access.dim]
+    read, written = Access(access.dim, groups), Access(access.dim, groups * growth)
+    return Part(stream, size, groups, {0: read}, {0: written})

@@ -1,0 +1,243 @@
+"""Which statements work in chunks, on which dims, and in how many chunks.
+
+From the values that the user marked, streams propagate along factors, backward and
+forward, through computations and communications, until a dim must be whole, another
+stream is there, or `jhost.serial` stands in the way.  Chunk s of a gathered dim is the
+s-th slice of every device's shard: the dim is then seen as `groups` equal stretches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from jhost.lowering.ir.graph import Node, nodes
+from jhost.lowering.ir.marks import merge_marks, stream_choices
+from jhost.lowering.ir.program import (
+    BarrierMark,
+    Buffer,
+    Program,
+    SerialMark,
+    StreamChoice,
+)
+from jhost.lowering.streams.parts import Access, Part, part_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """The streams of a program: what was asked of them, and the nodes that join.
+
+    Marks that met are one stream.  `extents` is the number of steps that each stream's
+    loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
+    a stream stops there.
+    """
+
+    marks: Mapping[str, StreamChoice]
+    parts: Mapping[int, Part]
+    extents: Mapping[str, int]
+    declined: Mapping[int, str]
+
+    def parts_of(self, stream: str) -> dict[int, Part]:
+        """The nodes that join `stream`."""
+        return {n: part for n, part in self.parts.items() if part.stream == stream}
+
+
+def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
+    """The nodes of a straight-line program, and the streams that its marks make there.
+
+    A mark that is off takes no other with it.
+    """
+    marks = [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+    serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
+    barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
+    graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
+    return graph, plan_streams(graph, marks, serial, dict(program.mesh.shape))
+
+
+def plan_streams(
+    graph: Sequence[Node],
+    marks: Sequence[StreamChoice],
+    serial: Sequence[SerialMark],
+    mesh: Mapping[str, int],
+) -> StreamPlan:
+    """Propagate the streams of `marks` through `graph` to a fixed point."""
+    propagation = _Propagation(graph, frozenset(m.buffer for m in serial), mesh)
+    streams = {f"s{number}": mark for number, mark in enumerate(marks)}
+    for stream, mark in streams.items():
+        propagation.seed(stream, mark)
+    propagation.run()
+    return propagation.finish(streams)
+
+
+class _Propagation:
+    def __init__(
+        self, graph: Sequence[Node], serial: frozenset[str], mesh: Mapping[str, int]
+    ) -> None:
+        self.graph = graph
+        self.serial = serial
+        self.mesh = mesh
+        self.values: dict[str, tuple[str, Access]] = {}
+        self.parts: dict[int, Part] = {}
+        self.steps: dict[str, Fraction] = {}
+        self.offered: dict[str, Fraction] = {}
+        self.declined: dict[int, str] = {}
+        self.marks: dict[str, StreamChoice] = {}
+        self.merged: dict[str, str] = {}
+        self.queue: deque[str] = deque()
+        self.touching: dict[str, list[tuple[int, bool, int]]] = {}
+        for number, node in enumerate(graph):
+            for writes, buffers in ((False, node.reads), (True, node.writes)):
+                for position, buffer in enumerate(buffers):
+                    place = (number, writes, position)
+                    self.touching.setdefault(buffer.name, []).append(place)
+
+    def seed(self, stream: str, mark: StreamChoice) -> None:
+        self.marks[stream] = mark
+        self.values[mark.buffer] = stream, Access(mark.dim, Fraction(1))
+        self.queue.append(mark.buffer)
+
+    def run(self) -> None:
+        """Visit values breadth first, so that the nearest mark wins."""
+        while self.queue:
+            name = self.queue.popleft()
+            stream, access = self.values[name]
+            for number, writes, position in self.touching.get(name, ()):
+                self.visit(number, writes, position, self.root(stream), access)
+
+    def visit(
+        self, number: int, writes: bool, position: int, stream: str, access: Access
+    ) -> None:
+        """Let a node join `stream`, which reached one of its buffers by `access`."""
+        node = self.graph[number]
+        joined = self.parts.get(number)
+        if joined is not None:
+            here = (joined.writes if writes else joined.reads).get(position)
+            self.meet(stream, access, joined.stream, here)
+            return
+        part = part_of(node, stream, writes, position, access, self.mesh)
+        if isinstance(part, Part):
+            part = self.admit(node, part)
+        if isinstance(part, str):
+            self.declined.setdefault(number, part)
+            return
+        self.parts[number] = part
+        stream = self.root(stream)
+        self.steps[stream] = self.common_steps(stream, part)
+        for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
+            for index, new in accesses.items():
+                self.reach(buffers[index], stream, new)
+
+    def admit(self, node: Node, part: Part) -> Part | str:
+        """`part`, unless a result belongs to another stream or is serial."""
+        for position, buffer in enumerate(node.writes):
+            if buffer.name in self.serial:
+                return "jhost.serial or a move to other memory keeps it whole"
+            if buffer.name in self.values:
+                other, there = self.values[buffer.name]
+                access = part.writes.get(position)
+                if not self.meet(part.stream, access, other, there):
+                    return f"its result {buffer.name} has another stream"
+        stream = self.root(part.stream)
+        steps, mark = self.common_steps(stream, part), self.marks[stream]
+        if steps < min(part.steps, self.steps.get(stream, part.steps)):
+            return "its chunks would begin where others' do not"
+        # The chunks of a p2p pipeline are those of all devices together.
+        count = mark.chunks if mark.pipeline != "p2p" else None
+        if isinstance(count, int) and steps < count:
+            self.offered[stream] = max(steps, self.offered.get(stream, steps))
+            return f"it has {steps} steps, fewer than the {count} chunks asked for"
+        return part
+
+    def common_steps(self, stream: str, part: Part) -> Fraction:
+        """The steps of the loop that borders of all parts can follow."""
+        return _gcd(self.steps.get(stream, part.steps), part.steps)
+
+    def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
+        if buffer.name in self.serial:
+            return
+        if buffer.name not in self.values:
+            self.values[buffer.name] = stream, access
+            self.queue.append(buffer.name)
+        else:
+            self.meet(stream, access, *self.values[buffer.name])
+
+    # --- Streams that meet ---------------------------------------------------- #
+
+    def root(self, stream: str) -> str:
+        while stream in self.merged:
+            stream = self.merged[stream]
+        return stream
+
+    def meet(
+        self, stream: str, access: Access | None, other: str, there: Access | None
+    ) -> bool:
+        """Make two streams one where they cut a value alike; whether they are one.
+
+        Each counts groups from its own mark, so the other's are brought to this scale.
+        """
+        stream, other = self.root(stream), self.root(other)
+        if access is None or there is None or access.dim != there.dim:
+            return False
+        scale = access.groups / there.groups
+        if stream == other:
+            return scale == 1
+        one, second = sorted((stream, other))
+        mark = merge_marks(self.marks[one], self.marks[second])
+        if mark is None or not self.rescale(other, scale):
+            return False
+        self.merged[second] = one
+        self.marks[one] = mark
+        if second in self.steps:
+            steps = self.steps.pop(second)
+            self.steps[one] = _gcd(self.steps.get(one, steps), steps)
+        return True
+
+    def rescale(self, stream: str, scale: Fraction) -> bool:
+        """Count the groups of `stream` in another unit, if they are whole then too."""
+        mine = {n: p for n, p in self.parts.items() if self.root(p.stream) == stream}
+        scaled = {number: part.scaled(scale) for number, part in mine.items()}
+        if any(part.size % part.groups.numerator for part in scaled.values()):
+            return False
+        self.parts |= scaled
+        for name, (owner, access) in self.values.items():
+            if self.root(owner) == stream:
+                access = Access(access.dim, access.groups * scale)
+                self.values[name] = owner, access
+        if stream in self.steps:
+            self.steps[stream] /= scale
+        return True
+
+    # --- The finished plan ---------------------------------------------------- #
+
+    def finish(self, streams: Mapping[str, StreamChoice]) -> StreamPlan:
+        """Whole groups: scaled up until every statement has an integer number."""
+        marks = {s: self.marks[s] for s in streams if s not in self.merged}
+        parts = {
+            number: dataclasses.replace(part, stream=self.root(part.stream))
+            for number, part in self.parts.items()
+        }
+        extents: dict[str, int] = {}
+        for stream in marks:
+            mine = {n: part for n, part in parts.items() if part.stream == stream}
+            denominators = [
+                access.groups.denominator
+                for part in mine.values()
+                for access in (*part.reads.values(), *part.writes.values())
+            ]
+            factor = Fraction(math.lcm(*denominators))
+            parts |= {n: part.scaled(factor) for n, part in mine.items()}
+            offered = self.offered.get(stream, Fraction(1))
+            steps = self.steps.get(stream, offered) / factor
+            extents[stream] = int(steps) if steps.denominator == 1 else 1
+        return StreamPlan(marks, parts, extents, self.declined)
+
+
+def _gcd(one: Fraction, other: Fraction) -> Fraction:
+    """The largest number that divides both a whole number of times."""
+    denominator = math.lcm(one.denominator, other.denominator)
+    return Fraction(
+        math.gcd(int(one * denominator), int(other * denominator)), denominator
+    )

@@ -1,0 +1,111 @@
+"""Callbacks with effects: called once for all devices, as under `jax.jit`.
+
+A program runs on every device, and so would its callbacks.  The first device calls, and
+tells the others what came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
+
+from jhost._jax import aval_of, user_context
+from jhost.lowering.frontend.inline_calls import called_body
+from jhost.lowering.rules.dim_rule import bind
+from jhost.lowering.rules.opaque import INLINED
+
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
+"""Not `pure_callback`, which may be called any number of times."""
+
+_CONTROL_FLOW = frozenset({"cond", "scan", "while"})
+
+
+def has_callback(eqn: JaxprEqn) -> bool:
+    """Whether the equation calls the host, itself or in a body, for all devices."""
+    if eqn.primitive.name in _CALLBACKS:
+        return not eqn.params.get("partitioned")  # each device speaks for itself
+    bodies = jaxprs_in_params(eqn.params) if eqn.effects else ()
+    return any(has_callback(inner) for body in bodies for inner in body.eqns)
+
+
+def call_once(
+    eqn: JaxprEqn, args: Sequence[Any], axes: tuple[str, ...]
+) -> Sequence[Any]:
+    """The results of an equation with a callback, on each device along `axes`."""
+    if not axes:
+        return bind(eqn, args)
+    if eqn.primitive.name in _CALLBACKS:
+        return _on_first(eqn, args, axes)
+    if eqn.primitive.name in INLINED:
+        body = called_body(eqn)
+        return _evaluate(body, getattr(body, "consts", ()), args, axes)
+    return bind(eqn, args, **_bodies(eqn, axes))
+
+
+def _on_first(
+    eqn: JaxprEqn, args: Sequence[Any], axes: tuple[str, ...]
+) -> Sequence[Any]:
+    avals = [aval_of(var) for var in eqn.outvars]
+    outs = lax.cond(
+        lax.axis_index(axes) == 0,
+        lambda: bind(eqn, args),
+        lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals],
+    )
+    return [_from_first(out, axes) for out in outs]
+
+
+def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What the first device has, where the others have zeros."""
+    # As integers: a sum of floats would lose the sign of a zero and the bits of a NaN.
+    if out.dtype == bool:
+        return lax.psum(out.astype(jnp.uint8), axes).astype(bool)
+    if jnp.issubdtype(out.dtype, jnp.complexfloating):
+        return lax.complex(_from_first(out.real, axes), _from_first(out.imag, axes))
+    bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
+    total = lax.psum(lax.bitcast_convert_type(out, bits), axes)
+    return lax.bitcast_convert_type(total, out.dtype)
+
+
+# --- Callbacks in the bodies of control flow ---------------------------------------- #
+
+
+def _bodies(eqn: JaxprEqn, axes: tuple[str, ...]) -> dict[str, Any]:
+    """The bodies among the parameters, with their callbacks called once."""
+    if eqn.primitive.name not in _CONTROL_FLOW:
+        return {}
+    closed = {n: v for n, v in eqn.params.items() if hasattr(v, "consts")}
+    bodies: dict[str, Any] = {n: _once(body, axes) for n, body in closed.items()}
+    if eqn.primitive.name == "cond":
+        bodies["branches"] = tuple(_once(b, axes) for b in eqn.params["branches"])
+    return bodies
+
+
+def _once(body: Any, axes: tuple[str, ...]) -> Any:
+    def evaluated(*args: Any) -> list[Any]:
+        return _evaluate(body, body.consts, args, axes)
+
+    return jax.make_jaxpr(evaluated)(*body.in_avals)
+
+
+def _evaluate(
+    body: Any, consts: Sequence[Any], args: Sequence[Any], axes: tuple[str, ...]
+) -> list[Any]:
+    jaxpr = getattr(body, "jaxpr", body)
+    env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        with user_context(eqn):
+            once = has_callback(eqn)
+            outs = call_once(eqn, values, axes) if once else bind(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

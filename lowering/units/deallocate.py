@@ -1,0 +1,94 @@
+"""End the life of every buffer after its last use (nvFuser's AllocateAndDeallocate).
+
+Results and parameters are the caller's and are never freed; aliases own no memory.  A
+buffer made inside a loop is freed in the same iteration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.program import (
+    Buffer,
+    Communicate,
+    Deallocate,
+    EndCoalescing,
+    For,
+    If,
+    Program,
+    Recv,
+    Select,
+    Send,
+    StartCoalescing,
+    Stmt,
+    Wait,
+)
+
+_GROUP = ""
+"""Stands for the transfers of a group that has no name yet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InsertDeallocations:
+    """A program without `Deallocate` -> each buffer lives as long as needed."""
+
+    name: ClassVar[str] = "insert_deallocations"
+
+    def apply(self, program: Program) -> Program:
+        owned = {b.name for b in (*program.params, *program.results)}
+        return dataclasses.replace(program, body=_free(program.body, owned, {}))
+
+
+def _free(
+    body: Sequence[Stmt], kept: set[str], sources: dict[str, str]
+) -> tuple[Stmt, ...]:
+    """`body` with what is made in it and not `kept` freed after its last use."""
+    made: dict[str, Buffer] = {}
+    last: dict[str, int] = {}
+    in_flight: dict[str, list[str]] = {}
+    sources = dict(sources)
+    inner: list[Stmt] = []
+    for number, stmt in enumerate(body):
+        if isinstance(stmt, Select):
+            sources[stmt.out.name] = sources.get(stmt.source.name, stmt.source.name)
+            kept = kept | {stmt.out.name}
+        reads, writes = touched(stmt)
+        used = [sources.get(b.name, b.name) for b in (*reads, *writes)]
+        match stmt:
+            case StartCoalescing():
+                in_flight[_GROUP] = []
+            case Send() | Recv():
+                in_flight[_GROUP] += used
+            case EndCoalescing(name=name):
+                in_flight[name] = in_flight.pop(_GROUP)
+            case Communicate(name=name):
+                in_flight[name] = used
+            case Wait(communication=name):
+                # Until now the communication read its source, and wrote its result.
+                used = in_flight.pop(name, used)
+            case _:
+                pass
+        last |= dict.fromkeys(used, number)
+        if isinstance(stmt, For):
+            # It makes nothing that outlives an iteration, only writes what is there.
+            freed = _free(stmt.body, kept | set(made), sources)
+            stmt = dataclasses.replace(stmt, body=freed)
+        elif not isinstance(stmt, If):
+            fresh = (buffer for buffer in writes if buffer.name not in kept)
+            made.update((b.name, b) for b in fresh if b.name not in made)
+        inner.append(stmt)
+    return tuple(_with_frees(inner, made, last))
+
+
+def _with_frees(
+    body: Sequence[Stmt], made: dict[str, Buffer], last: dict[str, int]
+) -> Iterator[Stmt]:
+    freed: dict[int, list[Stmt]] = {}
+    for name, buffer in made.items():
+        freed.setdefault(last[name], []).append(Deallocate(buffer=buffer))
+    for number, stmt in enumerate(body):
+        yield stmt
+        yield from freed.get(number, ())

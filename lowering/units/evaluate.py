@@ -1,0 +1,129 @@
+"""Run a unit's equations on the part that one device has in one loop iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from jhost._jax import user_context
+from jhost.lowering.ir.program import Unit, UnitEqn
+from jhost.lowering.rules.dim_rule import Dims, axes_size, local_shape, shape_of
+from jhost.lowering.units.callbacks import call_once, has_callback
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAt:
+    """An `ir.Chunk` at one iteration; `start` may be a traced scalar."""
+
+    start: Any
+    size: int
+    extent: int
+    groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One device and one iteration; `rank` gives the position along an axis."""
+
+    mesh: Mapping[str, int]
+    rank: Callable[[str], Any]
+    chunk: ChunkAt | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitPlace:
+    """The `rules.Place` of one equation."""
+
+    unit_eqn: UnitEqn
+    site: Site
+
+    def size(self, factor: int) -> int:
+        """The number of steps of `factor` here."""
+        chunk = self._chunk(factor)
+        if chunk is None:
+            return self._local(factor)
+        return chunk.groups * chunk.size * self._unit(factor, chunk)
+
+    def positions(self, factor: int) -> Any:
+        """Where the steps of `factor` here stand in the whole."""
+        first: Any = 0
+        for axis in self.unit_eqn.axes[factor]:
+            first = first * self.site.mesh[axis] + self.site.rank(axis)
+        first = first * self._local(factor)
+        chunk = self._chunk(factor)
+        if chunk is None:
+            return first + lax.iota(np.int32, self._local(factor))
+        unit = self._unit(factor, chunk)
+        # A row for each group, which stand the same distance apart.
+        shape = chunk.groups, chunk.size * unit
+        group = lax.broadcasted_iota(np.int32, shape, 0)
+        step = lax.broadcasted_iota(np.int32, shape, 1)
+        positions = group * (chunk.extent * unit) + step
+        return first + chunk.start * unit + lax.reshape(positions, (self.size(factor),))
+
+    @property
+    def accumulator(self) -> np.dtype | None:
+        """The dtype wanted of a sum that goes on in an accumulator."""
+        return self.unit_eqn.accumulator
+
+    def _chunk(self, factor: int) -> ChunkAt | None:
+        return self.site.chunk if factor == self.unit_eqn.stream else None
+
+    def _local(self, factor: int) -> int:
+        devices = axes_size(self.unit_eqn.axes[factor], self.site.mesh)
+        return self.unit_eqn.rule.sizes[factor] // devices
+
+    def _unit(self, factor: int, chunk: ChunkAt) -> int:
+        """The steps of `factor` that one step of the loop's extent stands for."""
+        return self._local(factor) // (chunk.groups * chunk.extent)
+
+
+def evaluate_unit(unit: Unit, args: Sequence[Any], site: Site) -> list[Any]:
+    """The unit's results at `site`, each equation under its user's line."""
+    env: dict[Var, Any] = dict(zip(unit.invars, args, strict=True))
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        with user_context(eqn):
+            if has_callback(eqn):
+                outs = call_once(eqn, operands, tuple(site.mesh))
+            else:
+                outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [env[var] for var in unit.outvars]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayType:
+    """The local shape and dtype that a unit takes or gives."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def unit_types(
+    unit: Unit, site: Site
+) -> tuple[list[ArrayType | None], list[ArrayType | None]]:
+    """What `unit` takes and gives at `site`; None for what no equation uses."""
+    types: dict[Var, ArrayType] = {}
+    for unit_eqn in unit.eqns:
+        eqn, rule = unit_eqn.eqn, unit_eqn.rule
+        place = UnitPlace(unit_eqn, site)
+        for var, dims in zip(eqn.invars, rule.operands, strict=True):
+            if not isinstance(var, Literal):
+                types.setdefault(var, _type(var, dims, place, None))
+        for var, dims in zip(eqn.outvars, rule.results, strict=True):
+            types[var] = _type(var, dims, place, unit_eqn.accumulator)
+    return [types.get(v) for v in unit.invars], [types.get(v) for v in unit.outvars]
+
+
+def _type(
+    var: Var, dims: Dims, place: UnitPlace, accumulator: np.dtype | None
+) -> ArrayType:
+    dtype = accumulator or getattr(var.aval, "dtype", np.dtype(object))
+    return ArrayType(local_shape(dims, shape_of(var), place), dtype)

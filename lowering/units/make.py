@@ -1,0 +1,70 @@
+"""Units made from a Python function, for work that no equation of the user's is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+
+from jhost._jax import aval_of
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Buffer, Compute, Unit, UnitEqn
+from jhost.lowering.rules.table import rule_of
+
+
+def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
+    """The unit that computes `fun` on arrays of the types `avals`.
+
+    `fun` closes over no array, and each of its results is computed.
+    """
+    jaxpr = jax.make_jaxpr(fun)(*avals)
+    assert not jaxpr.consts, f"{name} closes over arrays"
+    eqns: list[UnitEqn] = []
+    for eqn in jaxpr.eqns:
+        rule = rule_of(eqn)
+        eqns.append(UnitEqn(eqn=eqn, rule=rule, axes=((),) * len(rule.sizes)))
+    outvars = tuple(var for var in jaxpr.outvars if isinstance(var, Var))
+    assert len(outvars) == len(jaxpr.outvars), f"{name} returns a literal"
+    return Unit(
+        name=name, eqns=tuple(eqns), invars=tuple(jaxpr.invars), outvars=outvars
+    )
+
+
+def computes_of(
+    name: str,
+    fun: Callable[..., Any],
+    source: Buffer,
+    out: Buffer,
+    names: Names,
+    *,
+    pads: bool = False,
+) -> list[Compute]:
+    """Statements of an equation each that compute `fun` of `source` into `out`.
+
+    Between them stand values laid out as `out` is; `name` and `pads` are the units'.
+    """
+    unit = unit_of(name, fun, jax.ShapeDtypeStruct(source.shape, source.dtype))
+    (result,) = unit.outvars
+    buffers = {unit.invars[0]: source, result: out}
+    computes: list[Compute] = []
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
+        (var,) = eqn.outvars
+        if var not in buffers:
+            between = dataclasses.replace(
+                out,
+                name=names.fresh(f"{out.name}_{eqn.primitive.name}"),
+                dtype=aval_of(var).dtype,
+                partial=(),
+            )
+            buffers[var] = between
+        one = Unit(
+            name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,), pads=pads
+        )
+        ins = tuple(buffers[v] for v in invars)
+        computes.append(Compute(unit=one, ins=ins, outs=(buffers[var],)))
+    return computes

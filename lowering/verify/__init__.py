@@ -1,0 +1,1 @@
+"""What has to hold of a program after every pass."""

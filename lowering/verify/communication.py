@@ -1,0 +1,217 @@
+"""Verification of communications: collectives, groups of sends and receives, waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.program import (
+    Communicate,
+    CommunicationKind,
+    EndCoalescing,
+    Recv,
+    Send,
+    Wait,
+)
+from jhost.lowering.ir.transfers import match_transfers
+from jhost.lowering.layouts.reshard import swapped
+from jhost.lowering.verify.state import InFlight, Known, State
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fields:
+    """What a kind of communication has, and what it does to the shapes."""
+
+    needs: tuple[str, ...]
+    grows: str = ""
+    shrinks: str = ""
+
+
+_KINDS: Mapping[CommunicationKind, _Fields] = {
+    "AllGather": _Fields(("dim",), grows="dim"),
+    "AllReduce": _Fields(("reducer",)),
+    "ReduceScatter": _Fields(("dim", "reducer"), shrinks="dim"),
+    "AllToAll": _Fields(("dim", "source_dim"), grows="source_dim", shrinks="dim"),
+    "Broadcast": _Fields(("root",)),
+    "Reduce": _Fields(("reducer", "root")),
+    "Gather": _Fields(("dim", "root"), grows="dim"),
+    "Scatter": _Fields(("dim", "root"), shrinks="dim"),
+    "CollectivePermute": _Fields(("shift",)),
+    "SwapAxes": _Fields(()),
+}
+
+
+def check_communicate(state: State, stmt: Communicate) -> None:
+    _check_fields(state, stmt)
+    source = state.read(stmt.source)
+    shape = _communicated_shape(state, stmt, source.shape)
+    if stmt.out.dtype != stmt.source.dtype:
+        state.fail(
+            str(stmt.source.dtype),
+            str(stmt.out.dtype),
+            "a communication converts nothing",
+        )
+    _check_partial(state, stmt)
+    if stmt.root is None and stmt.shift is None:
+        _check_spread(state, stmt)
+    out = state.write(stmt.out, shape)
+    _issue(state, stmt.name, InFlight((source,), (out,)))
+
+
+def _check_fields(state: State, stmt: Communicate) -> None:
+    needs = _KINDS[stmt.kind].needs
+    for field in ("dim", "source_dim", "reducer", "root", "shift"):
+        if (getattr(stmt, field) is not None) != (field in needs):
+            state.fail(
+                ", ".join(needs),
+                f"{field} = {getattr(stmt, field)}",
+                f"{stmt.kind} has these fields and no other",
+            )
+    _check_axes(state, stmt.axes)
+    if stmt.kind == "SwapAxes":
+        _check_swap(state, stmt.axes)
+    devices = state.ranks.extent(stmt.axes)
+    if stmt.root is not None:
+        root = state.same_everywhere(stmt.root, "root")
+        if not 0 <= root < devices:
+            state.fail(f"a root below {devices}", f"{root}", "the root is a device")
+    if stmt.shift is not None:
+        state.same_everywhere(stmt.shift, "shift")
+
+
+def _check_axes(state: State, axes: Sequence[str]) -> None:
+    if (
+        not axes
+        or len(set(axes)) < len(axes)
+        or not set(axes) <= set(state.ranks.sizes)
+    ):
+        state.fail(
+            f"some of the mesh axes {list(state.ranks.sizes)}",
+            f"{list(axes)}",
+            "a communication is over distinct axes of the mesh",
+        )
+
+
+def _check_swap(state: State, axes: Sequence[str]) -> None:
+    sizes = [state.ranks.sizes[axis] for axis in axes]
+    if len(sizes) != 2 or sizes[0] != sizes[1]:
+        state.fail(
+            "two mesh axes of one size",
+            ", ".join(f"{a} ({n})" for a, n in zip(axes, sizes, strict=True)),
+            "axes that trade places have as many devices",
+        )
+
+
+def _communicated_shape(
+    state: State, stmt: Communicate, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    sizes, devices = list(shape), state.ranks.extent(stmt.axes)
+    fields = _KINDS[stmt.kind]
+    for dim in (stmt.dim, stmt.source_dim):
+        if dim is not None and not 0 <= dim < len(shape):
+            state.fail(f"a dim below {len(shape)}", f"{dim}", "it names a dim")
+    if fields.grows:
+        sizes[getattr(stmt, fields.grows)] *= devices
+    if fields.shrinks:
+        dim = getattr(stmt, fields.shrinks)
+        if sizes[dim] % devices:
+            state.fail(
+                f"a multiple of {devices}",
+                f"{sizes[dim]} elements in dim {dim}",
+                "what is scattered divides by the number of devices",
+            )
+        sizes[dim] //= devices
+    return tuple(sizes)
+
+
+def _check_partial(state: State, stmt: Communicate) -> None:
+    left = tuple(
+        (axis, reducer)
+        for axis, reducer in stmt.source.partial
+        if stmt.reducer is None or axis not in stmt.axes
+    )
+    reduced = {(axis, stmt.reducer) for axis in stmt.axes if stmt.reducer is not None}
+    if not reduced <= set(stmt.source.partial) or set(left) != set(stmt.out.partial):
+        state.fail(
+            "a source partial over these axes and a result that no longer is",
+            f"{type_text(stmt.source)} and {type_text(stmt.out)}",
+            "a reduction ends what its source still had to be reduced over",
+        )
+
+
+def _check_spread(state: State, stmt: Communicate) -> None:
+    """The dims gathered lose the axes at their end, those scattered gain them."""
+    fields = _KINDS[stmt.kind]
+    expected = [dim.axes for dim in stmt.source.dims]
+    if stmt.kind == "SwapAxes":
+        expected = list(swapped(tuple(expected), stmt.axes))
+    if fields.grows:
+        dim = getattr(stmt, fields.grows)
+        kept = len(expected[dim]) - len(stmt.axes)
+        if kept < 0 or expected[dim][kept:] != stmt.axes:
+            state.fail(
+                f"dim {dim} of {stmt.source.name} spread over {', '.join(stmt.axes)}",
+                type_text(stmt.source),
+                "what is gathered is spread over these axes, the minor ones",
+            )
+        expected[dim] = expected[dim][:kept]
+    if fields.shrinks:
+        dim = getattr(stmt, fields.shrinks)
+        expected[dim] = (*expected[dim], *stmt.axes)
+    if expected != [dim.axes for dim in stmt.out.dims]:
+        state.fail(
+            f"{stmt.out.name} spread over {expected}",
+            type_text(stmt.out),
+            f"the dims of {stmt.kind}'s result follow from its source's",
+        )
+
+
+def _issue(state: State, name: str, flight: InFlight) -> None:
+    if name in state.in_flight:
+        state.fail(
+            f"a Wait({name}) before",
+            f"another communication {name}",
+            "every communication is waited for exactly once",
+        )
+    state.in_flight[name] = flight
+
+
+def check_send_or_recv(state: State, stmt: Send | Recv) -> None:
+    if state.group is None:
+        state.fail(
+            "a StartCoalescing before",
+            "none",
+            "sends and receives stand in a group, where each has its other side",
+        )
+    _check_axes(state, (stmt.axis,))
+    state.value(stmt.peer)
+    state.group.append(stmt)
+
+
+def check_end_coalescing(state: State, stmt: EndCoalescing) -> None:
+    if state.group is None:
+        state.fail("a StartCoalescing before", "none", "a group has a start")
+    group, state.group = state.group, None
+    transfers = match_transfers(group, state.ranks, state.loops)
+    reads = [state.read(transfer.send.buffer) for transfer in transfers]
+    writes: list[Known] = []
+    for transfer, sent in zip(transfers, reads, strict=True):
+        if transfer.send.buffer.dtype != transfer.recv.buffer.dtype:
+            state.fail(
+                type_text(transfer.send.buffer),
+                type_text(transfer.recv.buffer),
+                "a receive has the type of its send",
+            )
+        writes.append(state.write(transfer.recv.buffer, sent.shape))
+    _issue(state, stmt.name, InFlight(tuple(reads), tuple(writes)))
+
+
+def check_wait(state: State, stmt: Wait) -> None:
+    if stmt.communication not in state.in_flight:
+        state.fail(
+            "a communication in flight",
+            stmt.communication,
+            "every communication is waited for exactly once",
+        )
+    del state.in_flight[stmt.communication]

@@ -1,0 +1,136 @@
+"""Verification of buffers and aliases: Allocate, Deallocate, Select, Set."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jhost import errors
+from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.program import Allocate, Buffer, Deallocate, Select, Set
+from jhost.lowering.verify.state import Known, Root, State
+
+
+def check_allocate(state: State, stmt: Allocate) -> None:
+    root = Root(
+        name=stmt.buffer.name,
+        allocated_in_loop=bool(state.loops),
+        zero_init=stmt.zero_init,
+    )
+    state.define(stmt.buffer, stmt.buffer.shape, root)
+
+
+def check_deallocate(state: State, stmt: Deallocate) -> None:
+    name = stmt.buffer.name
+    known = state.known.get(name)
+    if known is not None and known.root.freed:
+        state.fail("a live buffer", f"{name}, freed before", "no buffer is freed twice")
+    known = state.look_up(stmt.buffer)
+    if known.is_alias or known.root.is_param:
+        state.fail(
+            "a buffer with memory of its own",
+            f"{name}, a part of {known.root.name}" if known.is_alias else f"{name}",
+            "aliases and parameters are not deallocated",
+        )
+    if name in {state.known[r].root.name for r in state.results & set(state.known)}:
+        state.fail("another buffer", name, "a result is never deallocated")
+    for flight in state.in_flight.values():
+        if any(k.root is known.root for k in (*flight.reads, *flight.writes)):
+            state.fail("a Wait first", name, "a buffer in flight is not deallocated")
+    known.root.freed = True
+
+
+def check_select(state: State, stmt: Select) -> None:
+    source = state.look_up(stmt.source)
+    size = state.same_everywhere(stmt.size, "size")
+    _check_select_dim(state, stmt, source, size)
+    _check_range(state, stmt, source.shape[stmt.dim] // stmt.groups, size)
+    shape = list(source.shape)
+    shape[stmt.dim : stmt.dim + 1] = [] if stmt.drop else [stmt.groups * size]
+    state.check_shape(stmt.out, tuple(shape))
+    _check_select_types(state, stmt)
+    region = source.region.select(
+        stmt.dim, state.value(stmt.index), size, stmt.groups, stmt.drop
+    )
+    state.define_alias(stmt.out, source, region, tuple(shape))
+
+
+def _check_select_dim(state: State, stmt: Select, source: Known, size: int) -> None:
+    rank = len(source.shape)
+    if not 0 <= stmt.dim < rank:
+        state.fail(f"a dim below {rank}", f"{stmt.dim}", "an alias is along a dim")
+    if source.shape[stmt.dim] % stmt.groups:
+        state.fail(
+            f"a dim of a multiple of {stmt.groups} elements",
+            f"{source.shape[stmt.dim]}",
+            "groups are equal parts of the dim",
+        )
+    if stmt.drop and (size, stmt.groups) != (1, 1):
+        state.fail(
+            "size 1 of one group",
+            f"size {size} of {stmt.groups}",
+            "only a dim of one element can be dropped",
+        )
+
+
+def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
+    index = np.asarray(state.value(stmt.index))
+    outside = (index < 0) | (index + size > extent)
+    if size < min(extent, 1) or outside.any():
+        first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
+        raise errors.IndexRangeError(
+            f"{state.place()}expected a part of [0 : {extent}] of {stmt.source.name}, "
+            f"got [{first} : {first + size}]: an alias lies inside its source"
+        )
+
+
+def _check_select_types(state: State, stmt: Select) -> None:
+    out, source = stmt.out, stmt.source
+    dims = [dim.axes for dim in source.dims]
+    kept = [dim.axes for dim in out.dims]
+    if not stmt.drop:
+        kept.pop(stmt.dim)
+    dims.pop(stmt.dim)
+    if (out.dtype, out.partial, kept) != (source.dtype, source.partial, dims):
+        state.fail(
+            f"the type of {source.name}: {type_text(source)}",
+            f"{out.name}: {type_text(out)}",
+            "an alias differs from its source in the selected dim alone",
+        )
+
+
+def is_reshard(stmt: Set) -> bool:
+    """Whether a `Set` stands for communication, and is no copy."""
+    out, source = stmt.out, stmt.source
+    spread = any(
+        dim.axes != old.axes[: len(dim.axes)]
+        for dim, old in zip(out.dims, source.dims, strict=True)
+    )
+    return spread or out.partial != source.partial or out.shape != source.shape
+
+
+def check_set(state: State, stmt: Set) -> None:
+    source = state.read(stmt.source)
+    if stmt.out.dtype != stmt.source.dtype or len(stmt.out.shape) != len(source.shape):
+        state.fail(
+            f"the type of {stmt.source.name}: {type_text(stmt.source)}",
+            type_text(stmt.out),
+            "a Set copies and converts nothing",
+        )
+    shape = source.shape
+    if is_reshard(stmt):
+        shape = stmt.out.shape
+        _check_global_shape(state, stmt)
+    state.write(stmt.out, shape)
+
+
+def _check_global_shape(state: State, stmt: Set) -> None:
+    def spread(buffer: Buffer) -> list[int]:
+        dims = zip(buffer.shape, buffer.dims, strict=True)
+        return [size * state.ranks.extent(dim.axes) for size, dim in dims]
+
+    if spread(stmt.out) != spread(stmt.source):
+        state.fail(
+            f"the global shape {spread(stmt.source)}",
+            f"{spread(stmt.out)}",
+            "a reshard moves elements and makes none",
+        )

@@ -1,0 +1,282 @@
+"""Check the invariants of a Host IR program: one function for each node kind.
+
+Loops are run through with the numbers that their indices have at every rank, which is
+exact and, with the small extents of chunk loops, quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jhost import errors
+from jhost.lowering.ir.printer import program_text, type_text
+from jhost.lowering.ir.program import (
+    Allocate,
+    Buffer,
+    Chunk,
+    Communicate,
+    Compute,
+    Deallocate,
+    EndCoalescing,
+    For,
+    GetCurrentStream,
+    If,
+    Program,
+    Recv,
+    Select,
+    Send,
+    Set,
+    SetCurrentStream,
+    StartCoalescing,
+    Stmt,
+    Synchronize,
+    Wait,
+    walk,
+)
+from jhost.lowering.units.evaluate import ArrayType, ChunkAt, Site, unit_types
+from jhost.lowering.verify.communication import (
+    check_communicate,
+    check_end_coalescing,
+    check_send_or_recv,
+    check_wait,
+)
+from jhost.lowering.verify.memory import (
+    check_allocate,
+    check_deallocate,
+    check_select,
+    check_set,
+)
+from jhost.lowering.verify.state import DEFAULT_STREAM, Root, State
+
+
+def verify(program: Program, after: str = "") -> None:
+    """Check `program`, the result of the pass named `after`.
+
+    Raises:
+        VerifyError: an invariant does not hold; the printed program is a note.
+        IndexRangeError: an alias lies outside its source.
+    """
+    state = State(program, after)
+    try:
+        for param in program.params:
+            _param(state, param)
+        _body(state, program.body)
+        _end(state)
+    except (errors.VerifyError, errors.IndexRangeError) as error:
+        error.add_note(program_text(program))
+        raise
+
+
+def _body(state: State, body: Sequence[Stmt]) -> None:
+    for stmt in body:
+        state.stmt = stmt
+        if state.group is not None and not isinstance(
+            stmt, Send | Recv | EndCoalescing
+        ):
+            state.fail(
+                "sends and receives",
+                "another statement",
+                "nothing else stands between StartCoalescing and EndCoalescing",
+            )
+        _statement(state, stmt)
+
+
+def _statement(state: State, stmt: Stmt) -> None:
+    match stmt:
+        case Allocate():
+            check_allocate(state, stmt)
+        case Deallocate():
+            check_deallocate(state, stmt)
+        case Select():
+            check_select(state, stmt)
+        case Set():
+            check_set(state, stmt)
+        case Compute():
+            _compute(state, stmt)
+        case Communicate():
+            check_communicate(state, stmt)
+        case Send() | Recv():
+            check_send_or_recv(state, stmt)
+        case StartCoalescing():
+            state.group = []
+        case EndCoalescing():
+            check_end_coalescing(state, stmt)
+        case Wait():
+            check_wait(state, stmt)
+        case GetCurrentStream():
+            state.captured[stmt.stream.name] = state.current
+        case SetCurrentStream():
+            state.current = state.stream_key(stmt.stream)
+            state.used_streams.add(state.current)
+        case Synchronize():
+            state.check_used(stmt.stream)
+        case For():
+            _for(state, stmt)
+        case If():
+            _if(state, stmt)
+
+
+# --- The program's ends ------------------------------------------------------- #
+
+
+def _param(state: State, param: Buffer) -> None:
+    _check_not_partial(state, param, "parameter")
+    state.define(param, param.shape, Root(name=param.name, is_param=True))
+
+
+def _end(state: State) -> None:
+    state.stmt = None
+    state.check_restored(DEFAULT_STREAM, "the program")
+    for name in state.in_flight:
+        state.fail(
+            f"a Wait({name})",
+            "the end of the program",
+            "every communication is waited for exactly once",
+        )
+    for result in state.program.results:
+        _check_not_partial(state, result, "result")
+        known = state.read(result)
+        if known.shape != result.shape:
+            state.fail(
+                type_text(result), f"{known.shape}", "a result has its declared shape"
+            )
+    state.check_ended()
+
+
+def _check_not_partial(state: State, buffer: Buffer, what: str) -> None:
+    if buffer.partial:
+        state.fail(
+            f"a {what} with nothing left to reduce",
+            f"{buffer.name}: {type_text(buffer)}",
+            "partial values live only inside a program",
+        )
+
+
+# --- Computation -------------------------------------------------------------- #
+
+
+def _compute(state: State, stmt: Compute) -> None:
+    ins, outs = unit_types(stmt.unit, _site(state, stmt))
+    _check_arity(state, stmt.ins, ins)
+    _check_arity(state, stmt.outs, outs)
+    for buffer, type_ in zip(stmt.ins, ins, strict=True):
+        known = state.read(buffer)
+        if type_ is not None and (known.shape, buffer.dtype) != _pair(type_):
+            _fail_type(state, buffer, known.shape, type_)
+    for buffer, type_ in zip(stmt.outs, outs, strict=True):
+        if type_ is not None and buffer.dtype != type_.dtype:
+            _fail_type(state, buffer, buffer.shape, type_)
+        shape = buffer.shape if type_ is None else type_.shape
+        if stmt.reducer is not None:
+            _check_accumulator(state, buffer)
+        state.write(buffer, shape)
+
+
+def _check_accumulator(state: State, buffer: Buffer) -> None:
+    """The first result may find a fresh buffer, but not in a branch some may skip."""
+    if state.branches:
+        state.read(buffer)
+    else:
+        state.look_up(buffer)
+
+
+def _site(state: State, stmt: Compute) -> Site:
+    """Shapes do not depend on the rank, nor on where a chunk starts."""
+    chunk = stmt.chunk and _check_chunk(state, stmt.chunk)
+    return Site(mesh=state.ranks.sizes, rank=lambda axis: 0, chunk=chunk)
+
+
+def _check_chunk(state: State, chunk: Chunk) -> ChunkAt:
+    size = state.same_everywhere(chunk.size, "size")
+    start = np.asarray(state.value(chunk.start))
+    if size < 1 or (start < 0).any() or (start + size > chunk.extent).any():
+        raise errors.IndexRangeError(
+            f"{state.place()}expected a part of [0 : {chunk.extent}], got "
+            f"[{chunk.start} : +{size}]: a chunk lies inside its loop's extent"
+        )
+    return ChunkAt(start=0, size=size, extent=chunk.extent, groups=chunk.groups)
+
+
+def _check_arity(
+    state: State, buffers: Sequence[Buffer], types: Sequence[ArrayType | None]
+) -> None:
+    if len(buffers) != len(types):
+        state.fail(
+            f"{len(types)} buffers",
+            f"{len(buffers)}",
+            "a computation has a buffer for each variable of its unit",
+        )
+
+
+def _pair(type_: ArrayType) -> tuple[tuple[int, ...], np.dtype]:
+    return type_.shape, type_.dtype
+
+
+def _fail_type(
+    state: State, buffer: Buffer, shape: tuple[int, ...], type_: ArrayType
+) -> None:
+    state.fail(
+        f"{buffer.name} of {type_.dtype}{list(type_.shape)}",
+        f"{buffer.dtype}{list(shape)}",
+        "a buffer has the type of its variable in the unit",
+    )
+
+
+# --- Control ------------------------------------------------------------------ #
+
+
+def _for(state: State, stmt: For) -> None:
+    if stmt.index in state.loops:
+        state.fail("a new index", stmt.index, "nested loops have indices of their own")
+    before = state.current
+    for value in range(stmt.extent):
+        state.loops[stmt.index] = value
+        with state.scope():
+            _body(state, stmt.body)
+        del state.loops[stmt.index]
+    state.stmt = stmt
+    state.check_restored(before, "the loop")
+
+
+def _if(state: State, stmt: If) -> None:
+    """A predicate that all devices agree on picks a branch; else both must hold."""
+    if isinstance(stmt.predicate, Buffer):
+        if state.read(stmt.predicate).shape != ():
+            state.fail(
+                "a scalar", type_text(stmt.predicate), "a predicate is one value"
+            )
+    elif isinstance(value := state.value(stmt.predicate), int):
+        _body(state, stmt.then if value else stmt.otherwise)
+        return
+    for branch in (stmt.then, stmt.otherwise):
+        _check_branch(state, branch)
+        state.branches += 1
+        with state.scope():
+            _body(state, branch)
+        state.branches -= 1
+        state.stmt = stmt
+
+
+_NOT_IN_BRANCH = (
+    Communicate,
+    Send,
+    Recv,
+    StartCoalescing,
+    EndCoalescing,
+    Wait,
+    GetCurrentStream,
+    SetCurrentStream,
+    Synchronize,
+)
+
+
+def _check_branch(state: State, branch: tuple[Stmt, ...]) -> None:
+    for stmt in walk(branch):
+        if isinstance(stmt, _NOT_IN_BRANCH):
+            state.fail(
+                "local work only",
+                type(stmt).__name__,
+                "devices that may branch apart neither communicate nor change streams",
+            )

@@ -1,0 +1,352 @@
+"""What the verifier knows between two statements: buffers, transfers, streams."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NoReturn, TypeAlias
+
+from jhost import errors
+from jhost.lowering.ir.index import Index, LoopIndex, leaves
+from jhost.lowering.ir.printer import statement_text, stream_text, type_text
+from jhost.lowering.ir.program import (
+    Buffer,
+    Deallocate,
+    Program,
+    Recv,
+    Send,
+    Stmt,
+    Stream,
+    walk,
+)
+from jhost.lowering.ir.ranks import AtRanks, Ranks
+from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
+
+StreamKey: TypeAlias = tuple[str, int]
+DEFAULT_STREAM: StreamKey = ("", -1)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Root:
+    """Memory: a parameter's, allocated, or that of a value that a statement makes."""
+
+    name: str
+    is_param: bool = False
+    allocated_in_loop: bool = False
+    freed: bool = False
+    zero_init: bool = False
+    writes: list[Region] = dataclasses.field(default_factory=list[Region])
+
+    def holds(self, region: Region) -> bool:
+        """Whether something of `region` has contents, or it has no elements."""
+        return (
+            self.is_param
+            or self.zero_init
+            or any(region is write or overlap(region, write) for write in self.writes)
+            or is_empty(region)
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Known:
+    """A buffer or alias that exists; in a ragged last chunk `shape` is smaller."""
+
+    buffer: Buffer
+    root: Root
+    region: Region
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether it was made by a Select; `aliases` has the names it came through."""
+        return bool(self.aliases)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InFlight:
+    """What a communication that nobody has waited for reads and writes."""
+
+    reads: tuple[Known, ...]
+    writes: tuple[Known, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Scope:
+    """One run of a loop's body: the roots it made, and its writes through aliases."""
+
+    names: list[str] = dataclasses.field(default_factory=list[str])
+    alias_writes: list[Known] = dataclasses.field(default_factory=list[Known])
+
+
+class State:
+    """The program so far; `fail` raises with the statement and iteration at hand."""
+
+    def __init__(self, program: Program, after: str) -> None:
+        self.program = program
+        self.after = after
+        self.ranks = Ranks(program.mesh.shape)
+        self.known: dict[str, Known] = {}
+        self.loops: dict[str, int] = {}
+        self.branches = 0  # the enclosing Ifs on which devices may disagree
+        self.scopes = [Scope()]
+        self.in_flight: dict[str, InFlight] = {}
+        self.group: list[Send | Recv] | None = None
+        self.stmt: Stmt | None = None
+        self.results = {buffer.name for buffer in program.results}
+        self.frees = any(isinstance(stmt, Deallocate) for stmt in walk(program.body))
+        self.current = DEFAULT_STREAM
+        self.captured: dict[str, StreamKey] = {}
+        self.used_streams = {DEFAULT_STREAM}
+
+    # --- Errors --------------------------------------------------------------- #
+
+    def fail(self, expected: str, got: str, rule: str) -> NoReturn:
+        """Raise a `VerifyError` about the current statement."""
+        raise errors.VerifyError(
+            f"{self.place()}expected {expected}, got {got}: {rule}"
+        )
+
+    def place(self) -> str:
+        """The pass, the statement and the iteration, to begin a message with."""
+        after = f"after {self.after}: " if self.after else ""
+        text = f"{statement_text(self.stmt, self.known)}: " if self.stmt else ""
+        at = ", ".join(f"{name} = {value}" for name, value in self.loops.items())
+        return f"{after}{text}" + (f"at {at}: " if at else "")
+
+    # --- Indices -------------------------------------------------------------- #
+
+    def value(self, index: Index) -> AtRanks:
+        """The value of `index` here, at every rank."""
+        unknown = leaves(index) - self.ranks.leaves.keys()
+        if unknown := unknown - set(map(LoopIndex, self.loops)):
+            self.fail(
+                "loop indices and axes in scope",
+                ", ".join(sorted(map(str, unknown))),
+                "an index depends on enclosing loops and on axes of the mesh",
+            )
+        return self.ranks.value(index, self.loops)
+
+    def same_everywhere(self, index: Index, what: str) -> int:
+        """The value of an index that must not depend on the rank."""
+        value = self.value(index)
+        if isinstance(value, int):
+            return value
+        self.fail(
+            f"one {what} for all devices",
+            f"{index}",
+            f"a {what} is static, so it has no rank",
+        )
+
+    # --- Buffers -------------------------------------------------------------- #
+
+    def define(self, buffer: Buffer, shape: tuple[int, ...], root: Root) -> None:
+        """Make `buffer` exist with memory of its own."""
+        self.check_new(buffer)
+        region = whole(shape, len(self.ranks.sizes))
+        known = Known(buffer=buffer, root=root, region=region, shape=shape)
+        self.known[buffer.name] = known
+        self.scopes[-1].names.append(buffer.name)
+
+    def define_alias(
+        self, buffer: Buffer, source: Known, region: Region, shape: tuple[int, ...]
+    ) -> None:
+        """Make `buffer` exist as a part of `source`."""
+        self.check_new(buffer)
+        self.known[buffer.name] = Known(
+            buffer=buffer,
+            root=source.root,
+            region=region,
+            shape=shape,
+            aliases=(*source.aliases, buffer.name),
+        )
+        self.scopes[-1].names.append(buffer.name)
+
+    def check_new(self, buffer: Buffer) -> None:
+        """The name is not taken."""
+        if buffer.name in self.known:
+            self.fail("a new name", buffer.name, "no buffer is defined twice")
+
+    def check_shape(self, buffer: Buffer, shape: tuple[int, ...]) -> None:
+        """The declared shape is the first iteration's; a last chunk may be smaller."""
+        pairs = list(zip(buffer.shape, shape, strict=False))
+        smaller = any(self.loops.values()) and all(n <= full for full, n in pairs)
+        if len(shape) != len(buffer.shape) or not (smaller or shape == buffer.shape):
+            self.fail(
+                f"{buffer.name} of shape {shape}",
+                type_text(buffer),
+                "a buffer has the shape of what is written to it",
+            )
+
+    def look_up(self, buffer: Buffer) -> Known:
+        """The buffer as it was defined, still alive."""
+        known = self.known.get(buffer.name)
+        if known is None:
+            self.fail(
+                "a buffer that exists",
+                buffer.name,
+                "a buffer is defined before it is used",
+            )
+        if known.buffer != buffer:
+            self.fail(
+                f"{buffer.name}: {type_text(known.buffer)}",
+                type_text(buffer),
+                "one name is one buffer",
+            )
+        if known.root.freed:
+            self.fail(
+                "a live buffer",
+                f"{buffer.name}, which is deallocated",
+                "nothing uses a buffer after its Deallocate",
+            )
+        return known
+
+    def read(self, buffer: Buffer) -> Known:
+        """Check a read of `buffer`."""
+        known = self.look_up(buffer)
+        for name, flight in self.in_flight.items():
+            if any(_clash(known, other) for other in flight.writes):
+                self.fail(
+                    f"a Wait({name}) before",
+                    f"a read of {buffer.name} while {name} is in flight",
+                    "what a communication writes is read after its Wait",
+                )
+        if not known.root.holds(known.region):
+            self.fail(
+                "contents",
+                f"{buffer.name}, to which nothing has been written",
+                "a buffer is written before it is read",
+            )
+        return known
+
+    def write(self, buffer: Buffer, shape: tuple[int, ...]) -> Known:
+        """Check a write to `buffer`, which makes it exist where it does not."""
+        if buffer.name not in self.known:
+            self.check_shape(buffer, shape)
+            self.define(buffer, shape, Root(name=buffer.name))
+        known = self.look_up(buffer)
+        self._check_writable(known)
+        self._check_written_shape(known, shape)
+        self._check_single_write(known)
+        known.root.writes.append(known.region)
+        return known
+
+    def _check_writable(self, known: Known) -> None:
+        name = known.buffer.name
+        if known.root.is_param:
+            self.fail(
+                "a buffer of the program's own",
+                f"{name}, a part of parameter {known.root.name}",
+                "parameters and their aliases are only read",
+            )
+        for communication, flight in self.in_flight.items():
+            if any(_clash(known, other) for other in (*flight.reads, *flight.writes)):
+                self.fail(
+                    f"a Wait({communication}) before",
+                    f"a write to {name} while {communication} is in flight",
+                    "what a communication uses is written after its Wait",
+                )
+
+    def _check_written_shape(self, known: Known, shape: tuple[int, ...]) -> None:
+        root = known.root
+        if root.allocated_in_loop and not known.is_alias and not root.writes:
+            self.check_shape(known.buffer, shape)
+            known.shape, known.region = shape, whole(shape, len(self.ranks.sizes))
+        if known.shape != shape:
+            self.fail(
+                f"{known.buffer.name} of shape {shape}",
+                f"{known.shape}",
+                "a buffer has the shape of what is written to it",
+            )
+
+    def _check_single_write(self, known: Known) -> None:
+        if not known.is_alias:
+            return
+        for other in self.scopes[-1].alias_writes:
+            if _clash(known, other) and not _related(known.aliases, other.aliases):
+                self.fail(
+                    "aliases that share no element",
+                    f"{other.buffer.name} and {known.buffer.name} of {known.root.name}",
+                    "no element is written through two aliases in one iteration",
+                )
+        self.scopes[-1].alias_writes.append(known)
+
+    # --- Scopes --------------------------------------------------------------- #
+
+    @contextmanager
+    def scope(self) -> Generator[None]:
+        """What is defined inside ends with it."""
+        self.scopes.append(Scope())
+        yield
+        self.stmt = None
+        self.check_ended()
+        for name in self.scopes.pop().names:
+            del self.known[name]
+
+    def check_ended(self) -> None:
+        """Nothing that ends with this scope is in flight or leaks."""
+        names = set(self.scopes[-1].names)
+        for communication, flight in self.in_flight.items():
+            if used := [
+                k for k in (*flight.reads, *flight.writes) if k.root.name in names
+            ]:
+                self.fail(
+                    f"a Wait({communication})",
+                    f"the end of {used[0].root.name}'s life",
+                    "every communication is waited for exactly once",
+                )
+        kept = {self.known[name].root.name for name in self.results & set(self.known)}
+        for name in self.scopes[-1].names if self.frees else ():
+            known = self.known[name]
+            owned = not known.is_alias and not known.root.is_param
+            if owned and not known.root.freed and name not in kept:
+                self.fail(
+                    f"a Deallocate({name})",
+                    "none",
+                    "a program that deallocates frees all buffers but its results",
+                )
+
+    # --- Streams -------------------------------------------------------------- #
+
+    def stream_key(self, stream: Stream) -> StreamKey:
+        """Which queue `stream` is, here."""
+        if stream.name:
+            return self.captured.get(stream.name, (stream.name, 0))
+        return ("", self.same_everywhere(stream.index, "stream index"))
+
+    def check_restored(self, before: StreamKey, what: str) -> None:
+        """The current stream is again what it was."""
+        if self.current != before:
+            self.fail(
+                f"{stream_key_text(before)} to be current at the end of {what}",
+                stream_key_text(self.current),
+                "a loop and a program end on the stream that they began on",
+            )
+
+    def check_used(self, stream: Stream) -> StreamKey:
+        """A stream that was captured or set before."""
+        key = self.stream_key(stream)
+        if key not in self.used_streams:
+            self.fail(
+                "a stream that was set or captured before",
+                stream_text(stream),
+                "a stream is set before it is waited for",
+            )
+        return key
+
+
+def _clash(a: Known, b: Known) -> bool:
+    return a.root is b.root and overlap(a.region, b.region)
+
+
+def _related(a: tuple[str, ...], b: tuple[str, ...]) -> bool:
+    """Whether one is the other, or an alias of it."""
+    return a[: len(b)] == b or b[: len(a)] == a
+
+
+def stream_key_text(key: StreamKey) -> str:
+    """A stream in words."""
+    if key == DEFAULT_STREAM:
+        return "the first stream"
+    return key[0] or f"stream[{key[1]}]"

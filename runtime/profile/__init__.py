@@ -1,0 +1,1 @@
+"""What XLA made of a program, and what overlapped when it ran."""

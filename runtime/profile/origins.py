@@ -1,0 +1,92 @@
+"""What the instructions of a compiled module do, and the statements they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal, TypeAlias
+
+from jhost.lowering.ir.scopes import Origin, origin_of
+from jhost.runtime.profile.hlo_text import Instruction, Module
+from jhost.runtime.profile.schedule import CONTROL, attribute, collectives, is_matmul
+
+Activity: TypeAlias = Literal["communication", "computation"]
+"""Copies inside a device, fills and the like are computation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """An instruction: what it does, and the statement and iteration it is from.
+
+    Loops, branches and calls do nothing (None) but hold others that do.
+    """
+
+    activity: Activity | None
+    origin: Origin | None
+
+
+class Operations:
+    """What the instructions of a module do."""
+
+    def __init__(self, module: Module) -> None:
+        self._by_name: dict[str, Operation] = {}
+        self._started: dict[str, Operation] = {}
+        for instruction in itertools.chain(*module.computations.values()):
+            found = _operation(module, instruction, self._by_name)
+            self._by_name[instruction.name] = found
+            op_name = attribute("op_name", instruction)
+            if op_name and instruction.opcode.endswith("-start"):
+                self._started[op_name] = found
+
+    def find(self, name: str, op_name: str, kernel: str) -> Operation:
+        """What ran as `kernel` for an instruction of that name and metadata.
+
+        Where an instruction is asynchronous, what runs is one inside it, of a name that
+        the module's text does not show; the metadata of the two is the same.
+        """
+        if found := self._by_name.get(name) or self._started.get(op_name):
+            return found
+        activity = "communication" if _MOVES.search(kernel) else "computation"
+        return Operation(activity, origin_of(op_name))
+
+
+# NCCL's kernels, and copies between GPUs.
+_MOVES = re.compile(r"nccl|P2P", re.IGNORECASE)
+
+
+def _operation(
+    module: Module, instruction: Instruction, before: Mapping[str, Operation]
+) -> Operation:
+    if instruction.opcode in CONTROL:
+        return Operation(activity=None, origin=None)
+    if instruction.opcode.endswith(("-done", "-update")):
+        started = before.get(instruction.operands[0] if instruction.operands else "")
+        if started is not None:
+            return started
+    moves = any(collectives(module, instruction))
+    return Operation(
+        activity="communication" if moves else "computation",
+        origin=next(_origins(module, instruction), None),
+    )
+
+
+def _origins(module: Module, instruction: Instruction) -> Iterator[Origin]:
+    """What an instruction comes from, first what it is there for.
+
+    A fusion has the metadata of one of its parts, which may be a slice that feeds the
+    matmul in it.
+    """
+    parts = [i for name in instruction.called for i in _within(module, name)]
+    heavy = [part for part in parts if is_matmul(module, part)]
+    for part in (*collectives(module, instruction), *heavy, instruction, *parts):
+        if origin := origin_of(attribute("op_name", part)):
+            yield origin
+
+
+def _within(module: Module, computation: str) -> Iterator[Instruction]:
+    for instruction in module.computations.get(computation, ()):
+        yield instruction
+        for name in instruction.called:
+            yield from _within(module, name)

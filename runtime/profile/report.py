@@ -1,0 +1,179 @@
+"""The report of `jhost.profile`: what a call spent where, as a table and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jhost import errors
+from jhost.lowering.cost.simulate import Prediction, seconds_text
+from jhost.runtime.profile.overlap import (
+    TIMES,
+    DeviceOverlap,
+    StatementOverlap,
+    device_overlap,
+    mean_overlap,
+    predicted_overlap,
+    statement_overlaps,
+)
+from jhost.runtime.profile.perfetto import perfetto_trace
+from jhost.runtime.profile.picture import save_picture
+from jhost.runtime.profile.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapReport:
+    """How much communication a function hides, from `jhost.profile`; `str` is a table.
+
+    Times are in seconds.  `mean` is of the `devices`; `predicted` is what the cost
+    model expects of each, None where it does not know them.  `statements` are those
+    that took time; `timeline` has every span of the call, and how long others took.
+    """
+
+    name: str
+    mesh: str
+    device_kind: str
+    devices: tuple[DeviceOverlap, ...]
+    mean: DeviceOverlap
+    predicted: DeviceOverlap | None
+    statements: tuple[StatementOverlap, ...]
+    timeline: Timeline
+
+    @property
+    def title(self) -> str:
+        """What ran where, and how long it took."""
+        calls = self.timeline.calls
+        where = f" on {self.mesh}" if self.mesh else ""
+        return (
+            f"{self.name}{where}, {self.device_kind}: "
+            f"{seconds_text(self.timeline.total)}, the median of {len(calls)} calls "
+            f"({seconds_text(min(calls))} to {seconds_text(max(calls))})"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as numbers, texts and lists, for JSON.
+
+        Example:
+            >>> import json
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x @ x, axis=0, chunks=2))
+            >>> report = jhost.profile(f, jnp.ones((64, 64))).to_dict()
+            >>> report["name"], report["mean"]["communication"]
+            ('<lambda>', 0.0)
+            >>> len(json.dumps(report)) > 100
+            True
+        """
+        return dataclasses.asdict(self) | {
+            "devices": [_numbers(device) for device in self.devices],
+            "mean": _numbers(self.mean),
+            "predicted": self.predicted and _numbers(self.predicted),
+        }
+
+    def save(
+        self, path: str | os.PathLike[str], *, devices: Sequence[int] | None = None
+    ) -> None:
+        """Writes the timeline to a file, of the kind that its name ends in.
+
+        Args:
+            path: `.png` or `.svg` for a picture with a lane a stream, or `.json` for
+                a trace that https://ui.perfetto.dev opens.
+            devices: the numbers of those to show; all by default.
+
+        Raises:
+            OptionError: another ending, or a device that ran nothing.
+            MissingPackageError: a picture is asked for, and matplotlib is missing.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x @ x, axis=0, chunks=2))
+            >>> report = jhost.profile(f, jnp.ones((64, 64)))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     report.save(pathlib.Path(folder) / "f.json")
+        """
+        path, shown = Path(path), self.timeline.only(devices)
+        match path.suffix.lower():
+            case ".png" | ".svg":
+                save_picture([(self.title, shown)], path)
+            case ".json":
+                path.write_text(json.dumps(perfetto_trace(shown)))
+            case suffix:
+                raise errors.OptionError(
+                    "A timeline is saved as a picture (.png, .svg) or as a trace for "
+                    "Perfetto (.json).",
+                    [f"{path.name!r} ends in {suffix!r}"],
+                )
+
+
+def overlap_report(
+    timeline: Timeline, *, mesh: str, device_kind: str, prediction: Prediction | None
+) -> OverlapReport:
+    """The sums over a timeline, beside what was predicted for its devices."""
+    devices = tuple(device_overlap(timeline, number) for number in timeline.devices)
+    return OverlapReport(
+        name=timeline.name,
+        mesh=mesh,
+        device_kind=device_kind,
+        devices=devices,
+        mean=mean_overlap(devices),
+        predicted=None if prediction is None else predicted_overlap(prediction),
+        statements=tuple(statement_overlaps(timeline)),
+        timeline=timeline,
+    )
+
+
+def _numbers(overlap: DeviceOverlap) -> dict[str, Any]:
+    return dataclasses.asdict(overlap) | {"efficiency": overlap.efficiency}
+
+
+# --- The table -------------------------------------------------------------------- #
+
+
+def _lines(report: OverlapReport) -> Iterator[str]:
+    yield report.title
+    rows = [*report.devices, *([report.mean] if len(report.devices) > 1 else [])]
+    rows += [report.predicted] if report.predicted else []
+    yield from _table([["", *TIMES, "efficiency"], *map(_overlap_cells, rows)])
+    if report.predicted is None:
+        yield f"  predicted  nothing: the rates of {report.device_kind} are not known"
+    rows = [statement for statement in report.statements if statement.seconds]
+    header = ["", "", "times", "took", "exposed"]
+    yield from _table([header, *map(_statement_cells, rows)])
+
+
+def _overlap_cells(overlap: DeviceOverlap) -> list[str]:
+    share = overlap.efficiency
+    times = [_time(getattr(overlap, name)) for name in TIMES]
+    return [overlap.device, *times, "-" if share is None else f"{share:.0%}"]
+
+
+_WIDTH = 64  # of a statement
+
+
+def _statement_cells(statement: StatementOverlap) -> list[str]:
+    text = statement.text
+    shown = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+    exposed = statement.exposed if statement.activity == "communication" else None
+    cells = [shown, statement.activity, str(statement.times), _time(statement.seconds)]
+    return [*cells, "" if exposed is None else _time(exposed)]
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(round(seconds, 12))  # what is left of a difference is no time
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = map(str.rjust, others, widths[1:])
+        yield "  ".join([f"  {first.ljust(widths[0])}", *cells]).rstrip()

@@ -1,0 +1,281 @@
+"""What XLA made of a program: its communications, and what runs beside each.
+
+XLA issues a scheduled module's instructions in the order of its text.  A communication
+between a `start` and a `done` runs beside what is issued between the two; any other
+holds up what follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jhost import errors
+from jhost.lowering.ir.program import CommunicationKind
+from jhost.lowering.layouts.costs import bytes_text
+from jhost.lowering.layouts.reshard import received_bytes
+from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledCommunication:
+    """A communication as XLA runs it, and the kernels that are issued beside it.
+
+    `name` is XLA's, `operation` JAX's, and `kind` is as in the Host IR.  `bytes` is
+    what each device receives, in a loop in one round; `computation` is then the loop's
+    body, and empty for what is in no loop, branch or call.  `values` is above 1 where
+    XLA combined several communications into one.  `matmuls` and `others` name the
+    kernels beside it; a synchronous one has none.
+    """
+
+    name: str
+    operation: str
+    kind: CommunicationKind
+    computation: str
+    bytes: int
+    values: int
+    asynchronous: bool
+    matmuls: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What XLA runs on each device, from `Compiled.schedule`; `str` of it is a table.
+
+    `communications` are in the order in which they start.  `matmuls` and `others` name
+    all the kernels; those in the body of a loop are there once.
+    """
+
+    communications: tuple[ScheduledCommunication, ...]
+    matmuls: tuple[str, ...]
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [_cells(communication) for communication in self.communications]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        counts = (
+            _counted(len(rows), "communication"),
+            _counted(len(self.matmuls), "matmul"),
+            _counted(len(self.others), "other kernel"),
+        )
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n  ".join([f"schedule: {', '.join(counts)}", *lines])
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule in the text of a compiled module.
+
+    Raises:
+        ScheduleError: it is not the text of a scheduled module.
+    """
+    module = parse_module(text)
+    if not module.scheduled:
+        raise errors.ScheduleError(
+            "A schedule is read from the text of a module that XLA has compiled, as "
+            "jax.stages.Compiled.as_text gives it, if the backend has it.",
+            [f"{module.name} has no is_scheduled=true" if text else "no text"],
+        )
+    matmuls, others = _kernels(module, module.computations[module.entry])
+    return Schedule(
+        communications=tuple(_communications(module, module.entry)),
+        matmuls=matmuls,
+        others=others,
+    )
+
+
+# --- Communications --------------------------------------------------------------- #
+
+_KINDS: Mapping[str, CommunicationKind] = {
+    "all-gather": "AllGather",
+    "all-reduce": "AllReduce",
+    "reduce-scatter": "ReduceScatter",
+    "all-to-all": "AllToAll",
+    "collective-permute": "CollectivePermute",
+    "collective-broadcast": "Broadcast",
+}
+
+# What they call is issued as it stands; what others call is a part of one kernel.
+CONTROL = frozenset({"call", "while", "conditional"})
+
+
+def _communications(
+    module: Module, computation: str
+) -> Iterator[ScheduledCommunication]:
+    """Those of a computation, and of what it calls, in the order of their starts."""
+    instructions = module.computations[computation]
+    for position, instruction in enumerate(instructions):
+        if instruction.opcode in CONTROL:
+            for name in instruction.called:
+                yield from _communications(module, name)
+        elif parts := list(collectives(module, instruction)):
+            matmuls, others = _kernels(module, _beside(instructions, position))
+            yield ScheduledCommunication(
+                name=instruction.name,
+                operation=attribute("op_name", parts[0]),
+                kind=_KINDS[_base(parts[0])],
+                computation="" if computation == module.entry else computation,
+                bytes=sum(_received(module, part) for part in parts),
+                values=sum(_values(module, part) for part in parts),
+                asynchronous=_is_asynchronous(instruction),
+                matmuls=matmuls,
+                others=others,
+            )
+
+
+def collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """The collective that an instruction is, or those that it wraps.
+
+    `async-start` has its collective in a computation of its own, and XLA puts some into
+    a fusion with the slice that they read or write.
+    """
+    if _base(instruction) in _KINDS:
+        yield instruction
+    elif not _ends(instruction):
+        for name in instruction.called:
+            for inner in module.computations[name]:
+                yield from collectives(module, inner)
+
+
+def _base(instruction: Instruction) -> str:
+    return instruction.opcode.removesuffix("-start")
+
+
+def _ends(instruction: Instruction) -> bool:
+    """Whether it only goes on with, or ends, what another started."""
+    return instruction.opcode.endswith(("-done", "-update"))
+
+
+def _is_asynchronous(instruction: Instruction) -> bool:
+    """XLA has two spellings of a collective that it made synchronous.
+
+    From JAX 0.11 on it is the plain operation, before a pair that says so.
+    """
+    is_sync = re.search(r'"is_sync":\s*true', instruction.attributes)
+    return instruction.opcode.endswith("-start") and not is_sync
+
+
+def _beside(instructions: Sequence[Instruction], position: int) -> list[Instruction]:
+    """What is issued after a start and before its done.
+
+    A start whose done is in the next round of a loop has the rest of this one.
+    """
+    start = instructions[position]
+    beside: list[Instruction] = []
+    if not _is_asynchronous(start):
+        return beside
+    names = {start.name}
+    for instruction in instructions[position + 1 :]:
+        follows = _ends(instruction) and not names.isdisjoint(instruction.operands)
+        if not follows:
+            beside.append(instruction)
+        elif instruction.opcode.endswith("-done"):
+            break
+        else:
+            names.add(instruction.name)
+    return beside
+
+
+def _received(module: Module, collective: Instruction) -> int:
+    devices = group_size(collective, module.devices)
+    kind = _KINDS[_base(collective)]
+    return received_bytes(kind, collective.operand_bytes, devices)
+
+
+def _values(module: Module, collective: Instruction) -> int:
+    """How many values a collective moves: several where XLA combined as many."""
+    count = len(collective.operands)
+    if _base(collective) == "all-to-all" and "dimensions=" not in collective.attributes:
+        return count // group_size(collective, module.devices)  # one for each device
+    return count
+
+
+# --- Kernels ---------------------------------------------------------------------- #
+
+# These run nothing on the device.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast opt-barrier after-all "
+    "add-dependency domain partition-id replica-id".split()
+)
+_MATMULS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
+# `__cublas$lt$matmul`, `__cublas$gemm`, `__cudnn$fmhaSoftmax`, `__onednn$matmul`
+_MATMUL_TARGET = re.compile(r"gemm|matmul|fmha|cudnn\$conv", re.IGNORECASE)
+
+
+def _kernels(
+    module: Module, instructions: Iterable[Instruction]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the kernels among them: matmuls, and others."""
+    found = [(k.name, is_matmul(module, k)) for k in _issued(module, instructions)]
+    return (
+        tuple(name for name, is_matmul in found if is_matmul),
+        tuple(name for name, is_matmul in found if not is_matmul),
+    )
+
+
+def _issued(
+    module: Module, instructions: Iterable[Instruction]
+) -> Iterator[Instruction]:
+    """What computes or copies, also in what is called, in order."""
+    for instruction in instructions:
+        if instruction.opcode in CONTROL:
+            for name in instruction.called:
+                yield from _issued(module, module.computations[name])
+        elif not _is_free(instruction) and not any(collectives(module, instruction)):
+            yield instruction
+
+
+def _is_free(instruction: Instruction) -> bool:
+    if _ends(instruction) or instruction.opcode in _FREE:
+        return True
+    # What `jax.lax.empty` becomes.
+    return attribute("custom_call_target", instruction) == "AllocateBuffer"
+
+
+def is_matmul(module: Module, kernel: Instruction) -> bool:
+    """Whether it is one, calls a library's, or is a fusion with one in it."""
+    if kernel.opcode in _MATMULS:
+        return True
+    if _MATMUL_TARGET.search(attribute("custom_call_target", kernel)):
+        return True
+    inner = (i for name in kernel.called for i in module.computations[name])
+    return any(is_matmul(module, instruction) for instruction in inner)
+
+
+def attribute(name: str, instruction: Instruction) -> str:
+    """What stands in quotes behind an attribute's name; "" without it."""
+    match = re.search(rf'\b{name}="([^"]*)"', instruction.attributes)
+    return match[1] if match else ""
+
+
+# --- The table -------------------------------------------------------------------- #
+
+
+def _cells(communication: ScheduledCommunication) -> tuple[str, ...]:
+    combined = f" of {communication.values} values" if communication.values > 1 else ""
+    return (
+        communication.name,
+        communication.kind + combined,
+        bytes_text(communication.bytes),
+        _how(communication),
+    )
+
+
+def _how(communication: ScheduledCommunication) -> str:
+    where = f", in {communication.computation}" if communication.computation else ""
+    if not communication.asynchronous:
+        return "synchronous" + where
+    counts = [
+        _counted(len(names), noun)
+        for names, noun in (
+            (communication.matmuls, "matmul"),
+            (communication.others, "other kernel"),
+        )
+        if names
+    ]
+    return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{where}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

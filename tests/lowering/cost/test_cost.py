@@ -1,0 +1,228 @@
+"""What the cost model makes of programs: kernels, queues, and the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.cost.kernels import Kernel, kernels
+from jhost.lowering.cost.rates import Link, Rates, rates_of
+from jhost.lowering.cost.simulate import predict, seconds_text
+from jhost.lowering.ir.program import CommunicationKind, Compute, Program
+from tests.lowering.traced import lowered
+
+# Round numbers: a multiply-add, a byte in memory and a byte on the wire take 1 s.
+LINK = Link(latency=0, bandwidth=1, host=0, beside_compute=True)
+RATES = Rates(
+    matmul=2,
+    multiprocessors=1,
+    tiles=((1, 1, 1.0),),
+    memory=float("inf"),
+    launch=0,
+    host=0,
+    permute=LINK,
+    collective=dataclasses.replace(LINK, beside_compute=False),
+)
+H200 = rates_of("NVIDIA H200", processes=1)
+
+
+def gathered(pipeline: Any, rows: int = 8) -> Program:
+    """x [rows over tp, 4] gathered, times w [4, 12 over tp], on four devices."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P(None, "tp"))
+        y = jhost.stream(x @ w, axis=0, pipeline=pipeline)
+        return jhost.shard(y, P(None, "tp"))
+
+    return lowered(f, (rows, 4), (4, 12), tp=4)
+
+
+def only_unit(program: Program) -> Compute:
+    (unit,) = [stmt for stmt in program.body if isinstance(stmt, Compute)]
+    return unit
+
+
+# --- Kernels ------------------------------------------------------------------------ #
+
+
+def test_a_contraction_is_a_kernel_and_its_neighbours_fuse() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) * 2 + 1
+
+    made = kernels(only_unit(lowered(f, (6, 4), (4, 10))), {}, {})
+    assert made == [
+        Kernel(4 * (24 + 40 + 60), (1, 6, 10, 4)),
+        Kernel(4 * (60 + 60)),  # the product in, the result out, nothing in between
+    ]
+
+
+def test_a_barrier_costs_nothing() -> None:
+    """What it hands on is not copied, and there when what it was given is."""
+
+    def f(x: jax.Array, w: jax.Array, barrier: bool) -> jax.Array:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P(None, "tp"))
+        y = jnp.tanh(x @ w)
+        if barrier:
+            y, w = jax.lax.optimization_barrier((y, w))
+        return jnp.sin(y @ w.T) @ w
+
+    slow = dataclasses.replace(RATES, memory=1.0)
+    # Several times: what depends on the order of addresses would not always be equal.
+    predictions = {
+        predict(
+            lowered(functools.partial(f, barrier=each), (8, 4), (4, 12), tp=4), slow
+        )
+        for each in (False, True) * 5
+    }
+    assert len(predictions) == 1
+
+
+def test_kernels_have_the_sizes_of_one_device() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = jhost.shard(x, P("dp", None)), jhost.shard(w, P(None, "tp"))
+        return jhost.shard(x @ w, P("dp", "tp"))
+
+    unit = only_unit(lowered(f, (6, 4), (4, 10), dp=3, tp=2))
+    (kernel,) = kernels(unit, {"dp": 3, "tp": 2}, {})
+    assert kernel.matmul == (1, 2, 5, 4)
+
+
+def test_batches_and_several_contracted_dims_multiply() -> None:
+    def f(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("bhqd,bhkd->bhqk", x, y)
+
+    (kernel,) = kernels(only_unit(lowered(f, (2, 3, 5, 7), (2, 3, 11, 7))), {}, {})
+    assert kernel.matmul == (6, 5, 11, 7)
+
+
+def test_matmuls_take_a_wave_or_more_of_the_tiles_that_suit_them() -> None:
+    rates = dataclasses.replace(
+        RATES, matmul=8, multiprocessors=4, tiles=((2, 2, 1.0), (1, 1, 0.5))
+    )
+    # One tile of 2 x 2 on one of four processors, or four of 1 x 1 on all.
+    assert rates.matmul_seconds(1, 2, 2, 1) == 2
+    assert rates.matmul_seconds(1, 2, 2, 1) == rates.matmul_seconds(1, 1, 3, 1)
+    assert rates.matmul_seconds(1, 4, 4, 1) == 4
+    # Five tiles of 2 x 2: of the second wave only the one that there is.
+    assert rates.matmul_seconds(1, 2, 10, 1) == 5
+
+
+# --- Queues ------------------------------------------------------------------------- #
+
+
+def test_without_a_pipeline_transfers_and_matmuls_add_up() -> None:
+    predicted = predict(gathered("off"), RATES)
+    assert predicted.compute == 8 * 3 * 4
+    assert predicted.communication == 4 * 4 * (8 - 2)
+    assert predicted.total == predicted.compute + predicted.communication
+
+
+def test_what_runs_beside_matmuls_hides_behind_them() -> None:
+    """Three permutes of 32 s behind four matmuls of 24 s: the first one hides none."""
+    predicted = predict(gathered("p2p"), RATES)
+    assert predicted.compute == 96
+    assert predicted.communication == 96
+    assert predicted.total == 3 * 32 + 24
+
+
+def test_what_needs_the_same_processors_hides_nothing() -> None:
+    rates = dataclasses.replace(RATES, permute=RATES.collective)
+    predicted = predict(gathered("p2p"), rates)
+    assert predicted.total == predicted.compute + predicted.communication
+
+
+def test_a_program_is_as_slow_as_its_launches() -> None:
+    slow = dataclasses.replace(RATES, permute=dataclasses.replace(LINK, host=1000))
+    assert predict(gathered("p2p"), slow).total == 3000
+
+
+def test_the_launching_threads_of_all_devices_meet_once() -> None:
+    slow = dataclasses.replace(LINK, host=1000, meet=50)
+    predicted = predict(gathered("p2p"), dataclasses.replace(RATES, permute=slow))
+    assert predicted.host == 3 * 1000 + 4 * 50
+
+
+def test_parts_of_arrays_are_copied_for_matmuls() -> None:
+    """Four products are written into the result: in and out of memory once more."""
+    rates = dataclasses.replace(RATES, memory=1e-3, matmul=1e12)
+    whole, chunks = predict(gathered("off"), rates), predict(gathered("p2p"), rates)
+    operands = 3 * 4 * 4 * 3  # w is read four times and not once
+    assert chunks.compute - whole.compute == pytest.approx(
+        1e3 * (2 * 4 * 8 * 3 + operands)
+    )
+
+
+@given(
+    rows=st.sampled_from([4, 8, 64]),
+    latency=st.floats(0, 100),
+    bandwidth=st.floats(0.1, 100),
+)
+def test_a_pipeline_is_bounded_by_its_queues(
+    rows: int, latency: float, bandwidth: float
+) -> None:
+    link = dataclasses.replace(LINK, latency=latency, bandwidth=bandwidth)
+    predicted = predict(gathered("p2p", rows), dataclasses.replace(RATES, permute=link))
+    longest = max(predicted.compute, predicted.communication)
+    assert longest <= predicted.total
+    assert predicted.total <= predicted.compute + predicted.communication
+
+
+# --- Rates -------------------------------------------------------------------------- #
+
+
+def test_between_processes_permutes_are_collectives() -> None:
+    assert H200 is not None
+    assert H200.permute.beside_compute
+    between = rates_of("NVIDIA H200", processes=4)
+    assert between is not None
+    assert between.permute == H200.collective
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "seconds"),
+    [("AllGather", 4, 1.5), ("AllGather", 2, 2.5), ("AllReduce", 2, 1.5)],
+)
+def test_two_devices_gather_more_slowly(
+    kind: CommunicationKind, devices: int, seconds: float
+) -> None:
+    link = Link(latency=0.5, bandwidth=4, between_two=2, host=0, beside_compute=False)
+    assert link.seconds(kind, 4, devices) == seconds
+
+
+def test_unknown_devices_have_no_rates() -> None:
+    assert rates_of("an abacus", processes=1) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.5, "1.5 s"), (0.00123456, "1.23 ms"), (7e-6, "7 us")]
+)
+def test_seconds_are_said_in_the_unit_that_suits_them(
+    seconds: float, text: str
+) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_a_prediction_says_its_parts() -> None:
+    assert str(predict(gathered("p2p"), RATES)) == (
+        "120 s (compute 96 s, communication 96 s, host 0 us)"
+    )
+
+
+def test_control_flow_and_accumulators_are_simulated() -> None:
+    def f(x: jax.Array, w: jax.Array) -> Any:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P("tp", None))
+        x = jhost.stream(x, axis=0, chunks=2)
+        return jhost.shard(x.T @ w, P())
+
+    program = lowered(f, (8, 4), (8, 6), tp=2)
+    predicted = predict(program, RATES)
+    assert predicted.compute == 4 * 4 * 6
+    assert predicted.total == predicted.compute + predicted.communication

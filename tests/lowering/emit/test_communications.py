@@ -1,0 +1,468 @@
+"""Parity group D: every communication from explicit nodes, on 2, 4 and 8 devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.emit.program import emit
+from jhost.lowering.ir.index import Rank, less
+from jhost.lowering.ir.program import (
+    Allocate,
+    EndCoalescing,
+    If,
+    Recv,
+    Send,
+    Set,
+    StartCoalescing,
+    Stmt,
+    Wait,
+)
+from jhost.lowering.rules.dim_rule import Reducer
+from tests.lowering.hand_built import (
+    I,
+    buffer,
+    check,
+    communicate,
+    compute,
+    integers,
+    loop,
+    mesh_of,
+    program,
+    select,
+)
+
+devices = pytest.mark.parametrize("devices", [2, 4, 8])
+WAIT = Wait(communication="c")
+
+REDUCE: dict[Reducer, Callable[..., Any]] = {
+    "sum": np.sum,
+    "max": np.max,
+    "min": np.min,
+    "prod": np.prod,
+    "and": np.bitwise_and.reduce,
+    "or": np.bitwise_or.reduce,
+}
+reducers = pytest.mark.parametrize("reducer", list(REDUCE))
+
+
+def bits(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(-9, 10, shape, dtype=np.int32)
+
+
+@devices
+@pytest.mark.parametrize("dim", [0, 1])
+def test_allgather(devices: int, dim: int) -> None:
+    mesh, x = mesh_of(tp=devices), integers(8, 16)
+    local = ["8", "16"]
+    local[dim] = f"{x.shape[dim] // devices}@tp"
+    source = buffer(f"x: f32[{', '.join(local)}]")
+    out = buffer("y: f32[8, 16]")
+    gather = communicate("AllGather", out, source, dim=dim)
+    check(program(mesh, (source,), (out,), gather, WAIT), mesh, (x,), x)
+
+
+def partial_sums(devices: int, reducer: Reducer) -> tuple[Any, Any, Any, Stmt]:
+    """A value partial over tp: device r has row r of the param."""
+    source = buffer("x: i32[1@tp, 8]")
+    partial = buffer("p: i32[8]", partial={"tp": reducer})
+    drop = compute(lambda x: x[0], (source,), (partial,))
+    return bits(devices, 8), source, partial, drop
+
+
+@devices
+@reducers
+def test_allreduce(devices: int, reducer: Reducer) -> None:
+    mesh = mesh_of(tp=devices)
+    x, source, partial, drop = partial_sums(devices, reducer)
+    out = buffer("y: i32[8]")
+    reduce = communicate("AllReduce", out, partial, reducer=reducer)
+    wanted = REDUCE[reducer](x, axis=0)
+    check(program(mesh, (source,), (out,), drop, reduce, WAIT), mesh, (x,), wanted)
+
+
+ROWS = [
+    [1.0, np.nan, -np.inf, -0.0, 2.0, np.inf, -448.0, np.nan],
+    [3.0, 1.0, -np.inf, 0.0, np.nan, -np.inf, -2.0, np.nan],
+]
+
+
+@pytest.mark.parametrize("reducer", ["max", "min"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_a_maximum_is_no_number_where_one_is_none(dtype: str, reducer: str) -> None:
+    """As `lax.max` has it; collectives of XLA:CPU and of NCCL pass over NaN."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.max(x, axis=0) if reducer == "max" else jnp.min(x, axis=0)
+
+    x = jnp.asarray(ROWS, jnp.float32).astype(dtype)
+    specs: Any = {"in_shardings": P("tp"), "out_shardings": P()}
+    given = jhost.jit(f, mesh=mesh_of(tp=2), **specs)(x)
+    assert given.dtype == x.dtype
+    given, wanted = (np.asarray(a.astype(jnp.float32)) for a in (given, f(x)))
+    np.testing.assert_array_equal(given, wanted)
+
+
+@devices
+@reducers
+def test_reduce_scatter(devices: int, reducer: Reducer) -> None:
+    mesh = mesh_of(tp=devices)
+    x, source, partial, drop = partial_sums(devices, reducer)
+    out = buffer(f"y: i32[{8 // devices}@tp]")
+    scatter = communicate("ReduceScatter", out, partial, dim=0, reducer=reducer)
+    wanted = REDUCE[reducer](x, axis=0)
+    check(program(mesh, (source,), (out,), drop, scatter, WAIT), mesh, (x,), wanted)
+
+
+@devices
+def test_reduce_scatter_noncontiguous(devices: int) -> None:
+    """The inner dim of [3, 4 D] is scattered."""
+    mesh, x = mesh_of(tp=devices), integers(devices, 3, 4 * devices)
+    source = buffer(f"x: f32[1@tp, 3, {4 * devices}]")
+    partial = buffer(f"p: f32[3, {4 * devices}]", partial={"tp": "sum"})
+    out = buffer("y: f32[3, 4@tp]")
+    body = (
+        compute(lambda x: x[0], (source,), (partial,)),
+        communicate("ReduceScatter", out, partial, dim=1, reducer="sum"),
+        WAIT,
+    )
+    check(program(mesh, (source,), (out,), *body), mesh, (x,), x.sum(0))
+
+
+@devices
+@pytest.mark.parametrize("direction", ["dispatch", "combine"])
+def test_alltoall(devices: int, direction: str) -> None:
+    mesh, x, n = mesh_of(tp=devices), integers(8, 16), devices
+    rows = buffer(f"a: f32[{8 // n}@tp, 16]")
+    columns = buffer(f"b: f32[8, {16 // n}@tp]")
+    source, out = (rows, columns) if direction == "dispatch" else (columns, rows)
+    dim, source_dim = (1, 0) if direction == "dispatch" else (0, 1)
+    move = communicate("AllToAll", out, source, dim=dim, source_dim=source_dim)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
+@devices
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast(devices: int, root: int) -> None:
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    x[root, 0] = -0.0
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
+    send = communicate("Broadcast", out, source, root=root)
+    wanted = np.tile(x[root], (devices, 1))
+    host_ir = program(mesh, (source,), (out,), send, WAIT)
+    check(host_ir, mesh, (x,), wanted)
+
+
+@devices
+def test_reduce(devices: int) -> None:
+    """The other devices are left with zeros."""
+    mesh = mesh_of(tp=devices)
+    x, source, partial, drop = partial_sums(devices, "sum")
+    total, out = buffer("t: i32[8]"), buffer("y: i32[1@tp, 8]")
+    reduce = communicate("Reduce", total, partial, reducer="sum", root=1)
+    lift = compute(lambda t: t[None], (total,), (out,))
+    wanted = np.zeros((devices, 8), np.int32)
+    wanted[1] = x.sum(0)
+    host_ir = program(mesh, (source,), (out,), drop, reduce, WAIT, lift)
+    check(host_ir, mesh, (x,), wanted)
+
+
+@devices
+def test_gather(devices: int) -> None:
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 8]")
+    full = buffer(f"t: f32[{devices}, 4]")
+    gather = communicate("Gather", full, source, dim=0, root=1)
+    host_ir = program(
+        mesh,
+        (source,),
+        (out,),
+        gather,
+        WAIT,
+        compute(lambda t: jnp.tile(t.sum(0), 2)[None], (full,), (out,)),
+    )
+    wanted = np.zeros((devices, 8), np.float32)
+    wanted[1] = np.tile(x.sum(0), 2)
+    check(host_ir, mesh, (x,), wanted)
+
+
+@devices
+def test_scatter(devices: int) -> None:
+    """Only the root's copy counts: device r has x + r."""
+    mesh, x, n = mesh_of(tp=devices), integers(8, 4), 8 // devices
+    source, out = buffer("x: f32[8, 4]"), buffer(f"y: f32[{n}@tp, 4]")
+    rank, mine = buffer("r: f32[1@tp]"), buffer("m: f32[8, 4]")
+    host_ir = program(
+        mesh,
+        (source, rank),
+        (out,),
+        compute(jnp.add, (source, rank), (mine,)),
+        communicate("Scatter", out, mine, dim=0, root=1),
+        WAIT,
+    )
+    ranks = np.arange(devices, dtype=np.float32)
+    check(host_ir, mesh, (x, ranks), x + 1)
+
+
+@devices
+@pytest.mark.parametrize("shift", [0, 1, -1, 3])
+def test_collective_permute(devices: int, shift: int) -> None:
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
+    move = communicate("CollectivePermute", out, source, shift=shift)
+    host_ir = program(mesh, (source,), (out,), move, WAIT)
+    check(host_ir, mesh, (x,), np.roll(x, shift, axis=0))
+
+
+def exchange(source: Any, out: Any, size: int, shift: int) -> tuple[Stmt, ...]:
+    rank = Rank("tp")
+    return (
+        StartCoalescing(),
+        Recv(buffer=out, axis="tp", peer=(rank - shift) % size),
+        Send(buffer=source, axis="tp", peer=(rank + shift) % size),
+        EndCoalescing(name="c"),
+    )
+
+
+@devices
+def test_send_recv(devices: int) -> None:
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
+    host_ir = program(mesh, (source,), (out,), *exchange(source, out, devices, 1), WAIT)
+    check(host_ir, mesh, (x,), np.roll(x, 1, axis=0))
+
+
+@devices
+def test_send_recv_to_itself(devices: int) -> None:
+    """A local copy: no communication is left in the emitted program."""
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
+    host_ir = program(mesh, (source,), (out,), *exchange(source, out, devices, 0), WAIT)
+    check(host_ir, mesh, (x,), x)
+    assert "ppermute" not in str(jax.make_jaxpr(emit(host_ir, mesh))(x))
+
+
+@devices
+def test_send_recv_partly_to_itself(devices: int) -> None:
+    """Rank r sends to -r: rank 0 to itself, the others in pairs."""
+    mesh, x = mesh_of(tp=devices), integers(devices, 4)
+    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
+    peer = (0 - Rank("tp")) % devices
+    host_ir = program(
+        mesh,
+        (source,),
+        (out,),
+        StartCoalescing(),
+        Send(buffer=source, axis="tp", peer=peer),
+        Recv(buffer=out, axis="tp", peer=peer),
+        EndCoalescing(name="c"),
+        WAIT,
+    )
+    check(host_ir, mesh, (x,), x[-np.arange(devices) % devices])
+
+
+def test_a_group_may_send_both_ways() -> None:
+    mesh, x = mesh_of(tp=4), integers(4, 4)
+    source = buffer("x: f32[1@tp, 4]")
+    up, down = buffer("up: f32[1@tp, 4]"), buffer("down: f32[1@tp, 4]")
+    rank = Rank("tp")
+    host_ir = program(
+        mesh,
+        (source,),
+        (up, down),
+        StartCoalescing(),
+        Send(buffer=source, axis="tp", peer=(rank + 1) % 4),
+        Send(buffer=source, axis="tp", peer=(rank - 1) % 4),
+        Recv(buffer=down, axis="tp", peer=(rank + 1) % 4),
+        Recv(buffer=up, axis="tp", peer=(rank - 1) % 4),
+        EndCoalescing(name="c"),
+        WAIT,
+    )
+    check(host_ir, mesh, (x,), np.roll(x, 1, axis=0), np.roll(x, -1, axis=0))
+
+
+# --- Meshes of two axes --------------------------------------------------------- #
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")])
+def test_mesh_2d_allgather(axes: tuple[str, ...]) -> None:
+    """Over one axis, both, and both in the other order."""
+    mesh, x = mesh_of(dp=2, tp=4), integers(16, 3)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    source = buffer(f"x: f32[{16 // devices}@({', '.join(axes)}), 3]")
+    out = buffer("y: f32[16, 3]")
+    gather = communicate("AllGather", out, source, axes, dim=0)
+    check(program(mesh, (source,), (out,), gather, WAIT), mesh, (x,), x)
+
+
+def test_mesh_2d_gathers_the_minor_axis() -> None:
+    mesh, x = mesh_of(dp=2, tp=4), integers(16, 3)
+    source, out = buffer("x: f32[2@(dp, tp), 3]"), buffer("y: f32[8@dp, 3]")
+    gather = communicate("AllGather", out, source, ("tp",), dim=0)
+    check(program(mesh, (source,), (out,), gather, WAIT), mesh, (x,), x)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("reducer", ["sum", "prod"])
+def test_mesh_2d_reduce_scatter(axes: tuple[str, ...], reducer: Reducer) -> None:
+    mesh, x = mesh_of(dp=2, tp=4), bits(8, 16)
+    source = buffer("x: i32[1@(dp, tp), 16]")
+    partial = buffer("p: i32[16]", partial={"dp": reducer, "tp": reducer})
+    out = buffer(f"y: i32[2@({', '.join(axes)})]")
+    body = (
+        compute(lambda x: x[0], (source,), (partial,)),
+        communicate("ReduceScatter", out, partial, axes, dim=0, reducer=reducer),
+        WAIT,
+    )
+    wanted = REDUCE[reducer](x, axis=0)
+    check(program(mesh, (source,), (out,), *body), mesh, (x,), wanted)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_mesh_2d_alltoall(axes: tuple[str, ...]) -> None:
+    mesh, x, spread = mesh_of(dp=2, tp=4), integers(8, 16), f"({', '.join(axes)})"
+    source, out = buffer(f"x: f32[1@{spread}, 16]"), buffer(f"y: f32[8, 2@{spread}]")
+    move = communicate("AllToAll", out, source, axes, dim=1, source_dim=0)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("kind", ["CollectivePermute", "Broadcast"])
+def test_mesh_2d_permute_and_broadcast(axes: tuple[str, ...], kind: Any) -> None:
+    mesh, x, spread = mesh_of(dp=2, tp=4), integers(8, 4), f"({', '.join(axes)})"
+    source, out = buffer(f"x: f32[1@{spread}, 4]"), buffer(f"y: f32[1@{spread}, 4]")
+    permutes = kind == "CollectivePermute"
+    shift, root = (3, None) if permutes else (None, 5)
+    move = communicate(kind, out, source, axes, shift=shift, root=root)
+    wanted = np.roll(x, 3, axis=0) if permutes else np.tile(x[5], (8, 1))
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), wanted)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_two_axes_trade_places(axes: tuple[str, ...]) -> None:
+    """The whole stays what it is; other devices hold its parts."""
+    mesh, x = mesh_of(dp=2, tp=2), integers(2, 2, 3)
+    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@tp, 1@dp, 3]")
+    move = communicate("SwapAxes", out, source, axes)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_two_axes_trade_places_beside_a_third(axes: tuple[str, ...]) -> None:
+    mesh, x = mesh_of(dp=2, ep=2, tp=2), integers(4, 3)
+    source, out = buffer("x: f32[1@(ep, dp), 3]"), buffer("y: f32[1@(ep, tp), 3]")
+    move = communicate("SwapAxes", out, source, axes)
+    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
+
+
+def test_mesh_2d_send_recv_along_one_axis() -> None:
+    mesh, x = mesh_of(dp=2, tp=4), integers(2, 4, 3)
+    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@dp, 1@tp, 3]")
+    host_ir = program(mesh, (source,), (out,), *exchange(source, out, 4, 1), WAIT)
+    check(host_ir, mesh, (x,), np.roll(x, 1, axis=1))
+
+
+def test_mesh_2d_send_recv_whose_peers_differ_by_the_other_axis() -> None:
+    mesh, x = mesh_of(dp=2, tp=4), integers(2, 4, 3)
+    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@dp, 1@tp, 3]")
+    rank, by = Rank("tp"), Rank("dp") + 1
+    host_ir = program(
+        mesh,
+        (source,),
+        (out,),
+        StartCoalescing(),
+        Send(buffer=source, axis="tp", peer=(rank + by) % 4),
+        Recv(buffer=out, axis="tp", peer=(rank - by) % 4),
+        EndCoalescing(name="c"),
+        WAIT,
+    )
+    wanted = np.stack([np.roll(x[0], 1, axis=0), np.roll(x[1], 2, axis=0)])
+    check(host_ir, mesh, (x,), wanted)
+
+
+# --- Several at once ------------------------------------------------------------- #
+
+
+@devices
+def test_several_in_flight(devices: int) -> None:
+    """Eight rounds, each with three communications waited for in another order."""
+    mesh, x = mesh_of(tp=devices), integers(8 * devices, 4)
+    source, out = buffer("x: f32[8@tp, 4]"), buffer(f"y: f32[{8 * devices}, 4]")
+    part, moved = buffer("p: f32[1@tp, 4]"), buffer("m: f32[1@tp, 4]")
+    back, home = buffer("b: f32[1@tp, 4]"), buffer("h: f32[1@tp, 4]")
+    chunk, full = buffer(f"c: f32[{devices}, 4]"), buffer(f"g: f32[{devices}, 4]")
+    host_ir = program(
+        mesh,
+        (source,),
+        (out,),
+        Allocate(buffer=out),
+        loop(
+            8,
+            select(part, source, 0, I, 1),
+            select(chunk, out, 0, I, 1, groups=devices),
+            communicate("AllGather", full, part, dim=0, name="gather"),
+            communicate("CollectivePermute", moved, part, shift=1, name="there"),
+            Wait(communication="there"),
+            communicate("CollectivePermute", back, moved, shift=-1, name="back"),
+            Set(out=home, source=part),
+            Wait(communication="back"),
+            Wait(communication="gather"),
+            compute(
+                lambda full, home, back: full + home - back,
+                (full, home, back),
+                (chunk,),
+            ),
+        ),
+    )
+    check(host_ir, mesh, (x,), x)
+
+
+def test_a_communication_may_be_waited_for_in_the_next_iteration() -> None:
+    """The cyclic ring: send what is there, work on it, then wait for the next."""
+    mesh, x, w = mesh_of(tp=4), integers(8, 4), integers(4, 3, seed=1)
+    source, weight = buffer("x: f32[2@tp, 4]"), buffer("w: f32[4, 3]")
+    out, chunk = buffer("y: f32[8, 3]"), buffer("c: f32[2, 3]")
+    slots, now = buffer("s: f32[4, 2, 4]"), buffer("now: f32[2, 4]")
+    then = buffer("then: f32[2, 4]")
+    rank = Rank("tp")
+
+    step = (
+        select(now, slots, 0, I, 1, drop=True),
+        select(then, slots, 0, I + 1, 1, drop=True),
+        StartCoalescing(),
+        Send(buffer=now, axis="tp", peer=(rank + 1) % 4),
+        Recv(buffer=then, axis="tp", peer=(rank - 1) % 4),
+        EndCoalescing(name="ring"),
+        select(chunk, out, 0, (rank - I) % 4 * 2, 2),
+        compute(jnp.matmul, (now, weight), (chunk,)),
+    )
+    first = buffer("first: f32[2, 4]")
+    host_ir = program(
+        mesh,
+        (source, weight),
+        (out,),
+        Allocate(buffer=slots),
+        Allocate(buffer=out),
+        select(first, slots, 0, 0, 1, drop=True),
+        Set(out=first, source=source),
+        loop(
+            3,
+            If(predicate=less(0, I), then=(Wait(communication="ring"),)),
+            *step,
+        ),
+        Wait(communication="ring"),
+        select(now, slots, 0, 3, 1, drop=True),
+        select(chunk, out, 0, (rank + 1) % 4 * 2, 2),
+        compute(jnp.matmul, (now, weight), (chunk,)),
+    )
+    check(host_ir, mesh, (x, w), x @ w)

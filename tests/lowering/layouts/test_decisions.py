@@ -1,0 +1,62 @@
+"""Decisions changed in any order add up to what they would have from the start."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.ir.program import ShardMark
+from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.solve import _Solver  # pyright: ignore[reportPrivateUsage]
+from tests.lowering.traced import built
+
+
+def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    """Values with several readers, sums, a copy, and layouts that do not agree."""
+    x = jhost.shard(x, P("a"))
+    y = jnp.maximum(x @ w, 0)
+    z = jhost.shard(y @ v, P(None, "b"))
+    return jhost.shard(z @ w + x @ v @ w + y, P("b", "a"))
+
+
+def solver() -> _Solver:
+    program = built(layers, (8, 8), (8, 8), (8, 8), a=2, b=4)
+    marks = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
+    return _Solver(program, marks, {})
+
+
+@given(st.data())
+def test_bytes_are_those_of_the_same_decisions_made_in_order(
+    data: st.DataObject,
+) -> None:
+    solving = solver()
+    made = solving.settled()
+    for _ in range(data.draw(st.integers(1, 8))):
+        number = data.draw(st.integers(0, len(solving.operations) - 1))
+        op = solving.operations[number]
+        candidates = list(solving.candidates(op, made.layouts))
+        made.decide(number, data.draw(st.sampled_from(candidates)))
+    given = {param.name: made.layouts[param.name] for param in solving.params}
+    fresh = Decisions(solving.operations, solving.effects, solving.costs, given)
+    for number, assignment in enumerate(made.in_order()):
+        fresh.decide(number, assignment)
+    assert fresh.same_as(made)
+    assert fresh.total == made.total
+    assert fresh.moved() == made.moved()
+    for number in range(len(solving.operations)):
+        assert fresh.known(number) == made.known(number)
+
+
+def test_what_is_tried_in_vain_is_taken_back() -> None:
+    solving = solver()
+    made = solving.improved(solving.settled())
+    for number in range(len(solving.operations)):
+        for candidate in solving.others(number, made):
+            before, total = made.in_order(), made.total
+            if solving.tried(number, candidate, made):
+                assert made.total < total
+            else:
+                assert (made.in_order(), made.total) == (before, total)

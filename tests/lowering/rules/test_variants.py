@@ -1,0 +1,202 @@
+"""The dim rules in their less usual forms: modes, groups, accumulators, offsets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost.lowering.rules.dim_rule import DimRule, FactorDim
+from jhost.lowering.rules.table import rule_of
+
+CheckRule: TypeAlias = Callable[..., set[str]]
+
+
+def _only_eqn(function: Callable[..., Any], *args: Any) -> JaxprEqn:
+    (eqn,) = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return eqn
+
+
+def _rule(function: Callable[..., Any], *args: Any) -> DimRule:
+    return rule_of(_only_eqn(function, *args))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Half:
+    """The second half of every factor."""
+
+    sizes: tuple[int, ...]
+    start: Callable[[int], Any] = int
+    accumulator: np.dtype | None = None
+
+    def size(self, factor: int) -> int:
+        return self.sizes[factor] // 2
+
+    def positions(self, factor: int) -> Any:
+        half = self.sizes[factor] // 2
+        return self.start(half) + jnp.arange(half, dtype=jnp.int32)
+
+
+# --- Accumulators -------------------------------------------------------------- #
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (jnp.dot, [(4, 8), (8, 6)]),
+        (lambda x: lax.reduce_sum(x, (1,)), [(4, 8)]),
+        (lambda x, w: lax.conv(x, w, (1,), "SAME"), [(2, 4, 6), (4, 4, 3)]),
+    ],
+    ids=["dot_general", "reduce_sum", "conv_general_dilated"],
+)
+def test_a_sum_that_goes_on_has_the_dtype_of_its_accumulator(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> None:
+    args = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+    eqn = _only_eqn(function, *args)
+    rule = rule_of(eqn)
+    assert "sum" in rule.reducers
+    place = _Half(rule.sizes, accumulator=np.dtype(np.float32))
+    assert [out.dtype for out in rule.rebind(eqn, args, place)] == [np.float32]
+    place = _Half(rule.sizes)
+    assert [out.dtype for out in rule.rebind(eqn, args, place)] == [jnp.bfloat16]
+
+
+def test_the_precision_of_a_product_is_kept() -> None:
+    x = np.ones((2, 2), np.float32)
+    eqn = _only_eqn(lambda x: lax.dot(x, x, precision="highest"), x)
+    rule = rule_of(eqn)
+    place = _Half(rule.sizes)
+    again = _only_eqn(lambda x: rule.rebind(eqn, [x, x], place), x)
+    assert again.params == eqn.params
+
+
+# --- Offsets and shardings ----------------------------------------------------- #
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.complex64])
+def test_iota_counts_on_from_a_traced_offset(dtype: Any) -> None:
+    eqn = _only_eqn(lambda: lax.iota(dtype, 4200))
+    rule = rule_of(eqn)
+
+    @jax.jit
+    def second_half(start: jax.Array) -> Any:
+        return rule.rebind(eqn, [], _Half(rule.sizes, lambda _: start))
+
+    (part,) = second_half(jnp.int32(2100))
+    np.testing.assert_array_equal(part, np.arange(4200).astype(dtype)[2100:])
+
+
+def test_the_sharding_of_the_whole_is_not_asked_of_a_part() -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        spec = jax.sharding.PartitionSpec("x")
+        eqn = _only_eqn(lambda: lax.broadcasted_iota(int, (4,), 0, out_sharding=spec))
+        whole = _only_eqn(
+            lambda x: lax.broadcast_in_dim(x, (4,), (), out_sharding=spec), 1
+        )
+    rule = rule_of(whole)
+    assert whole.params["sharding"] is not None
+    (part,) = rule.rebind(whole, [jnp.int32(1)], _Half(rule.sizes))
+    assert part.shape == (2,)
+    assert rule_of(eqn).sizes == (4,)
+
+
+# --- Convolutions and grouped products ----------------------------------------- #
+
+
+@pytest.mark.parametrize(
+    ("channels", "filters", "groups"),
+    [
+        ((4, 4), (6, 4), {}),
+        ((4, 4), (6, 2), {"feature_group_count": 2}),
+        ((4, 4), (6, 4), {"batch_group_count": 2}),
+    ],
+    ids=["whole", "feature groups", "batch groups"],
+)
+def test_convolutions_in_groups(
+    channels: tuple[int, int],
+    filters: tuple[int, int],
+    groups: dict[str, Any],
+    check_rule: CheckRule,
+) -> None:
+    x = np.arange(64, dtype=np.float32).reshape(*channels, 4) % 7
+    w = np.arange(filters[0] * filters[1], dtype=np.float32).reshape(*filters, 1)
+    for padding in ("SAME", ((1, 0),)):
+        check_rule(
+            lambda x, w, padding=padding: lax.conv_general_dilated(
+                x, w, (1,), padding, **groups
+            ),
+            x,
+            w,
+        )
+
+
+@pytest.mark.parametrize("ragged", [0, 1, 2])
+def test_ragged_products_keep_the_ragged_dim_whole(
+    ragged: int, check_rule: CheckRule
+) -> None:
+    numbers = lax.RaggedDotDimensionNumbers(
+        (((1,), (1,)), ((2,), (2,))), [ragged], [0] if ragged == 0 else []
+    )
+    lhs = np.arange(24, dtype=np.float32).reshape(4, 3, 2) % 5
+    shape = (2, 3, 2, 4) if ragged == 0 else (4, 3, 2)
+    rhs = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 7
+    sizes = np.array([1, lhs.shape[ragged] - 1], np.int32)
+    check_rule(
+        lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers), lhs, rhs, sizes
+    )
+
+
+# --- Shapes -------------------------------------------------------------------- #
+
+
+def test_a_merge_follows_the_outer_dim() -> None:
+    rule = _rule(lambda x: lax.reshape(x, (12,)), np.ones((3, 4)))
+    assert rule.sizes == (3,)
+    assert rule.operands == ((FactorDim(0), None),)
+    assert rule.results == ((FactorDim(0, 4),),)
+
+
+def test_a_split_follows_the_outer_dim() -> None:
+    rule = _rule(lambda x: lax.reshape(x, (3, 4)), np.ones(12))
+    assert rule.operands == ((FactorDim(0, 4),),)
+    assert rule.results == ((FactorDim(0), None),)
+
+
+def test_a_reshape_of_nothing_has_no_factors() -> None:
+    assert _rule(lambda x: lax.reshape(x, (0, 5)), np.ones((2, 0))).sizes == ()
+
+
+# --- Indices ------------------------------------------------------------------- #
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+def test_lookups_mean_the_same_in_each_part(mode: str, check_rule: CheckRule) -> None:
+    table = np.arange(15, dtype=np.int32).reshape(5, 3)
+    index = np.array([[0, 4], [2, 1]], np.int32)
+    if mode != "promise_in_bounds":
+        index = index * 3 - 4
+    check_rule(lambda x, i: x.at[i].get(mode=mode), table, index)
+    check_rule(lambda x, i: x.at[:, i].get(mode=mode), table.T, index)
+    batch = jax.vmap(lambda x, i: x.at[i].get(mode=mode))
+    check_rule(lambda x, i: batch(x, i), table[:2], index)
+
+
+@pytest.mark.parametrize("mode", ["clip", "drop", "promise_in_bounds"])
+def test_updates_mean_the_same_in_each_part(mode: str, check_rule: CheckRule) -> None:
+    table = np.arange(15, dtype=np.int32).reshape(5, 3)
+    index = np.array([[0, 2], [2, 1]], np.int32)
+    if mode != "promise_in_bounds":
+        index = index * 3 - 4
+    new = np.arange(12, dtype=np.int32).reshape(2, 2, 3)
+    check_rule(lambda x, i, u: x.at[i].add(u, mode=mode), table, index, new)
+    batch = jax.vmap(lambda x, i, u: x.at[i].add(u, mode=mode))
+    check_rule(lambda x, i, u: batch(x, i, u), table[:2], index, new[:, :, 0])
