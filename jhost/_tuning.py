@@ -17,9 +17,10 @@ from jhost._json import read
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
 from jhost.lowering.cost.simulate import seconds_text
-from jhost.lowering.ir.marks import Tuned, Tunings
 from jhost.lowering.ir.printer import type_text
-from jhost.lowering.ir.program import PipelineKind, Program
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import Tuned, Tunings
+from jhost.lowering.ir.statements import PipelineKind
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
 

@@ -9,18 +9,16 @@ from fractions import Fraction
 
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport, Note, StreamReport
+from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
     For,
     If,
-    LayoutReport,
-    Note,
-    Program,
     Select,
     SetCurrentStream,
     Stmt,
-    StreamReport,
     Synchronize,
     walk,
 )

@@ -11,8 +11,8 @@ from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.ir.marks import Settings, Tunings
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import Settings, Tunings
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts

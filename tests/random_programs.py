@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jhost
 from jhost import errors
-from jhost.lowering.ir import marks
+from jhost.lowering.ir import requests
 from tests.lowering.hand_built import mesh_of
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 
@@ -35,7 +35,7 @@ MESHES = {
     "1 x 4": {"a": 1, "b": 4},
 }
 
-REFUSALS = (*marks.REFUSALS, errors.StreamConflictError)
+REFUSALS = (*requests.REFUSALS, errors.StreamConflictError)
 """What a mark at random may rightly run into."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jhost.lowering.ir import program as ir
+from jhost.lowering.ir import program
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
@@ -92,7 +92,7 @@ def test_the_wheel_needs_jax_and_what_that_needs(wheel: zipfile.ZipFile) -> None
 
 
 def test_the_folders_at_the_top_are_inside_jhost() -> None:
-    assert ir.Program.__module__ == "jhost.lowering.ir.program"
+    assert program.Program.__module__ == "jhost.lowering.ir.program"
     for name in ("lowering", "runtime"):
         assert (ROOT / "jhost" / name).resolve() == ROOT / name
 

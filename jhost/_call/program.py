@@ -33,8 +33,9 @@ from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.fingerprint import fingerprint
-from jhost.lowering.ir.marks import REFUSALS, Settings
-from jhost.lowering.ir.program import Program, StreamChoice
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import REFUSALS, Settings
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import (
     Pass,

@@ -19,7 +19,8 @@ from jhost._call.program import Config, laid_out, streams_of
 from jhost._call.residual_cut import hand_over_least
 from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
-from jhost.lowering.ir.program import Buffer, StreamChoice
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.statements import Buffer
 
 _MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
 

@@ -286,11 +286,11 @@ def cached(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 # The user's line must never be one of ours, but in the demo, which is a user itself.
 # `jhost/lowering` is a link, and an editable install imports what is behind it.
-_HERE = os.path.dirname(__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))
 for _folder in (_HERE, *(os.path.join(_HERE, n) for n in ("lowering", "runtime"))):
     source_info_util.register_exclusion(os.path.realpath(_folder) + os.sep)
     source_info_util.register_exclusion(_folder + os.sep)
-source_info_util.register_inclusion(os.path.join(_HERE, "_block.py"))
+source_info_util.register_inclusion(os.path.join(_HERE, "_commands", "block.py"))
 
 
 NO_LINE = "an unknown line"

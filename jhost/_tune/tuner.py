@@ -29,8 +29,9 @@ from jhost.errors import first_line
 from jhost.lowering.cost.candidates import GAIN, Outcome
 from jhost.lowering.emit.program import emit, spec_of
 from jhost.lowering.ir.fingerprint import fingerprint
-from jhost.lowering.ir.marks import marks_alike, open_marks, settle
-from jhost.lowering.ir.program import Mark, Program
+from jhost.lowering.ir.marks import Mark
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import marks_alike, open_marks, settle
 
 _HOPELESS = 3.0
 """What is predicted to take that many times the best is not measured."""

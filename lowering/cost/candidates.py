@@ -13,8 +13,10 @@ from typing import Protocol
 from jhost.errors import first_line
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import predict, seconds_text
-from jhost.lowering.ir.marks import REFUSALS, settle
-from jhost.lowering.ir.program import Mark, Program, StreamChoice, StreamReport
+from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.requests import REFUSALS, settle
 
 GAIN = 0.97
 """What a pipeline's time must be below, as a share of the time without."""

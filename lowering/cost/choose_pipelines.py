@@ -15,7 +15,9 @@ from typing import ClassVar
 from jhost.lowering.cost.candidates import Step, Trial
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.fingerprint import fingerprint
-from jhost.lowering.ir.marks import (
+from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import (
     Settings,
     Tuned,
     Tunings,
@@ -23,7 +25,6 @@ from jhost.lowering.ir.marks import (
     open_marks,
     settle,
 )
-from jhost.lowering.ir.program import Mark, Program, StreamChoice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, Rank, evaluate
-from jhost.lowering.ir.program import Compute, Unit, UnitEqn
-from jhost.lowering.rules.dim_rule import Dims, local_shape, shape_of
+from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
+from jhost.lowering.rules.dim_rule import factors_of, local_shape, shape_of
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 
@@ -85,14 +85,6 @@ def _is_barrier(unit_eqn: UnitEqn) -> bool:
     return unit_eqn.eqn.primitive.name == "optimization_barrier"
 
 
-def contracts(unit_eqn: UnitEqn) -> bool:
-    """Whether an equation multiplies and sums: a reduced factor of two operands."""
-    rule = unit_eqn.rule
-    reduced = {f for f, reducer in enumerate(rule.reducers) if reducer is not None}
-    holders = [_factors(dims) & reduced for dims in rule.operands]
-    return len(holders) > 1 and bool(set.intersection(*holders[:2]))
-
-
 class _Unit:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
@@ -102,7 +94,7 @@ class _Unit:
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
-        self.heavy = {id(e.eqn) for e in self.eqns if contracts(e)}
+        self.heavy = {id(e.eqn) for e in self.eqns if e.rule.contracts}
         self.bytes = self.sizes()
         users = (e.eqn for e in self.eqns if id(e.eqn) in self.heavy)
         outside = (*compute.unit.outvars, *(var for eqn in users for var in eqn.invars))
@@ -170,8 +162,8 @@ class _Unit:
     def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
         """Batch, m, n and k of a contraction."""
         rule = unit_eqn.rule
-        left, right = _factors(rule.operands[0]), _factors(rule.operands[1])
-        out = _factors(rule.results[0])
+        left, right = factors_of(rule.operands[0]), factors_of(rule.operands[1])
+        out = factors_of(rule.results[0])
 
         place = self.place(unit_eqn)
 
@@ -214,18 +206,16 @@ def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
     )
 
 
-def _factors(dims: Dims) -> set[int]:
-    return {dim.factor for dim in dims if dim is not None}
-
-
 def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
     """For each result, whether a contraction writes it, which fuses with nothing."""
-    heavy = {id(v) for e in compute.unit.eqns if contracts(e) for v in e.eqn.outvars}
+    heavy = {
+        id(v) for e in compute.unit.eqns if e.rule.contracts for v in e.eqn.outvars
+    }
     return tuple(id(var) in heavy for var in compute.unit.outvars)
 
 
 def read_by_contraction(compute: Compute) -> tuple[bool, ...]:
     """For each operand, whether a contraction reads it, which takes no slice."""
-    eqns: list[JaxprEqn] = [e.eqn for e in compute.unit.eqns if contracts(e)]
+    eqns: list[JaxprEqn] = [e.eqn for e in compute.unit.eqns if e.rule.contracts]
     read = {id(v) for eqn in eqns for v in eqn.invars}
     return tuple(id(var) in read for var in compute.unit.invars)

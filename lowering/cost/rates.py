@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jhost.lowering.ir.program import CommunicationKind
+from jhost.lowering.ir.statements import CommunicationKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ that made what it reads, and those before it on its stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from typing import Any, TypeAlias
 
 from jhost.lowering.cost.kernels import (
@@ -19,10 +19,10 @@ from jhost.lowering.cost.kernels import (
     steps_for,
 )
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.ir import program as ir
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Communicate,
@@ -31,9 +31,9 @@ from jhost.lowering.ir.program import (
     For,
     GetCurrentStream,
     If,
-    Program,
     Recv,
     Select,
+    Set,
     SetCurrentStream,
     Stmt,
     Stream,
@@ -109,7 +109,7 @@ class _Unrolled:
                 case Select():
                     key = (stmt.dim, evaluate(stmt.index, self.at))
                     self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
-                case ir.Set(out=out, source=source):
+                case Set(out=out, source=source):
                     self.hand_on(out, self.makers(source))
                 case Compute():
                     self.compute(stmt)
@@ -152,7 +152,7 @@ class _Unrolled:
         """What the current stream waits for."""
         return self.chains.get(self.current, frozenset())
 
-    def join(self, tasks: Set[int]) -> None:
+    def join(self, tasks: AbstractSet[int]) -> None:
         if self.depth or self.current != DEFAULT_STREAM:
             self.chains[self.current] = self.chain() | tasks
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from jhost.lowering.emit.windows import Window, joined, merged, put, take
-from jhost.lowering.ir.program import Buffer
 from jhost.lowering.ir.regions import Region, overlap, same, whole
+from jhost.lowering.ir.statements import Buffer
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jhost.lowering.ir.program import Communicate
 from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.ir.transfers import Transfer
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer
 

@@ -22,8 +22,11 @@ from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir.graph import touched
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.printer import program_text, written
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.printer import written
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.scopes import Scopes
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Chunk,
@@ -34,7 +37,6 @@ from jhost.lowering.ir.program import (
     For,
     GetCurrentStream,
     If,
-    Program,
     Recv,
     Select,
     Send,
@@ -47,8 +49,6 @@ from jhost.lowering.ir.program import (
     Wait,
     walk,
 )
-from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.scopes import Scopes
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
 from jhost.lowering.rules.dim_rule import COMBINE
@@ -86,7 +86,7 @@ def check_lowered(program: Program) -> None:
                 f"expected a copy, got a Set of {stmt.source.name} to {stmt.out.name}, "
                 "which are laid out differently: resharding is made communication first"
             )
-            error.add_note(program_text(program))
+            error.add_note(str(program))
             raise error
 
 

@@ -18,26 +18,21 @@ from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import aval_of, fresh_var, source_line
 from jhost.lowering.frontend.inline_calls import IDENTITIES, FlatJaxpr
-from jhost.lowering.frontend.specs import Problem, Spec, check_spec, raise_problems
+from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
-from jhost.lowering.ir.marks import merge_marks
-from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.layout import Spec
+from jhost.lowering.ir.marks import (
     BarrierMark,
-    Buffer,
-    Compute,
-    Dim,
     Mark,
-    Note,
-    Program,
     SerialMark,
-    Set,
     ShardMark,
-    Stmt,
     StreamRequest,
-    Unit,
-    UnitEqn,
 )
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note
+from jhost.lowering.ir.requests import merge_marks
+from jhost.lowering.ir.statements import Buffer, Compute, Dim, Set, Stmt, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, whole
 from jhost.lowering.rules.elementwise import moves_memory
 from jhost.lowering.rules.table import opaque_reason, rule_of

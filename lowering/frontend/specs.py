@@ -10,11 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 from jhost import errors
-from jhost.lowering.ir.layout import repeated_axes
+from jhost.lowering.ir.layout import Spec, repeated_axes, spec_text
 from jhost.lowering.rules.dim_rule import axes_size
-
-Spec: TypeAlias = tuple[tuple[str, ...] | None, ...]
-"""Per dim, its mesh axes (major first), or None where jhost may choose."""
 
 Problem: TypeAlias = tuple[type[errors.JhostError], str]
 
@@ -86,16 +83,3 @@ def _raise(what: str, problems: Sequence[tuple[str, Problem]]) -> NoReturn:
     kind = problems[0][1][0]
     offenders = [f"{name}: {text}" for name, (_, text) in problems]
     raise kind(f"{what} cannot be laid out as asked. {_HELP[kind]}", offenders)
-
-
-def spec_text(spec: Spec) -> str:
-    """`spec` as a user would write it."""
-
-    def entry(axes: tuple[str, ...] | None) -> str:
-        if axes is None:
-            return "P.UNCONSTRAINED"
-        if not axes:
-            return "None"
-        return repr(axes[0]) if len(axes) == 1 else repr(axes)
-
-    return f"P({', '.join(entry(axes) for axes in spec)})"

@@ -20,7 +20,10 @@ from jhost.lowering.emit.program import check_lowered, spec_of
 from jhost.lowering.interpret import steps
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.printer import statement_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.regions import Region, overlap, whole
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Communicate,
@@ -30,7 +33,6 @@ from jhost.lowering.ir.program import (
     For,
     GetCurrentStream,
     If,
-    Program,
     Recv,
     Select,
     Send,
@@ -42,8 +44,6 @@ from jhost.lowering.ir.program import (
     Synchronize,
     Wait,
 )
-from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.regions import Region, overlap, whole
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey, stream_key_text
 

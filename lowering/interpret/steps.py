@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jhost._jax import cached
 from jhost.lowering.emit.collectives import dim_of, reducer_of, swapped_ranks
 from jhost.lowering.emit.shard_map import shard_map
-from jhost.lowering.ir.program import Communicate, Unit
+from jhost.lowering.ir.statements import Communicate, Unit
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 

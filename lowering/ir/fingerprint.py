@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jhost._jax import Atom, ClosedJaxpr, close, is_tracing
-from jhost.lowering.ir.printer import program_text
-from jhost.lowering.ir.program import Compute, Program, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Compute, walk
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
@@ -34,7 +34,7 @@ def fingerprint_lines(program: Program) -> list[str]:
 
     The name of the program is not among them.
     """
-    _, *statements = program_text(program).splitlines()
+    _, *statements = str(program).splitlines()
     lines = [line.strip() for line in statements if line.strip()]
     for stmt in walk(program.body):
         if isinstance(stmt, Compute):

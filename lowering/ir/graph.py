@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Communicate,

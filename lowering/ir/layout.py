@@ -6,11 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.program import Buffer, Dim
-from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.ir.statements import Buffer, Dim
+from jhost.lowering.rules.dim_rule import Reducer, axes_size
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim, the mesh axes that shard it, major first."""
+
+Spec: TypeAlias = tuple[tuple[str, ...] | None, ...]
+"""Per dim, its mesh axes (major first), or None where jhost may choose."""
+
+Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
+"""The mesh axes over which a value has still to be reduced, each with its reducer."""
 
 
 def whole(rank: int) -> Layout:
@@ -59,3 +65,22 @@ def repeated_axes(axes: Iterable[str]) -> list[str]:
 def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
     """The bytes of an array of that shape."""
     return math.prod(shape) * itemsize
+
+
+def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    """`layout` with two mesh axes in each other's place."""
+    other = {axes[0]: axes[1], axes[1]: axes[0]}
+    return tuple(tuple(other.get(axis, axis) for axis in dim) for dim in layout)
+
+
+def spec_text(spec: Spec) -> str:
+    """`spec` as a user would write it."""
+
+    def entry(axes: tuple[str, ...] | None) -> str:
+        if axes is None:
+            return "P.UNCONSTRAINED"
+        if not axes:
+            return "None"
+        return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+    return f"P({', '.join(entry(axes) for axes in spec)})"

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from jhost.lowering.ir.program import Program, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import walk
 
 
 class Names:

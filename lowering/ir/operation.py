@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.layout import Layout
-from jhost.lowering.ir.program import Compute, Set
-from jhost.lowering.layouts.reshard import Partial
+from jhost.lowering.ir.layout import Layout, Partial
+from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
@@ -27,6 +26,11 @@ class Operation:
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether some factor is reduced."""
+        return any(self.reducers)
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""

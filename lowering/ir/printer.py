@@ -15,10 +15,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
-from jhost.lowering.frontend.specs import spec_text
-from jhost.lowering.ir.program import (
-    Allocate,
+from jhost.lowering.ir.layout import spec_text
+from jhost.lowering.ir.marks import (
     BarrierMark,
+    Mark,
+    SerialMark,
+    StreamChoice,
+    StreamRequest,
+)
+from jhost.lowering.ir.statements import (
+    Allocate,
     Buffer,
     Chunk,
     Communicate,
@@ -29,19 +35,14 @@ from jhost.lowering.ir.program import (
     For,
     GetCurrentStream,
     If,
-    Mark,
-    Program,
     Recv,
     Select,
     Send,
-    SerialMark,
     Set,
     SetCurrentStream,
     StartCoalescing,
     Stmt,
     Stream,
-    StreamChoice,
-    StreamRequest,
     Synchronize,
     Unit,
     Wait,
@@ -71,17 +72,23 @@ _SHOWN_PARAMS = (
 )
 
 
-def program_text(program: Program) -> str:
-    """The whole program: header, marks, statements, results, and its larger units."""
-    known = {buffer.name for buffer in program.params}
-    lines = [f"program {program.name}{_mesh_text(program.mesh)}"]
-    lines += [f"{INDENT}{_typed(buffer)}" for buffer in program.params]
-    lines += [f"{INDENT}{_mark_text(mark)}" for mark in program.marks]
-    lines += ["", *_body_lines(program.body, known, INDENT)]
-    lines += [f"{INDENT}return {_names(program.results)}".rstrip()]
-    for unit in _shared_units(program):
-        lines += ["", *_unit_lines(unit)]
-    return "\n".join(lines)
+def program_lines(
+    header: str,
+    params: Sequence[Buffer],
+    marks: Sequence[Mark],
+    body: tuple[Stmt, ...],
+    results: Sequence[Buffer],
+) -> Iterator[str]:
+    """Those of a whole program: marks, statements, results, and its larger units."""
+    yield header
+    yield from (f"{INDENT}{_typed(buffer)}" for buffer in params)
+    yield from (f"{INDENT}{_mark_text(mark)}" for mark in marks)
+    yield ""
+    yield from _body_lines(body, {buffer.name for buffer in params}, INDENT)
+    yield f"{INDENT}return {_names(results)}".rstrip()
+    for unit in _shared_units(body):
+        yield ""
+        yield from _unit_lines(unit)
 
 
 def statement_text(stmt: Stmt, known: Collection[str]) -> str:
@@ -245,8 +252,8 @@ def _is_inline(unit: Unit) -> bool:
     return len(unit.eqns) == 1 and tuple(unit.eqns[0].eqn.outvars) == unit.outvars
 
 
-def _shared_units(program: Program) -> list[Unit]:
-    units = [stmt.unit for stmt in walk(program.body) if isinstance(stmt, Compute)]
+def _shared_units(body: tuple[Stmt, ...]) -> list[Unit]:
+    units = [stmt.unit for stmt in walk(body) if isinstance(stmt, Compute)]
     return list({unit.name: unit for unit in units if not _is_inline(unit)}.values())
 
 
@@ -300,7 +307,7 @@ def _names(buffers: Sequence[Buffer]) -> str:
     return ", ".join(buffer.name for buffer in buffers)
 
 
-def _mesh_text(mesh: AbstractMesh) -> str:
+def mesh_text(mesh: AbstractMesh) -> str:
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items()]
     return f" on {', '.join(axes)}" if axes else ""
 

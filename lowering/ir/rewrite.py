@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jhost.lowering.ir.program import Buffer, Stmt
+from jhost.lowering.ir.statements import Buffer, Stmt
 
 
 def replace_buffers(stmt: Stmt, replaced: Mapping[str, Buffer]) -> Stmt:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir.names import buffer_names
 from jhost.lowering.ir.printer import statement_text, written
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Communicate,
     Compute,
     EndCoalescing,
-    Program,
     Recv,
     Send,
     Set,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jhost import errors
-from jhost.lowering.ir.program import Recv, Send
 from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.statements import Recv, Send
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from collections.abc import (
 from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.layout import dims_of, layout_of, local_shape
+from jhost.lowering.ir.layout import Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Assignment, Operation, operation
-from jhost.lowering.ir.program import Buffer, Compute, Set, Stmt
-from jhost.lowering.layouts.reshard import Partial
+from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 from jhost.lowering.rules.table import distributes
 
@@ -187,7 +186,7 @@ class _Carrier:
         )
 
     def changes(self) -> list[Change] | None:
-        if self.axes != self.unit_eqn.axes and self.contracts:
+        if self.axes != self.unit_eqn.axes and self.unit_eqn.rule.contracts:
             return None  # devices would repeat one another's work
         ins = [self.operand(position) for position in range(len(self.stmt.ins))]
         made = [self.result(position) for position in range(len(self.stmt.outs))]
@@ -213,10 +212,6 @@ class _Carrier:
             outs=tuple(outs),
         )
         return [*changes, (self.stmt, (compute, *after))]
-
-    @property
-    def contracts(self) -> bool:
-        return len(self.op.operands) > 1 and any(self.op.reducers)
 
     def operand(self, position: int) -> Buffer | None:
         """What is read then: a partial value, or one that all devices have alike."""

@@ -12,15 +12,8 @@ from typing import ClassVar
 from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import dims_of, layout_of
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import (
-    Buffer,
-    Communicate,
-    Program,
-    Select,
-    Set,
-    Stmt,
-    Wait,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Communicate, Select, Set, Stmt, Wait
 from jhost.lowering.layouts.reshard import Step, plan_reshard
 from jhost.lowering.rules.dim_rule import axes_size
 

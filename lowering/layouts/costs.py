@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from jhost.lowering.ir.layout import Layout
-from jhost.lowering.ir.program import Buffer
+from jhost.lowering.ir.layout import Layout, Partial
+from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.reshard import Partial, Step, plan_reshard, step_bytes
+from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

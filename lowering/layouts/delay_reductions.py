@@ -13,24 +13,20 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.frontend.specs import spec_text
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.layout import layout_of
-from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.operation import operation
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.layout import layout_of, spec_text
+from jhost.lowering.ir.marks import (
     BarrierMark,
-    Buffer,
-    Compute,
-    LayoutReport,
     Mark,
-    Program,
-    Set,
     ShardMark,
-    Stmt,
     StreamChoice,
     StreamRequest,
 )
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.operation import operation
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
 from jhost.lowering.layouts.commute import Body, behind, is_reduction
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.ir.program import Set
+from jhost.lowering.ir.statements import Set
 from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
 

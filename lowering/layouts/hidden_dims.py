@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.graph import Node
-from jhost.lowering.ir.marks import stream_choices
-from jhost.lowering.ir.program import Program, ShardMark, StreamChoice
+from jhost.lowering.ir.marks import ShardMark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.layouts.reshard import Step
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from jhost.lowering.ir.layout import Layout, divides, used_axes
+from jhost.lowering.ir.layout import Layout, Partial, divides, used_axes
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
     Operation,
@@ -17,8 +18,7 @@ from jhost.lowering.ir.operation import (
     claims_of,
     nowhere,
 )
-from jhost.lowering.ir.program import Buffer, ShardMark
-from jhost.lowering.layouts.reshard import Partial
+from jhost.lowering.ir.statements import Buffer
 
 
 class Wishes:

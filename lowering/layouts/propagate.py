@@ -12,23 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jhost._jax import fresh_var
-from jhost.lowering.ir.layout import Layout, dims_of, layout_of, local_shape
+from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
+from jhost.lowering.ir.marks import BarrierMark, Mark, ShardMark
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Operation
-from jhost.lowering.ir.program import (
-    BarrierMark,
-    Buffer,
-    Compute,
-    LayoutReport,
-    Mark,
-    Program,
-    Set,
-    ShardMark,
-    Stmt,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.reshard import Partial, StepKind, plan_reshard
+from jhost.lowering.layouts.reshard import StepKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution, solve_layouts
 
 _RESHARDED: Mapping[StepKind, str] = {

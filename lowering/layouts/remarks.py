@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
-from jhost.lowering.frontend.specs import spec_text
-from jhost.lowering.ir.layout import Layout, layout_of
+from jhost.lowering.ir.layout import Layout, layout_of, spec_text
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
-from jhost.lowering.ir.program import Buffer, Compute, LayoutReport, Set, ShardMark
+from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.statements import Buffer, Compute, Set
 from jhost.lowering.layouts.costs import NOTHING, Moved, bytes_text
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.rules.dim_rule import axes_size

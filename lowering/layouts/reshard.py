@@ -16,11 +16,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from jhost.lowering.ir.layout import Layout, local_shape, size_in_bytes, used_axes
-from jhost.lowering.ir.program import CommunicationKind
+from jhost.lowering.ir.layout import (
+    Layout,
+    Partial,
+    local_shape,
+    size_in_bytes,
+    swapped,
+    used_axes,
+)
+from jhost.lowering.ir.statements import CommunicationKind
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 
-Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
 StepKind: TypeAlias = Literal[
     "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather", "SwapAxes"
 ]
@@ -247,9 +253,3 @@ def _swaps(source: Layout, partial: Partial, mesh: Mapping[str, int]) -> Iterato
         if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
             layout = swapped(source, axes)
             yield Step(kind="SwapAxes", axes=axes, layout=layout, partial=partial)
-
-
-def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
-    """`layout` with two mesh axes in each other's place."""
-    other = {axes[0]: axes[1], axes[1]: axes[0]}
-    return tuple(tuple(other.get(axis, axis) for axis in dim) for dim in layout)

@@ -17,6 +17,7 @@ from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, whole
+from jhost.lowering.ir.marks import BarrierMark, ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
     Claim,
@@ -25,14 +26,8 @@ from jhost.lowering.ir.operation import (
     claims_of,
     operation,
 )
-from jhost.lowering.ir.program import (
-    BarrierMark,
-    Buffer,
-    Compute,
-    Program,
-    Set,
-    ShardMark,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Compute, Set
 from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
@@ -138,12 +133,12 @@ class _Solver:
         return by_constraints
 
     def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
-        """Whether no contraction is done by more devices alike than in the `other`."""
+        """Whether no reduction is done by more devices alike than in the `other`."""
         decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
         return all(
             sum(map(len, mine)) >= sum(map(len, theirs))
             for op, mine, theirs in decided
-            if any(op.reducers)
+            if op.reduces
         )
 
     def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
@@ -184,12 +179,12 @@ class _Solver:
     ) -> Assignment:
         """The best of those that spread the work alike, then by all of their bytes.
 
-        What loops hide does not pay for a contraction that more devices repeat.
+        What loops hide does not pay for a reduction that more devices repeat.
         """
         best: dict[int, tuple[Rank, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
-            spread = rank[1] if any(op.reducers) else 0
+            spread = rank[1] if op.reduces else 0
             if spread not in best or rank < best[spread][0]:
                 best[spread] = rank, candidate
             if rank[0] == NOTHING:
@@ -263,10 +258,10 @@ class _Solver:
     def others(self, number: int, made: Decisions) -> list[Assignment]:
         """What the operation could be assigned to instead.
 
-        No contraction is repeated on more devices for fewer bytes.
+        No reduction is repeated on more devices for fewer bytes.
         """
         op, current = self.operations[number], made.assignments[number]
-        least = sum(map(len, current)) if any(op.reducers) else 0
+        least = sum(map(len, current)) if op.reduces else 0
         return [
             candidate
             for candidate in self.candidates(op, made.layouts)

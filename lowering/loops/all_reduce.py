@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jhost.lowering.cost.kernels import contracts
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Buffer,
     Chunk,
     Communicate,
@@ -175,7 +174,7 @@ def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
             for node in nodes
             if id(node) not in seen and names & {b.name for b in node.reads}
         ]
-        if any(_multiplies(node) for node in readers):
+        if any(_contracts(node) for node in readers):
             return True
         seen |= {id(node) for node in readers}
         names = {buffer.name for node in readers for buffer in node.writes}
@@ -183,6 +182,7 @@ def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
     return False
 
 
-def _multiplies(node: Node) -> bool:
-    """Whether a node is a contraction, as long as a transfer; others are soon done."""
-    return isinstance(node.stmt, Compute) and any(map(contracts, node.stmt.unit.eqns))
+def _contracts(node: Node) -> bool:
+    if not isinstance(node.stmt, Compute):
+        return False
+    return any(eqn.rule.contracts for eqn in node.stmt.unit.eqns)

@@ -10,8 +10,10 @@ from jax import lax
 
 from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import Buffer, Compute, Program, Remark, Stmt
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.chunk import ChunkLoop
 from jhost.lowering.loops.collective import CollectiveLoop

@@ -18,7 +18,7 @@ from jax import lax
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Chunk,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
     For,

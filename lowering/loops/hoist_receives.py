@@ -11,15 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.program import (
-    Communicate,
-    Compute,
-    For,
-    Program,
-    Select,
-    Stmt,
-    Wait,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, For, Select, Stmt, Wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jhost import errors
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import layout_of, used_axes
-from jhost.lowering.ir.program import Communicate, PipelineKind, StreamChoice
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 

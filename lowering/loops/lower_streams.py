@@ -14,15 +14,11 @@ from typing import ClassVar
 
 from jhost import errors
 from jhost.lowering.ir.graph import Node, merge_groups
-from jhost.lowering.ir.marks import stream_choices
-from jhost.lowering.ir.program import (
-    Compute,
-    Note,
-    Program,
-    Stmt,
-    StreamChoice,
-    StreamReport,
-)
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note, StreamReport
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.streams.parts import Access, part_of

@@ -20,7 +20,7 @@ from jax import lax
 
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
     Compute,
@@ -108,14 +108,14 @@ class P2PLoop(ChunkLoop):
     def split(self, pieces: int) -> tuple[Sequence[Node], Sequence[Node]]:
         """The work on the device's own chunk before the loop over `pieces`, and after.
 
-        With both sides, what follows from the last contraction on waits for the end.
+        With both sides, what follows from the last reduction on waits for the end.
         """
         if not self.sends or (self.receives and pieces > 1):
             return self.group, ()
         if not self.receives:
             return (), self.group
-        contractions = [i for i, node in enumerate(self.group) if _contracts(node)]
-        last = max(contractions, default=0)
+        reductions = [i for i, node in enumerate(self.group) if _reduces(node)]
+        last = max(reductions, default=0)
         return self.group[:last], self.group[last:]
 
     def segment(
@@ -309,8 +309,7 @@ def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
 
 
-def _contracts(node: Node) -> bool:
-    """Whether a node is a computation that reduces some factor."""
+def _reduces(node: Node) -> bool:
     if not isinstance(node.stmt, Compute):
         return False
-    return any(any(eqn.rule.reducers) for eqn in node.stmt.unit.eqns)
+    return any(eqn.rule.reduces for eqn in node.stmt.unit.eqns)

@@ -13,8 +13,9 @@ from typing import ClassVar
 
 from jhost.lowering.ir.graph import touched
 from jhost.lowering.ir.layout import size_in_bytes
-from jhost.lowering.ir.marks import stream_choices
-from jhost.lowering.ir.program import Buffer, Compute, Program, Stmt
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def _places(program: Program) -> list[int]:
 
 def _can_wait(stmt: Stmt) -> bool:
     return isinstance(stmt, Compute) and all(
-        not (eqn.eqn.effects or eqn.rule.opaque or any(eqn.rule.reducers))
+        not (eqn.eqn.effects or eqn.rule.opaque or eqn.rule.reduces)
         for eqn in stmt.unit.eqns
     )
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from jhost.lowering.ir.graph import touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
     For,

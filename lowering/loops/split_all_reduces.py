@@ -12,17 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jhost.lowering.ir.graph import nodes
-from jhost.lowering.ir.marks import stream_choices
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import (
-    Buffer,
-    Communicate,
-    Dim,
-    Program,
-    Stmt,
-    StreamChoice,
-    Wait,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
 from jhost.lowering.padding.region import Ask
 from jhost.lowering.padding.values import pad_program
 from jhost.lowering.rules.dim_rule import axes_size

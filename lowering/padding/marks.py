@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.marks import (
     BarrierMark,
-    Buffer,
     Mark,
-    Program,
     SerialMark,
     ShardMark,
     StreamChoice,
     StreamRequest,
 )
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.dim_rule import axes_size
 
 

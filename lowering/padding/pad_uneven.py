@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jhost.lowering.ir.program import Program, ShardMark
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.marks import possible_marks
 from jhost.lowering.padding.region import Ask
 from jhost.lowering.padding.values import pad_program

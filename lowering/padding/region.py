@@ -22,15 +22,8 @@ import jax.numpy as jnp
 
 from jhost.lowering.ir.graph import touched
 from jhost.lowering.ir.operation import operation
-from jhost.lowering.ir.program import (
-    Buffer,
-    Communicate,
-    Compute,
-    Program,
-    Select,
-    Set,
-    Stmt,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Select, Set, Stmt
 from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
 
 Key: TypeAlias = tuple[int, int] | tuple[str, int]

@@ -18,8 +18,10 @@ from jax.extend.core import Literal
 
 from jhost._jax import resized_var
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import Buffer, Compute, Note, Program, Stmt
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
 from jhost.lowering.padding.region import Ask, Operands, Region, plan_region
 from jhost.lowering.rules.dim_rule import Dims, Reducer, identity, shape_of

@@ -4,8 +4,8 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py` and
-`index.py`; `table.py` has them all.
+`elementwise.py`, `shape.py`, `contract.py`, `along.py` and `index.py`; `table.py` has
+them all.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class FactorDim:
 Dims: TypeAlias = tuple[FactorDim | None, ...]
 
 
+def factors_of(dims: Dims) -> set[int]:
+    """The factors that some dim follows."""
+    return {dim.factor for dim in dims if dim is not None}
+
+
 class Place(Protocol):
     """Where an equation runs: which part of each factor is worked on there."""
 
@@ -138,6 +143,21 @@ class DimRule:
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
     opaque: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether some factor is reduced."""
+        return any(self.reducers)
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it multiplies and sums: a reduced factor is in both first operands.
+
+        That takes as long as a transfer; what else is computed is soon done.
+        """
+        reduced = {f for f, reducer in enumerate(self.reducers) if reducer is not None}
+        holders = [factors_of(dims) & reduced for dims in self.operands[:2]]
+        return len(holders) == 2 and bool(set.intersection(*holders))
 
 
 Rule: TypeAlias = Callable[[JaxprEqn], DimRule]

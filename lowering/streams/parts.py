@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.operation import operation
-from jhost.lowering.ir.program import Communicate, Compute, Select, Set
+from jhost.lowering.ir.statements import Communicate, Compute, Select, Set
 from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
 from jhost.lowering.rules.table import opaque_reason
 

@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from jhost.lowering.ir.graph import Node, nodes
-from jhost.lowering.ir.marks import merge_marks, stream_choices
-from jhost.lowering.ir.program import (
-    BarrierMark,
-    Buffer,
-    Program,
-    SerialMark,
-    StreamChoice,
-)
+from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import merge_marks, stream_choices
+from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.streams.parts import Access, Part, part_of
 
 

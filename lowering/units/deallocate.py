@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
     Deallocate,
     EndCoalescing,
     For,
     If,
-    Program,
     Recv,
     Select,
     Send,

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jhost._jax import user_context
-from jhost.lowering.ir.program import Unit, UnitEqn
+from jhost.lowering.ir.statements import Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, axes_size, local_shape, shape_of
 from jhost.lowering.units.callbacks import call_once, has_callback
 

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import Buffer, Compute, Unit, UnitEqn
+from jhost.lowering.ir.statements import Buffer, Compute, Unit, UnitEqn
 from jhost.lowering.rules.table import rule_of
 
 

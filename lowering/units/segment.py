@@ -24,13 +24,13 @@ from jhost.lowering.ir.graph import (
     touched,
 )
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Compute,
     For,
     GetCurrentStream,
     If,
-    Program,
     Select,
     SetCurrentStream,
     Stmt,

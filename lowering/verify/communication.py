@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jhost.lowering.ir.layout import swapped
 from jhost.lowering.ir.printer import type_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Communicate,
     CommunicationKind,
     EndCoalescing,
@@ -15,7 +16,6 @@ from jhost.lowering.ir.program import (
     Wait,
 )
 from jhost.lowering.ir.transfers import match_transfers
-from jhost.lowering.layouts.reshard import swapped
 from jhost.lowering.verify.state import InFlight, Known, State
 
 

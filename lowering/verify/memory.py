@@ -6,7 +6,7 @@ import numpy as np
 
 from jhost import errors
 from jhost.lowering.ir.printer import type_text
-from jhost.lowering.ir.program import Allocate, Buffer, Deallocate, Select, Set
+from jhost.lowering.ir.statements import Allocate, Buffer, Deallocate, Select, Set
 from jhost.lowering.verify.state import Known, Root, State
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jhost import errors
-from jhost.lowering.ir.printer import program_text, type_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Chunk,
@@ -23,7 +24,6 @@ from jhost.lowering.ir.program import (
     For,
     GetCurrentStream,
     If,
-    Program,
     Recv,
     Select,
     Send,
@@ -65,7 +65,7 @@ def verify(program: Program, after: str = "") -> None:
         _body(state, program.body)
         _end(state)
     except (errors.VerifyError, errors.IndexRangeError) as error:
-        error.add_note(program_text(program))
+        error.add_note(str(program))
         raise
 
 

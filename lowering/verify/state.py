@@ -10,18 +10,18 @@ from typing import NoReturn, TypeAlias
 from jhost import errors
 from jhost.lowering.ir.index import Index, LoopIndex, leaves
 from jhost.lowering.ir.printer import statement_text, stream_text, type_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.ranks import AtRanks, Ranks
+from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
+from jhost.lowering.ir.statements import (
     Buffer,
     Deallocate,
-    Program,
     Recv,
     Send,
     Stmt,
     Stream,
     walk,
 )
-from jhost.lowering.ir.ranks import AtRanks, Ranks
-from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
 
 StreamKey: TypeAlias = tuple[str, int]
 DEFAULT_STREAM: StreamKey = ("", -1)

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
-from jhost.lowering.ir.program import Allocate, Program, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Allocate, walk
 from jhost.testing import programs
 from tests.jhost.derived import backward, moves, vjp
 from tests.lowering.on_mesh import on

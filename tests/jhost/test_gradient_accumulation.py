@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import Compute, walk
+from jhost.lowering.ir.statements import Compute, walk
 from tests.jhost.blocks import (
     ARGS,
     Function,

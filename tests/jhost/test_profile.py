@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost import errors
-from jhost.lowering.ir.program import walk
+from jhost.lowering.ir.statements import walk
 from jhost.runtime.profile.origins import Activity
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
-from jhost.lowering.ir.program import Allocate, Compute, Program, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Allocate, Compute, walk
 from tests.jhost.blocks import (
     ARGS,
     SPECS,

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost._call import program
-from jhost.lowering.ir.program import For, Program
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import For
 from jhost.lowering.pipeline import lower_jaxpr
 
 X = jnp.arange(64.0).reshape(8, 8)

@@ -23,8 +23,8 @@ from jhost._call.program import planned
 from jhost._compare import beyond_tolerance
 from jhost._tune import tuner
 from jhost._tuning import Candidate
-from jhost.lowering.ir.marks import marks_alike
-from jhost.lowering.ir.program import StreamReport
+from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
 from tests.jhost.blocks import ARGS, SPECS, relu_block
 from tests.jhost.derived import backward

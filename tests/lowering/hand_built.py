@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh
 from jhost.lowering.emit.program import emit
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.index import Index, LoopIndex, Operand, as_index
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Buffer,
     Chunk,
     Communicate,
@@ -22,7 +23,6 @@ from jhost.lowering.ir.program import (
     Compute,
     Dim,
     For,
-    Program,
     Select,
     Stmt,
     Stream,

@@ -14,7 +14,8 @@ from jax.extend.core import Jaxpr
 
 import jhost
 from jhost.lowering.emit.program import emit
-from jhost.lowering.ir.program import Buffer, Communicate, Program, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Communicate, walk
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import interpreted
 

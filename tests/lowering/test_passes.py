@@ -15,19 +15,18 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.graph import touched
-from jhost.lowering.ir.marks import Settings
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.marks import ShardMark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import Settings
+from jhost.lowering.ir.statements import (
     Allocate,
     Communicate,
     Compute,
     Deallocate,
     For,
-    Program,
     Select,
     Set,
-    ShardMark,
     Stmt,
-    StreamChoice,
     Wait,
     walk,
 )

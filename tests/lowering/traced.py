@@ -14,15 +14,14 @@ from jax.sharding import AbstractMesh
 import jhost
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.ir.marks import Settings
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note, Remark
+from jhost.lowering.ir.requests import Settings
+from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
     For,
     If,
-    Note,
-    Program,
-    Remark,
     Select,
     Set,
     SetCurrentStream,

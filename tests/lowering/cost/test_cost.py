@@ -16,7 +16,8 @@ import jhost
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, rates_of
 from jhost.lowering.cost.simulate import predict, seconds_text
-from jhost.lowering.ir.program import CommunicationKind, Compute, Program
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import CommunicationKind, Compute
 from tests.lowering.traced import lowered
 
 # Round numbers: a multiply-add, a byte in memory and a byte on the wire take 1 s.

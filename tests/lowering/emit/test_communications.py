@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.index import Rank, less
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Allocate,
     EndCoalescing,
     If,

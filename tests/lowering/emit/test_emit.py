@@ -18,13 +18,13 @@ from jhost.errors import VerifyError
 from jhost.lowering.emit.program import emit
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.index import Rank, as_index, equals, minimum
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Chunk,
     Compute,
     GetCurrentStream,
     If,
-    Program,
     Set,
     SetCurrentStream,
     Stmt,

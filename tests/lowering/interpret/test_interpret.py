@@ -11,11 +11,11 @@ import pytest
 
 from jhost.errors import VerifyError
 from jhost.lowering.interpret.program import Record, interpret
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Deallocate,
     GetCurrentStream,
-    Program,
     Set,
     SetCurrentStream,
     Synchronize,

@@ -16,7 +16,7 @@ from jhost.lowering.ir.graph import (
     touched,
 )
 from jhost.lowering.ir.index import Constant
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Deallocate,

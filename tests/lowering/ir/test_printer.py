@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhost.lowering.ir.index import Rank, as_index, equals, minimum
-from jhost.lowering.ir.printer import program_text, statement_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.marks import BarrierMark, SerialMark, ShardMark, StreamRequest
+from jhost.lowering.ir.printer import statement_text
+from jhost.lowering.ir.statements import (
     Allocate,
-    BarrierMark,
     Chunk,
     Compute,
     Deallocate,
@@ -22,12 +22,9 @@ from jhost.lowering.ir.program import (
     If,
     Recv,
     Send,
-    SerialMark,
     Set,
     SetCurrentStream,
-    ShardMark,
     StartCoalescing,
-    StreamRequest,
     Synchronize,
     Wait,
 )
@@ -77,7 +74,7 @@ def test_pipelined_mlp(golden: Golden) -> None:
         SetCurrentStream(stream=MAIN),
     )
     golden(
-        program_text(
+        str(
             program(
                 mesh_of(tp=4),
                 (x, w_up, w_down),
@@ -98,7 +95,7 @@ def test_every_statement(golden: Golden) -> None:
     acc, c = buffer("acc: f32[2]"), buffer("c: f32[2]")
     tp = Rank("tp")
     golden(
-        program_text(
+        str(
             program(
                 mesh_of(dp=2, tp=4),
                 (x,),
@@ -139,7 +136,7 @@ def test_marks_stand_before_the_statements(golden: Golden) -> None:
         ShardMark(buffer="x", spec=(("tp",), None), where="here"),
         BarrierMark(buffer="x", operands=("y", "z")),
     )
-    golden(program_text(dataclasses.replace(marked, marks=marks)))
+    golden(str(dataclasses.replace(marked, marks=marks)))
 
 
 def test_equations_show_what_types_do_not(golden: Golden) -> None:
@@ -148,7 +145,7 @@ def test_equations_show_what_types_do_not(golden: Golden) -> None:
     def summed(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.transpose(x) ** 3 * 2.5, axis=1)
 
-    golden(program_text(program(mesh_of(), (x,), (y,), compute(summed, (x,), (y,)))))
+    golden(str(program(mesh_of(), (x,), (y,), compute(summed, (x,), (y,)))))
 
 
 def test_names_do_not_depend_on_the_trace() -> None:

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import Communicate, Compute, EndCoalescing, walk
 from jhost.lowering.ir.scopes import Origin, origin_of, statement_texts
+from jhost.lowering.ir.statements import Communicate, Compute, EndCoalescing, walk
 
 
 def lowered(make_mesh: Callable[..., Mesh], pipeline: Any) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import Communicate, For, walk
+from jhost.lowering.ir.statements import Communicate, For, walk
 from tests.lowering.on_mesh import (
     communications,
     each_size,

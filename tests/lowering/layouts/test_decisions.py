@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import ShardMark
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solve import _Solver  # pyright: ignore[reportPrivateUsage]
 from tests.lowering.traced import built

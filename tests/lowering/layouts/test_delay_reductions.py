@@ -13,7 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import LayoutReport, Program, ShardMark, StreamRequest
+from jhost.lowering.ir.marks import ShardMark, StreamRequest
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.pipeline import run_passes

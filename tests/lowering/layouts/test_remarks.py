@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.layout import layout_of
-from jhost.lowering.ir.program import LayoutReport, Set
+from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.statements import Set
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.layouts.reshard import reshard_bytes
 from jhost.lowering.rules.dim_rule import axes_size
@@ -163,5 +164,5 @@ def test_the_remarks_account_for_every_byte_that_moves(fun: Any) -> None:
 def test_a_remark_has_the_line_of_the_operation_or_of_the_constraint() -> None:
     program = PropagateLayouts().apply(built(rows_and_columns, (8, 8), (8, 16), tp=4))
     (remark,) = program.remarks
-    assert remark.where.startswith("test_layout_remarks.py:")
+    assert remark.where.startswith("test_remarks.py:")
     assert remark.where.endswith("(rows_and_columns)")

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.printer import written
-from jhost.lowering.ir.program import Communicate, Program, Select
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Select
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.pipeline import run_passes

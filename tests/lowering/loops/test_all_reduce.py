@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
-from jhost.lowering.ir.program import For, Program
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import For
 from tests.lowering.on_mesh import each_size, exact, on, program_of, tp
 from tests.lowering.traced import array, loops, work
 

@@ -2,7 +2,7 @@
 
 A test for each row of nvFuser's `test_multidevice_stream_parallel_type.cpp`: the
 numbers exactly, the Host IR on four devices as text, and the matmuls and collectives
-that a device runs.  `test_parity_e_overlap.py` has the rows about overlap.
+that a device runs.  `test_rings.py` has the rows about overlap.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Communicate,
     Compute,
     Deallocate,
     For,
-    Program,
     Select,
     Set,
     Stmt,

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import Compute, Program, Select, walk
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Compute, Select, walk
 from tests.lowering.traced import array, check, chunk_counts, loops, work
 
 Golden = Callable[..., None]

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import Communicate, Compute, For, Program, Wait
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, For, Wait
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.traced import array, loops

@@ -1,6 +1,6 @@
 """P2P pipelines: whose chunk a step works on, what moves, and in which order sums add.
 
-The parity rows stand in `test_parity_e.py`; here is what they rest on.
+The parity rows stand in `test_blocks.py`; here is what they rest on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.program import (
-    Communicate,
-    Compute,
-    Program,
-    Select,
-    StreamReport,
-)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.statements import Communicate, Compute, Select
 from tests.lowering.on_mesh import (
     calls,
     communications,

@@ -2,7 +2,7 @@
 
 A test for each row of nvFuser's `test_multidevice_host_ir_overlap.cpp` and
 `test_overlap.py`: the numbers exactly, and the matmuls and collectives of the chunks'
-shapes that each device runs.  `test_parity_e.py` has the Host IR of the same programs.
+shapes that each device runs.  `test_blocks.py` has the Host IR of the same programs.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.index import Index
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Compute,
     For,
     GetCurrentStream,
-    Program,
     SetCurrentStream,
     Stmt,
     Synchronize,

@@ -216,7 +216,7 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     "unstack": (lambda x: lax.unstack(x, axis=1), _ints(3, 4)),
 }
 
-# Two that test_rules_elementwise.py has, and two that no public module names.
+# Two that test_elementwise.py has, and two that no public module names.
 _CONSTRAINTS = ("reshard", "sharding_constraint")
 _FACTORIZATIONS: dict[str, tuple[Any, ...]] = {
     "geqp3": (_symmetric(), np.zeros((3, 2), np.int32)),

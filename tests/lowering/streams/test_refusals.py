@@ -20,7 +20,7 @@ from jhost.errors import (
     StreamConflictError,
     StreamDimError,
 )
-from jhost.lowering.ir.program import StreamReport
+from jhost.lowering.ir.remarks import StreamReport
 from tests.lowering.traced import WHOLE, array, built, chunk_counts, lowered, remarks
 
 stream = jhost.stream
@@ -30,7 +30,7 @@ X = (8, 4)
 def refused(fun: Callable[..., Any], *args: Any, **mesh: int) -> JhostError:
     with pytest.raises(JhostError) as error:
         lowered(fun, *args, **mesh)
-    assert "test_stream_refusals.py" in str(error.value)
+    assert "test_refusals.py" in str(error.value)
     return error.value
 
 

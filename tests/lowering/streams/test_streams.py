@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.program import StreamReport
+from jhost.lowering.ir.remarks import StreamReport
 from tests.lowering.traced import (
     WHOLE,
     aliases,

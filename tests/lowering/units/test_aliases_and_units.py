@@ -18,14 +18,13 @@ import pytest
 
 from jhost.errors import IndexRangeError, VerifyError
 from jhost.lowering.interpret.program import Record
-from jhost.lowering.ir.printer import program_text
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Deallocate,
     GetCurrentStream,
     If,
-    Program,
     Set,
     SetCurrentStream,
     Stmt,
@@ -77,7 +76,7 @@ def test_alias_of_an_alias(golden: Golden) -> None:
     value = integers(2, 3)
     wanted = np.concatenate([np.zeros((6, 3), np.float32), value])
     check(host_ir, NO_MESH, (value,), wanted, wanted[4:] + 1)
-    golden(program_text(host_ir))
+    golden(str(host_ir))
 
 
 def test_alias_of_an_input() -> None:
@@ -157,7 +156,7 @@ def test_preallocated_outputs(operation: str, into: str) -> None:
         work = Set(out=out, source=params[0])
     host_ir = single_device(params, (y,), *make, work)
     check(host_ir, NO_MESH, args, wanted)
-    assert re.search(rf"^  {out.name} <- ", program_text(host_ir), flags=re.M)
+    assert re.search(rf"^  {out.name} <- ", str(host_ir), flags=re.M)
 
 
 # --- Loops and branches ------------------------------------------------------------- #
@@ -181,7 +180,7 @@ def test_for_loops(golden: Golden) -> None:
     )
     args = (np.arange(7, dtype=np.int32), np.int32(21))
     check(host_ir, NO_MESH, args, np.int32(30))
-    golden(program_text(host_ir))
+    golden(str(host_ir))
 
 
 def test_inplace_update_in_loop() -> None:
@@ -379,7 +378,7 @@ def test_two_units(golden: Golden) -> None:
     )
     value = integers(4, 8, 32)
     check(host_ir, NO_MESH, (value,), 2 * np.maximum(value, 0).sum((0, 1)))
-    golden(program_text(host_ir))
+    golden(str(host_ir))
 
 
 def test_three_units_in_a_diamond(golden: Golden) -> None:
@@ -396,7 +395,7 @@ def test_three_units_in_a_diamond(golden: Golden) -> None:
     value = integers(4, 8)
     a_value = value * 2 + 1
     check(host_ir, NO_MESH, (value,), a_value - 6 * a_value.sum(0))
-    golden(program_text(host_ir))
+    golden(str(host_ir))
 
 
 @pytest.mark.parametrize("streams", [1, 4])

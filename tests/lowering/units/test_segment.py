@@ -20,7 +20,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.graph import Group, ShouldMerge
-from jhost.lowering.ir.program import Communicate, Compute, Program, Set
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, Set
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts

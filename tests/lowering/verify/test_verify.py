@@ -9,7 +9,8 @@ import pytest
 
 from jhost.errors import IndexRangeError, VerifyError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, as_index, equals, minimum
-from jhost.lowering.ir.program import (
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Chunk,
@@ -18,7 +19,6 @@ from jhost.lowering.ir.program import (
     EndCoalescing,
     GetCurrentStream,
     If,
-    Program,
     Recv,
     Send,
     Set,

@@ -1,0 +1,75 @@
+"""What the passes say of their decisions, for `jhost.explain`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from jhost.lowering.ir.statements import PipelineKind, node
+
+
+@node
+class Note:
+    """Something to know of a value, or of the user's line `where`, if there is one."""
+
+    text: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
+
+
+@node
+class LayoutReport:
+    """A value that changes its layout, and why it had to or was chosen to.
+
+    `bytes` is what each device receives; a later pass may find a cheaper way.
+    """
+
+    value: str
+    before: str
+    after: str
+    bytes: int
+    reason: str
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
+
+
+@node
+class StreamReport:
+    """One stream: what was asked for, what was chosen, and why.
+
+    `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
+    number of steps that could be cut.  `predicted` has the seconds that the program
+    would take with each choice that was weighed, the best first; of a stream that
+    follows a `jhost.Tuning`, `measured` has those that it took, the chosen one first.
+    `lines` are the user's, of all marks that make up the stream.
+    """
+
+    stream: str
+    axis: int
+    pipeline: PipelineKind
+    chunks: int
+    extent: int
+    reason: str
+    lines: tuple[str, ...]
+    predicted: tuple[tuple[str, float], ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.lines)
+
+    @property
+    def text(self) -> str:
+        how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
+        return f"{self.stream} on axis {self.axis}: {how}: {self.reason}"
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.where}]"
+
+
+Remark: TypeAlias = Note | LayoutReport | StreamReport
+"""What a pass says of its decisions, for `jhost.explain`."""

@@ -1,0 +1,132 @@
+"""What `jhost.stream` marks ask for, with the function's settings and together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from jhost import errors
+from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Compute, PipelineKind
+
+REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
+"""What says that a mark cannot be followed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What holds for requests that do not say: arguments of `jhost.jit`."""
+
+    chunks: int | Literal["auto"] = "auto"
+    pipeline: PipelineKind | Literal["auto"] = "auto"
+
+    def applied(self, request: StreamRequest) -> StreamChoice:
+        """What is asked for in all; what is open then is None."""
+        chunks = self.chunks if request.chunks is None else request.chunks
+        pipeline = self.pipeline if request.pipeline is None else request.pipeline
+        return StreamChoice(
+            buffer=request.buffer,
+            dim=request.dim,
+            chunks=None if chunks == "auto" else chunks,
+            pipeline=None if pipeline == "auto" else pipeline,
+            lines=request.lines,
+        )
+
+    def applied_to(self, program: Program) -> Program:
+        """`program` with a choice for each request."""
+        marks = [
+            self.applied(mark) if isinstance(mark, StreamRequest) else mark
+            for mark in program.marks
+        ]
+        return dataclasses.replace(program, marks=tuple(marks))
+
+
+def stream_choices(program: Program) -> list[StreamChoice]:
+    """The choices among the marks of a program."""
+    return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What was measured to be best for a mark; None in both: no pipeline."""
+
+    pipeline: PipelineKind | None = None
+    chunks: int | None = None
+    streams: int | None = None
+    reason: str = ""
+    measured: tuple[tuple[str, float], ...] = ()
+
+    def settle(self, mark: StreamChoice) -> StreamChoice:
+        """`mark` asking for that, as if by name: it stands where it was measured."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(mark, **fields, by_name=True)
+
+
+Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
+"""By fingerprint of a program and number of a mark among all of the program's."""
+
+_Stream = TypeVar("_Stream", StreamRequest, StreamChoice)
+
+
+def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
+    """What two marks ask for together, or None where they contradict each other."""
+    merged: dict[str, Any] = {}
+    for field in ("chunks", "pipeline"):
+        asked = {getattr(one, field), getattr(other, field)} - {None}
+        if len(asked) > 1:
+            return None
+        merged[field] = asked.pop() if asked else None
+    lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
+    # The reason for a choice goes with what was chosen.
+    says = next((m for m in (one, other) if m.chunks or m.pipeline), one)
+    return dataclasses.replace(
+        says, buffer=one.buffer, dim=one.dim, lines=lines, **merged
+    )
+
+
+# --- Those that leave something open ----------------------------------------------- #
+
+
+def open_marks(program: Program) -> dict[int, StreamChoice]:
+    """The stream marks that leave something open, by their number among all."""
+    return {
+        number: mark
+        for number, mark in enumerate(program.marks)
+        if isinstance(mark, StreamChoice) and not _is_settled(mark)
+    }
+
+
+def marks_alike(program: Program) -> list[tuple[int, ...]]:
+    """The open marks by number; those of equal values made on one line go together.
+
+    So the layers of a model, written one after another by a loop, have one choice.
+    """
+    makers = {
+        buffer.name: stmt
+        for stmt in program.body
+        if isinstance(stmt, Compute)
+        for buffer in stmt.outs
+    }
+    groups: dict[Any, list[int]] = {}
+    for number, mark in open_marks(program).items():
+        maker = makers.get(mark.buffer)
+        made = maker and (
+            maker.unit.eqns[0].eqn.primitive.name,
+            *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
+        )
+        key = (mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
+        groups.setdefault(key, []).append(number)
+    return [tuple(numbers) for numbers in groups.values()]
+
+
+def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
+    """Put what was chosen for one mark in the place of those alike."""
+    for number in numbers:
+        marks[number] = dataclasses.replace(choice, buffer=marks[number].buffer)
+
+
+def _is_settled(mark: StreamChoice) -> bool:
+    known = mark.pipeline is not None and mark.chunks is not None
+    return known or mark.pipeline == "off"

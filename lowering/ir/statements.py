@@ -1,0 +1,323 @@
+"""Host IR: the program of loops, streams, aliases, computations and communications.
+
+A `Program` is what one device of the mesh runs; every device runs the same one, and
+only index expressions differ by rank.  The nodes stand in the order one would explain
+them.  They are nvFuser's Host IR (its pull requests 4144, 4145, 4147, 4301 and 4387),
+with buffers in place of tensor views and a jaxpr's equations in place of kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, TypeAlias, TypeVar, dataclass_transform
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.rules.dim_rule import DimRule, Reducer
+
+MemorySpace: TypeAlias = Literal["device", "host"]
+PipelineKind: TypeAlias = Literal["off", "collective", "p2p"]
+CommunicationKind: TypeAlias = Literal[
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
+    "AllToAll",
+    "Broadcast",
+    "Reduce",
+    "Gather",
+    "Scatter",
+    "CollectivePermute",
+    "SwapAxes",
+]
+
+_T = TypeVar("_T")
+
+
+# pyright does not follow a decorator that is `dataclass(...)` under another name.
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def node(cls: type[_T]) -> type[_T]:
+    return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+# --- Buffers ------------------------------------------------------------------ #
+
+
+@node
+class Dim:
+    """How one dim of a buffer is spread: over mesh axes (major first) and in chunks."""
+
+    axes: tuple[str, ...] = ()
+    stream: str | None = None
+
+
+@node
+class Buffer:
+    """Memory on one device, or an alias of a part of it; `shape` is the local one.
+
+    `partial` lists the mesh axes over which the buffer still has to be reduced, each
+    with its reducer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, Reducer], ...] = ()
+    memory: MemorySpace = "device"
+
+
+# --- Memory and aliases ------------------------------------------------------- #
+
+
+@node
+class Allocate:
+    """Make `buffer` exist; its contents are undefined unless `zero_init`."""
+
+    buffer: Buffer
+    zero_init: bool = False
+
+
+@node
+class Deallocate:
+    """End `buffer`'s life; nothing reads it afterwards."""
+
+    buffer: Buffer
+
+
+@node
+class Select:
+    """Make `out` an alias of `source[index : index + size]` along `dim`.
+
+    With `groups` > 1 the dim is seen as that many equal parts and the alias takes
+    `[index : index + size]` of each: chunk s of a gathered dim is the s-th slice of
+    every device's shard.  With `drop` the alias has one dim less (`size` is 1).
+    """
+
+    out: Buffer
+    source: Buffer
+    dim: int
+    index: Index
+    size: Index
+    groups: int = 1
+    drop: bool = False
+
+
+@node
+class Set:
+    """Copy `source` into `out`; where their layouts differ it stands for a reshard."""
+
+    out: Buffer
+    source: Buffer
+
+
+# --- Computation -------------------------------------------------------------- #
+
+
+@node
+class UnitEqn:
+    """One equation and how its factors are spread over the mesh and the loop.
+
+    `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
+    enclosing loop works on in chunks.  `accumulator` is the dtype of the partial result
+    where that factor is reduced (float32 for a sum of bfloat16).
+    """
+
+    eqn: JaxprEqn
+    rule: DimRule
+    axes: tuple[tuple[str, ...], ...]
+    stream: int | None = None
+    accumulator: np.dtype | None = None
+
+
+@node
+class Unit:
+    """Equations that run together (nvFuser's HostUnit).
+
+    `pads` says that it hands a value of the user's on, padded.
+    """
+
+    name: str
+    eqns: tuple[UnitEqn, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+    pads: bool = False
+
+
+@node
+class Chunk:
+    """The part `[start : start + size]` of a loop's `extent` that a statement works on.
+
+    With `groups` > 1 it is that part of each of as many equal stretches of the factor.
+    """
+
+    start: Index
+    size: Index
+    extent: int
+    groups: int = 1
+
+
+@node
+class Compute:
+    """Run `unit` on the current stream (PostOnStream), writing into `outs`.
+
+    With `reducer` the result is combined into what `outs` hold already: the
+    accumulator of a loop over a reduced factor.
+    """
+
+    unit: Unit
+    ins: tuple[Buffer, ...]
+    outs: tuple[Buffer, ...]
+    chunk: Chunk | None = None
+    reducer: Reducer | None = None
+
+
+# --- Communication ------------------------------------------------------------ #
+
+
+@node
+class Communicate:
+    """A collective over `axes`; `dim` is the one gathered, scattered or split.
+
+    `source_dim` is AllToAll's other dim: the one whose shards come together.
+    In SwapAxes, over two axes of one size, device (i, j) sends all to device (j, i).
+    `root` and `shift` belong to the rooted kinds and to CollectivePermute (device r
+    sends to r + shift).
+    """
+
+    name: str
+    kind: CommunicationKind
+    out: Buffer
+    source: Buffer
+    axes: tuple[str, ...]
+    dim: int | None = None
+    source_dim: int | None = None
+    reducer: Reducer | None = None
+    root: Index | None = None
+    shift: Index | None = None
+
+
+@node
+class Send:
+    """Send `buffer` to the device at `peer` along `axis`."""
+
+    buffer: Buffer
+    axis: str
+    peer: Index
+
+
+@node
+class Recv:
+    """Receive `buffer` from the device at `peer` along `axis`."""
+
+    buffer: Buffer
+    axis: str
+    peer: Index
+
+
+@node
+class StartCoalescing:
+    """The sends and receives up to `EndCoalescing` are one communication."""
+
+
+@node
+class EndCoalescing:
+    """End of the group, which a `Wait` names."""
+
+    name: str
+
+
+@node
+class Wait:
+    """The current stream waits for the communication of that name."""
+
+    communication: str
+
+
+# --- Streams ------------------------------------------------------------------ #
+
+
+@node
+class Stream:
+    """An ordered queue of work, by name or by an index: same index, same queue."""
+
+    name: str = ""
+    index: Index = Constant(0)
+
+
+@node
+class GetCurrentStream:
+    """Remember the current stream as `stream`."""
+
+    stream: Stream
+
+
+@node
+class SetCurrentStream:
+    """What follows goes on `stream`."""
+
+    stream: Stream
+
+
+@node
+class Synchronize:
+    """The current stream waits for what is on `stream`; the host does not."""
+
+    stream: Stream
+
+
+# --- Control ------------------------------------------------------------------ #
+
+
+@node
+class For:
+    """Run `body` with `index` = 0 .. extent - 1."""
+
+    index: str
+    extent: int
+    body: tuple[Stmt, ...]
+
+
+@node
+class If:
+    """Run `then` where `predicate` (an expression, or a scalar buffer) holds."""
+
+    predicate: Index | Buffer
+    then: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...] = ()
+
+
+Stmt: TypeAlias = (
+    Allocate
+    | Deallocate
+    | Select
+    | Set
+    | Compute
+    | Communicate
+    | Send
+    | Recv
+    | StartCoalescing
+    | EndCoalescing
+    | Wait
+    | GetCurrentStream
+    | SetCurrentStream
+    | Synchronize
+    | For
+    | If
+)
+
+
+def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+    """Every statement of `body`, loops and branches before what they hold."""
+    for stmt in body:
+        yield stmt
+        match stmt:
+            case For(body=inner):
+                yield from walk(inner)
+            case If(then=then, otherwise=otherwise):
+                yield from walk(then)
+                yield from walk(otherwise)
+            case _:
+                pass
