@@ -31,24 +31,29 @@ TOP_LEVEL = {
 }
 # What pip leaves at the top; .gitignore names them too.
 BUILD_OUTPUTS = {"build", "dist", "jhost.egg-info"}
-BUILD = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    # In a copy, because setuptools keeps what it built before in `build/`, and ships a
-    # module from there after it has left the tree.
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    return built(tmp_path_factory.mktemp("tree"), "build_wheel")
+
+
+def built(tree: Path, how: str) -> zipfile.ZipFile:
+    """What setuptools' own entry point makes of a copy: no pip, no network is needed.
+
+    In a copy, because setuptools keeps what it built before in `build/`, and ships a
+    module from there after it has left the tree.
+    """
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
     for name in ("jhost", "lowering", "runtime"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-    # setuptools' own entry point: no pip and no network are needed.
-    command = [sys.executable, "-c", BUILD, str(out)]
-    built = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+    build = f"import setuptools.build_meta as b; b.{how}('dist')"
+    command = [sys.executable, "-c", build]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next((tree / "dist").glob("*.whl")))
 
 
 def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> None:
@@ -63,6 +68,23 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> Non
         for path in (ROOT / folder).rglob("*.py")
     }
     assert shipped == modules | {"jhost/py.typed"}
+
+
+def test_an_editable_install_is_found_beside_a_clone(tmp_path: Path) -> None:
+    """By a path: a finder comes after it, and the clone's folder is a package too."""
+    clone = tmp_path / "jhost"
+    clone.mkdir()
+    editable = built(clone, "build_editable")
+    (pth,) = [name for name in editable.namelist() if name.endswith(".pth")]
+    assert editable.read(pth).decode().split() == [str(clone)]
+    environment = os.environ | {"PYTHONPATH": str(clone), "JAX_PLATFORMS": "cpu"}
+    script = "import jhost; jhost.jit; print(jhost.__file__)"
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == str(clone / "jhost" / "__init__.py")
 
 
 def test_the_wheel_works_as_it_is_zipped(wheel: zipfile.ZipFile) -> None:
