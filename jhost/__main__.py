@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jhost._commands import bench, demo, doctor, explain
+from jhost._version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jhost", description="Overlapped sharded JAX programs."
     )
+    parser.add_argument("--version", action="version", version=f"jhost {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (demo, doctor, explain, bench):
         command.add_command(commands)

@@ -87,6 +87,11 @@ class JitFunction(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
 
+    def __repr__(self) -> str:
+        return (
+            f"<jhost.jit: {', '.join(filter(None, (self._name, str(self._settings))))}>"
+        )
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Makes it a method where it stands in a class, as Python's functions are."""
         return self if instance is None else types.MethodType(self, instance)

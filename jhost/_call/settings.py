@@ -11,25 +11,25 @@ from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._call import shardings
 from jhost._jax import Names, Nums
 from jhost._tuning import Tuning
-from jhost.runtime.mesh import AnyMesh
+from jhost.runtime.mesh import AnyMesh, mesh_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The arguments of `jhost.jit`, as given."""
 
-    mesh: AnyMesh | None
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: Nums
-    static_argnames: Names
-    donate_argnums: Nums
-    donate_argnames: Names
-    chunks: Chunks
-    pipeline: Pipeline
-    streams: int
-    interpret: bool
-    compiler_options: Mapping[str, Any] | None
+    mesh: AnyMesh | None = None
+    in_shardings: Any = None
+    out_shardings: Any = None
+    static_argnums: Nums = None
+    static_argnames: Names = None
+    donate_argnums: Nums = None
+    donate_argnames: Names = None
+    chunks: Chunks = "auto"
+    pipeline: Pipeline = "auto"
+    streams: int = 4
+    interpret: bool = False
+    compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
 
     @property
@@ -38,6 +38,22 @@ class Settings:
         if self.tuning is None:
             return ()
         return (self.tuning,) if isinstance(self.tuning, Tuning) else (*self.tuning,)
+
+    def __str__(self) -> str:
+        """Those that are not the defaults, as one would write them, the mesh first."""
+        given: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is field.default or value == field.default:
+                continue
+            match field.name:
+                case "mesh":
+                    given.append(mesh_text(value))
+                case "tuning":  # as long as what was measured
+                    given.append("tuning=...")
+                case name:
+                    given.append(f"{name}={value!r}")
+        return ", ".join(given)
 
 
 class Options(TypedDict, total=False):

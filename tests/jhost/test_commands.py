@@ -248,6 +248,16 @@ def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
     assert finished.stdout.startswith("plain: 0 loops\n")
 
 
+# --- The version -------------------------------------------------------------------- #
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"jhost {jhost.__version__}\n"
+
+
 # --- bench -------------------------------------------------------------------------- #
 
 SMALL = ["--devices", "2", "--rounds", "1", "--tokens", "8", "16"]

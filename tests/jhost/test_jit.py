@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import pydoc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
+from jhost._call.settings import Settings
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -54,6 +58,28 @@ def test_the_decorator_works_with_and_without_arguments() -> None:
         return x + 1
 
     assert bare(jnp.float32(1)) == with_arguments(jnp.float32(1)) == 2
+
+
+def test_a_function_says_its_name_its_mesh_and_what_it_was_given(mesh: Mesh) -> None:
+    assert repr(jhost.jit(block)) == "<jhost.jit: block>"
+    settings = options(in_shardings=SPECS, chunks=2, pipeline="auto", streams=4)
+    assert repr(jhost.jit(block, mesh=mesh, **settings)) == (
+        "<jhost.jit: block, mesh(tp=4) on devices 0, 1, 2, 3, "
+        "in_shardings=(P('tp', None), P(None, 'tp')), chunks=2>"
+    )
+
+
+def test_the_defaults_are_those_of_the_signature() -> None:
+    parameters = inspect.signature(jhost.jit).parameters
+    given = {name: p.default for name, p in parameters.items() if name != "f"}
+    assert dataclasses.asdict(Settings()) == given
+
+
+def test_help_lists_what_is_public() -> None:
+    text = pydoc.plain(pydoc.render_doc(jhost))
+    for name in ("jit", "stream", "shard", "serial", "explain", "tune", "profile"):
+        assert f"\n    {name}(" in text
+    assert all(hasattr(jhost, name) for name in jhost.__all__)
 
 
 def test_the_function_keeps_its_name_and_its_docstring() -> None:
