@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
 
@@ -34,6 +35,26 @@ class Pass(Protocol):
     def apply(self, program: Program) -> Program: ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """All passes, by what they are for, in the order in which they run."""
+
+    before_choice: tuple[Pass, ...]
+    choice: ChoosePipelines
+    layouts: tuple[Pass, ...]
+    loops: tuple[Pass, ...]
+    finish: tuple[Pass, ...]
+
+    @property
+    def up_to_layouts(self) -> tuple[Pass, ...]:
+        """Those after which every value's layout is settled."""
+        return (*self.before_choice, self.choice, *self.layouts)
+
+    @property
+    def all(self) -> tuple[Pass, ...]:
+        return (*self.up_to_layouts, *self.loops, *self.finish)
+
+
 def passes(
     *,
     settings: Settings,
@@ -42,59 +63,39 @@ def passes(
     rates: Rates | None = None,
     device_kind: str = "unknown",
     tuned: Tunings | None = None,
-) -> tuple[Pass, ...]:
-    """All passes, in order; `rates` are those of the devices, if they are known.
+) -> Passes:
+    """All passes; `rates` are those of the devices, if they are known.
 
     `tuned` has what was measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
     """
-    up_to_units = (
-        # Layouts: what each device holds, and what must move.
-        PropagateLayouts(),
-        DelayReductions(),
+    # What each device holds, and what must move.
+    layouts: tuple[Pass, ...] = (PropagateLayouts(), DelayReductions())
+    # Communications, and loops over chunks around them.
+    loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
-        # Streams: loops over chunks.
         SplitAllReduces(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         Segment(),
         ReceiveEarly(),
     )
-    return (
-        # What the devices must divide, and what is left open.
-        PadUneven(),
-        ChoosePipelines(
-            following=up_to_units,
+    return Passes(
+        before_choice=(PadUneven(),),
+        choice=ChoosePipelines(
+            following=(*layouts, *loops),
             settings=settings,
             rates=rates,
             device_kind=device_kind,
             tuned=tuned or {},
         ),
-        *up_to_units,
+        layouts=layouts,
+        loops=loops,
         # The life of what the units make.
-        InsertDeallocations(),
+        finish=(InsertDeallocations(),),
     )
-
-
-def around_choice(
-    sequence: Sequence[Pass],
-) -> tuple[tuple[Pass, ...], ChoosePipelines, tuple[Pass, ...]]:
-    """The passes before pipelines are chosen, the one that does, those after it.
-
-    The passes that a candidate goes through to be weighed are not among the last.
-    """
-    number = [step.name for step in sequence].index(ChoosePipelines.name)
-    chooser = cast(ChoosePipelines, sequence[number])
-    rest = sequence[number + 1 + len(chooser.following) :]
-    return tuple(sequence[:number]), chooser, tuple(rest)
-
-
-def up_to_layouts(sequence: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes of `sequence` after which every value's layout is settled."""
-    names = [step.name for step in sequence]
-    return tuple(sequence[: names.index(DelayReductions.name) + 1])
 
 
 def run_passes(

@@ -30,21 +30,13 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
-from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import REFUSALS, Settings
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
-from jhost.lowering.pipeline import (
-    Pass,
-    around_choice,
-    lower_jaxpr,
-    passes,
-    run_passes,
-    up_to_layouts,
-)
+from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
@@ -159,8 +151,7 @@ def plain(config: Config) -> Config:
 @cached_by_jaxpr
 def laid_out(call_jaxpr: Any, config: Config) -> Program:
     """Its program with layouts, and no more: no communications and no loops yet."""
-    sequence = up_to_layouts(_sequence(config, strict=False))
-    return _lower(call_jaxpr, config, sequence)
+    return _lower(call_jaxpr, config, _passes(config, strict=False).up_to_layouts)
 
 
 Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
@@ -181,22 +172,21 @@ def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
 
 @cached_by_jaxpr
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
-    sequence, after_pass = _sequence(config, strict), dump.pass_dumper(config.name)
+    sequence, after_pass = _passes(config, strict).all, dump.pass_dumper(config.name)
     program = _lower(call_jaxpr, config, sequence, after_pass)
     dump.dump_host_ir(config.name, program)
     return program
 
 
 class Planned(NamedTuple):
-    """A program whose pipelines are to be chosen, what chooses, and what follows."""
+    """A program whose pipelines are to be chosen, and its passes."""
 
     program: Program
-    chooser: ChoosePipelines
-    rest: tuple[Pass, ...]
+    passes: Passes
 
     def finish(self, program: Program) -> Program:
         """The program of a candidate, after all passes."""
-        return run_passes(program, self.rest)
+        return run_passes(program, self.passes.finish)
 
 
 def planned(call_jaxpr: Any, config: Config) -> Planned:
@@ -206,9 +196,9 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
         _lowered(call_jaxpr, config)
     except REFUSALS:
         strict = False  # as for `derived_program`
-    before, chooser, rest = around_choice(_sequence(config, strict))
-    program = chooser.settings.applied_to(_lower(call_jaxpr, config, before))
-    return Planned(program, chooser, rest)
+    every = _passes(config, strict)
+    program = _lower(call_jaxpr, config, every.before_choice)
+    return Planned(_settings(config).applied_to(program), every)
 
 
 @cached_by_jaxpr
@@ -232,7 +222,7 @@ def _warn_of_tuning(config: Config, changed: Sequence[str]) -> None:
     )
 
 
-def _sequence(config: Config, strict: bool) -> tuple[Pass, ...]:
+def _passes(config: Config, strict: bool) -> Passes:
     devices = devices_of(config.mesh)
     return passes(
         settings=_settings(config),

@@ -80,7 +80,7 @@ class Tuner:
 
     def tuned_stream(self, numbers: tuple[int, ...], wanted: Any) -> TunedStream:
         """Measures the candidates for some marks alike, and settles on the best."""
-        program, chooser = self.plan.program, self.plan.chooser
+        program, chooser = self.plan.program, self.plan.passes.choice
         mark = open_marks(program)[numbers[0]]
         trial = chooser.trial(program, self.marks, numbers)
         outcomes = trial.measurable(mark)

@@ -33,7 +33,7 @@ def test_the_demo_prints_the_program_the_explanation_and_the_times(
     assert out.startswith("program mlp on tp=4")
     assert "AllGather" in out
     assert "\n\nmlp: 1 loop\n" in out
-    assert "collective pipeline: 2 chunks, as asked [_block.py:" in out
+    assert "collective pipeline: 2 chunks, as asked [block.py:" in out
     assert "tokens 64, hidden 16, ffn 32, float32, on 4 x " in out
     assert "The results agree" in out
     assert re.search(r"^  plain +\d+\.\d+ +\d+\.\d+\n  jhost +\d+\.\d+ ", out, re.M)

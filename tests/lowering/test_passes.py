@@ -46,7 +46,7 @@ from jhost.lowering.verify.program import verify
 from tests.lowering.traced import asked, built, loops
 
 Golden = Callable[..., None]
-SEQUENCE = passes(settings=Settings(), streams=4)
+SEQUENCE = passes(settings=Settings(), streams=4).all
 
 
 def mlp(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ def asked(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
 
 def lowered(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     """The finished program of `fun`, which nothing runs."""
-    sequence = passes(settings=Settings(), streams=4)
+    sequence = passes(settings=Settings(), streams=4).all
     return run_passes(built(fun, *args, **mesh), sequence)
 
 

@@ -50,7 +50,7 @@ def lowered(
         device_kind=kind,
     )
     arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
-    return run_passes(built(fun, *arrays, tp=tp), sequence)
+    return run_passes(built(fun, *arrays, tp=tp), sequence.all)
 
 
 def mlp(**mark: Any) -> Callable[..., jax.Array]:
