@@ -13,7 +13,7 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.ir.printer import written
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.statements import For, Select, walk
 from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey
 

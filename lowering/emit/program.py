@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 from jax import lax
@@ -20,9 +20,8 @@ from jhost.lowering.emit.collectives import communicate, transfer
 from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched, written
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.printer import written
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.scopes import Scopes
@@ -38,6 +37,7 @@ from jhost.lowering.ir.statements import (
     GetCurrentStream,
     If,
     Recv,
+    Reshard,
     Select,
     Send,
     Set,
@@ -53,7 +53,6 @@ from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
 from jhost.lowering.rules.dim_rule import COMBINE
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
-from jhost.lowering.verify.memory import is_reshard
 from jhost.lowering.verify.state import StreamKey
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -64,7 +63,6 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
 
     The program must be valid; see `verify`.
     """
-    check_lowered(program)
 
     def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
         return _Emitter(program).run(params)
@@ -78,16 +76,14 @@ def spec_of(buffer: Buffer) -> PartitionSpec:
     return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
 
 
-def check_lowered(program: Program) -> None:
-    """Refuse a program in which a `Set` still stands for a reshard."""
-    for stmt in walk(program.body):
-        if isinstance(stmt, Set) and is_reshard(stmt):
-            error = errors.VerifyError(
-                f"expected a copy, got a Set of {stmt.source.name} to {stmt.out.name}, "
-                "which are laid out differently: resharding is made communication first"
-            )
-            error.add_note(str(program))
-            raise error
+def refuse_reshard(program: Program, stmt: Reshard) -> NoReturn:
+    """Refuses a program that is laid out, and has no communications yet."""
+    error = errors.VerifyError(
+        f"got a Reshard of {stmt.source.name} to {stmt.out.name}: resharding is made "
+        "communication before a program runs"
+    )
+    error.add_note(str(program))
+    raise error
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,6 +132,8 @@ class _Emitter:
                 self.select(stmt)
             case Set(out=out, source=source):
                 self.write(out, self.read(source))
+            case Reshard():
+                refuse_reshard(self.program, stmt)
             case Compute():
                 self.compute(stmt)
             case Communicate():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jhost.lowering.emit.program import check_lowered, spec_of
+from jhost.lowering.emit.program import refuse_reshard, spec_of
 from jhost.lowering.interpret import steps
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.printer import statement_text
@@ -34,6 +34,7 @@ from jhost.lowering.ir.statements import (
     GetCurrentStream,
     If,
     Recv,
+    Reshard,
     Select,
     Send,
     Set,
@@ -68,7 +69,6 @@ def interpret(
 
     The program must be valid; see `verify`.  `args` may be tracers.
     """
-    check_lowered(program)
     interpreter = _Interpreter(program, mesh)
     for buffer, value in zip(program.params, args, strict=True):
         shared = steps.stacked(mesh, spec_of(buffer))(value)
@@ -104,6 +104,7 @@ class _Alias:
 
 class _Interpreter:
     def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program = program
         self.mesh = mesh
         self.ranks = Ranks(program.mesh.shape)
         self.memories: dict[str, _Memory] = {}
@@ -143,6 +144,8 @@ class _Interpreter:
                 self.select(stmt)
             case Set(out=out, source=source):
                 self.write(out.name, self.read(source.name))
+            case Reshard():
+                refuse_reshard(self.program, stmt)
             case Compute():
                 self.compute(stmt)
             case Communicate():

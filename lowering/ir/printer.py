@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.layout import spec_text
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -36,6 +37,7 @@ from jhost.lowering.ir.statements import (
     GetCurrentStream,
     If,
     Recv,
+    Reshard,
     Select,
     Send,
     Set,
@@ -102,6 +104,8 @@ def statement_text(stmt: Stmt, known: Collection[str]) -> str:
             return f"{_typed(stmt.out)} = Select({', '.join(_select_parts(stmt))})"
         case Set(out=out, source=source):
             return f"{_target([out], known)} Set({source.name})"
+        case Reshard(out=out, source=source):
+            return f"{_target([out], known)} Reshard({source.name})"
         case Compute():
             return _compute_text(stmt, known)
         case Communicate():
@@ -129,19 +133,6 @@ def statement_text(stmt: Stmt, known: Collection[str]) -> str:
             return f"if {shown}:"
 
 
-def written(stmt: Stmt) -> tuple[Buffer, ...]:
-    """The buffers that a statement, not counting those it holds, makes or writes."""
-    match stmt:
-        case Compute(outs=outs):
-            return outs
-        case Select(out=out) | Set(out=out) | Communicate(out=out):
-            return (out,)
-        case Allocate(buffer=buffer) | Recv(buffer=buffer):
-            return (buffer,)
-        case _:
-            return ()
-
-
 def type_text(buffer: Buffer) -> str:
     """The type of a buffer, as `f32[2@tp, 4]`."""
     dims = zip(buffer.shape, buffer.dims, strict=True)
@@ -149,7 +140,7 @@ def type_text(buffer: Buffer) -> str:
     if buffer.partial:
         reductions = [f"{reducer} {axis}" for axis, reducer in buffer.partial]
         text += f" partial({', '.join(reductions)})"
-    return text if buffer.memory == "device" else f"{text} on {buffer.memory}"
+    return text
 
 
 def stream_text(stream: Stream) -> str:

@@ -10,8 +10,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.names import buffer_names
-from jhost.lowering.ir.printer import statement_text, written
+from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Allocate,

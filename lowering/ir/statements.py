@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Var
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.rules.dim_rule import DimRule, Reducer
 
-MemorySpace: TypeAlias = Literal["device", "host"]
 PipelineKind: TypeAlias = Literal["off", "collective", "p2p"]
 CommunicationKind: TypeAlias = Literal[
     "AllGather",
@@ -66,7 +65,6 @@ class Buffer:
     dtype: np.dtype
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, Reducer], ...] = ()
-    memory: MemorySpace = "device"
 
 
 # --- Memory and aliases ------------------------------------------------------- #
@@ -107,7 +105,19 @@ class Select:
 
 @node
 class Set:
-    """Copy `source` into `out`; where their layouts differ it stands for a reshard."""
+    """Copy `source` into `out`."""
+
+    out: Buffer
+    source: Buffer
+
+
+@node
+class Reshard:
+    """Make `out` of `source`, which is laid out otherwise or partial.
+
+    It has a place between the pass that lays values out and the one that makes
+    communications of it.
+    """
 
     out: Buffer
     source: Buffer
@@ -294,6 +304,7 @@ Stmt: TypeAlias = (
     | Deallocate
     | Select
     | Set
+    | Reshard
     | Compute
     | Communicate
     | Send

@@ -13,11 +13,11 @@ from collections.abc import (
 )
 from typing import TypeAlias, TypeGuard
 
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Assignment, Operation, operation
-from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 from jhost.lowering.rules.table import distributes
 
@@ -47,18 +47,18 @@ class Body:
             self.places.append(())
             self._fill(place, (stmt,))
 
-    def reduction(self, buffer: Buffer) -> Set | None:
-        """The `Set` that makes `buffer` from a partial value, if one does."""
+    def reduction(self, buffer: Buffer) -> Reshard | None:
+        """What makes `buffer` from a partial value, if something does."""
         stmt = self.makers.get(buffer.name)
         return stmt if stmt is not None and is_reduction(stmt) else None
 
-    def only_copy(self, buffer: Buffer) -> Set | None:
-        """The `Set` that alone reads `buffer`, if nothing else does."""
+    def only_copy(self, buffer: Buffer) -> Set | Reshard | None:
+        """What alone reads `buffer`, if that is a copy or a reshard."""
         kept = buffer.name in self.needed or buffer.name in self.marked
         readers = [*self.readers.get(buffer.name, {}).values()]
         if kept or len(readers) != 1:
             return None
-        return readers[0] if isinstance(readers[0], Set) else None
+        return readers[0] if isinstance(readers[0], Set | Reshard) else None
 
     def replace(self, changes: Sequence[Change]) -> None:
         """Put others in the place of some statements; copies then unread go."""
@@ -70,8 +70,8 @@ class Body:
         for old, _ in changes:
             for buffer in touched(old)[0]:
                 copy = self.makers.get(buffer.name)
-                unread = buffer.name not in self.readers
-                if isinstance(copy, Set) and unread and buffer.name not in self.needed:
+                read = buffer.name in self.readers or buffer.name in self.needed
+                if isinstance(copy, Set | Reshard) and not read:
                     self.replace([(copy, ())])
 
     def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
@@ -103,9 +103,9 @@ class Body:
                 self.readers.setdefault(buffer.name, {})[id(stmt)] = stmt
 
 
-def is_reduction(stmt: Stmt) -> TypeGuard[Set]:
-    """Whether a statement copies a partial value, and so reduces it."""
-    return isinstance(stmt, Set) and bool(stmt.source.partial)
+def is_reduction(stmt: Stmt) -> TypeGuard[Reshard]:
+    """Whether a statement reduces a partial value."""
+    return isinstance(stmt, Reshard) and bool(stmt.source.partial)
 
 
 def behind(
@@ -202,7 +202,7 @@ class _Carrier:
             if copy is not None:
                 changes.append((copy, (dataclasses.replace(copy, source=partial),)))
             else:
-                after.append(Set(out=out, source=partial))
+                after.append(Reshard(out=out, source=partial))
         unit_eqn = dataclasses.replace(self.unit_eqn, axes=self.axes)
         unit = dataclasses.replace(self.stmt.unit, eqns=(unit_eqn,))
         compute = dataclasses.replace(
@@ -218,11 +218,11 @@ class _Carrier:
         buffer, want = self.stmt.ins[position], self.op.required(position, self.axes)
         maker = self.body.makers.get(buffer.name)
         if position in self.positions:
-            assert isinstance(maker, Set)
+            assert isinstance(maker, Reshard)
             return maker.source if layout_of(maker.source) == want else None
         if layout_of(buffer) == want:
             return buffer
-        if isinstance(maker, Set) and not maker.source.partial:
+        if isinstance(maker, Set | Reshard) and not maker.source.partial:
             return maker.source if layout_of(maker.source) == want else None
         return None
 

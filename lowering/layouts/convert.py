@@ -1,7 +1,6 @@
-"""Turn every `Set` between two layouts into communications (design section 6).
+"""Turn every `Reshard` into communications (design section 6).
 
-This is nvFuser's lowering of resharding expressions, a pass of its own.  A `Set`
-between equal layouts stays a copy.
+This is nvFuser's lowering of resharding expressions, a pass of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import dims_of, layout_of
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Communicate, Select, Set, Stmt, Wait
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Communicate,
+    Reshard,
+    Select,
+    Set,
+    Stmt,
+    Wait,
+)
 from jhost.lowering.layouts.reshard import Step, plan_reshard
 from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertToCommunications:
-    """Resharding `Set`s -> `Communicate` and `Wait`, or a `Select` by rank."""
+    """`Reshard` -> `Communicate` and `Wait`, or a `Select` by rank."""
 
     name: ClassVar[str] = "convert_to_communications"
 
@@ -37,12 +44,12 @@ class _Converter:
         self.results = {result.name for result in program.results}
 
     def convert(self, stmt: Stmt) -> list[Stmt]:
-        if not isinstance(stmt, Set):
+        if not isinstance(stmt, Reshard):
             return [stmt]
         source, out = stmt.source, stmt.out
         have, want = layout_of(source), layout_of(out)
         plan = plan_reshard(have, want, source.partial, self.mesh)
-        statements: list[Stmt] = [] if plan else [stmt]
+        statements: list[Stmt] = [] if plan else [Set(out=out, source=source)]
         for number, step in enumerate(plan):
             target = out if number == len(plan) - 1 else self.after(step, source, out)
             statements += self.statements(step, source, target)

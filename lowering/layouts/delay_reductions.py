@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import layout_of, spec_text
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -26,7 +26,7 @@ from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
 from jhost.lowering.layouts.commute import Body, behind, is_reduction
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
@@ -37,7 +37,7 @@ from jhost.lowering.rules.dim_rule import axes_size
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DelayReductions:
-    """`Set`s of partial values -> fewer or smaller ones, behind linear computations.
+    """Reductions of partial values -> fewer or smaller ones, behind what is linear.
 
     What a pipeline hides does not give way to what it does not.
     """
@@ -85,7 +85,7 @@ class _Delayer:
         self.fixed = {mark.buffer for mark in fixed}
         needed = {result.name for result in program.results}
         self.body = Body(program.body, needed, {mark.buffer for mark in given})
-        self.gone: dict[str, Set] = {}
+        self.gone: dict[str, Reshard] = {}
         self.stale: set[str] = set()
         self.remarks: dict[str, LayoutReport] = {}
 
@@ -169,12 +169,10 @@ class _Delayer:
         return grown
 
     def cost_of(self, stmt: Stmt) -> _Cost:
-        if not isinstance(stmt, Set):
+        if not isinstance(stmt, Reshard):
             return _Cost()
         have, want = layout_of(stmt.source), layout_of(stmt.out)
         partial = stmt.source.partial
-        if have == want and not partial:
-            return _Cost()
         streamed = self.streamed.get(stmt.out.name)
         streamed = streamed or self.streamed.get(stmt.source.name)
         steps = plan_reshard(have, want, partial, self.mesh)
@@ -189,7 +187,7 @@ class _Delayer:
 
     # --- What becomes of it --------------------------------------------------- #
 
-    def made(self, count: int) -> dict[str, Set]:
+    def made(self, count: int) -> dict[str, Reshard]:
         """The reductions that the changes after the first `count` made."""
         before = self.body.before(count)
         old = set(map(id, itertools.chain(*before.values())))
@@ -243,7 +241,7 @@ class _Delayer:
             mark = dataclasses.replace(mark, buffer=self.gone[mark.buffer].source.name)
         return mark
 
-    def remark(self, stmt: Set, gone: Sequence[str]) -> LayoutReport:
+    def remark(self, stmt: Reshard, gone: Sequence[str]) -> LayoutReport:
         maker = self.body.makers[stmt.source.name]
         assert isinstance(maker, Compute), "only computations make partial values"
         before = made_text(stmt.source, operation(maker))

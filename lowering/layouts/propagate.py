@@ -1,8 +1,8 @@
 """Give every value a layout: which mesh axes shard its dims on every device.
 
 `solve_layouts` decides; this pass writes the decisions into the program.  Buffers get
-their local shapes, and where a value must change its layout stands a `Set` whose two
-buffers differ, which `convert_to_communications` turns into communications.
+their local shapes, and where a value must change its layout stands a `Reshard`, which
+`convert_to_communications` turns into communications.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Buffer, Compute, Set, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import StepKind, plan_reshard
@@ -73,7 +73,7 @@ class _Rewriter:
         self.fills = {op.outs[0]: op for op in makers if op.outs[0] not in kept}
 
     def rewrite(self) -> Program:
-        """The program with local shapes and with `Set`s where layouts change."""
+        """The program with local shapes, and a `Reshard` wherever a layout changes."""
         params = tuple(self.at_rest(param) for param in self.program.params)
         for number, op in enumerate(self.solution.operations):
             if isinstance(op.stmt, Set):
@@ -123,7 +123,9 @@ class _Rewriter:
         name, out = stmt.source.name, self.at_rest(stmt.out)
         source = self.resharded.get((name, layout_of(out)), self.buffers[name])
         self.remarks.append(self.explain.copy(stmt, layout_of(source)))
-        self.body.append(Set(out=out, source=source))
+        alike = layout_of(source) == layout_of(out) and not source.partial
+        kind = Set if alike else Reshard
+        self.body.append(kind(out=out, source=source))
 
     def compute(self, number: int, op: Operation, stmt: Compute) -> None:
         assignment = self.solution.assignments[number]
@@ -133,7 +135,7 @@ class _Rewriter:
             for position in range(len(stmt.ins))
         )
         outs: list[Buffer] = []
-        copies: list[Set] = []
+        moved: list[Reshard] = []
         for position, buffer in enumerate(stmt.outs):
             rest = self.at_rest(buffer)
             produced = self.place(buffer, *op.produced(position, assignment))
@@ -142,7 +144,7 @@ class _Rewriter:
                 name = self.names.fresh(f"{buffer.name}_{suffix}")
                 produced = dataclasses.replace(produced, name=name)
                 self.produced[buffer.name] = name
-                copies.append(Set(out=rest, source=produced))
+                moved.append(Reshard(out=rest, source=produced))
                 self.remarks.append(self.explain.result(number, position, produced))
             outs.append(produced)
         if not any(self.remarks[said:]):
@@ -153,7 +155,7 @@ class _Rewriter:
         self.body.append(
             dataclasses.replace(stmt, unit=unit, ins=ins, outs=tuple(outs))
         )
-        self.body.extend(copies)
+        self.body.extend(moved)
 
     def operand(self, number: int, position: int, layout: Layout) -> Buffer:
         """An operand in `layout`, made or copied once however many read it so."""
@@ -169,7 +171,7 @@ class _Rewriter:
             name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
             target = self.place(whole, layout, name=name)
-            self.body.append(Set(out=target, source=source))
+            self.body.append(Reshard(out=target, source=source))
             self.remarks.append(self.explain.operand(number, position, have))
         self.resharded[value, layout] = target
         return target

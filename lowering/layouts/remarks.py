@@ -23,7 +23,7 @@ class _Reason(NamedTuple):
 
 
 class LayoutRemarks:
-    """Remarks on the `Set`s of one solution, each for one value."""
+    """Remarks on the `Reshard`s of one solution, each for one value."""
 
     def __init__(
         self,

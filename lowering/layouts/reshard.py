@@ -122,22 +122,6 @@ def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
             return held
 
 
-def reshard_bytes(
-    source: Layout,
-    target: Layout,
-    partial: Partial,
-    shape: Sequence[int],
-    itemsize: int,
-    mesh: Mapping[str, int],
-) -> int:
-    """The bytes that each device receives on the way from `source` to `target`."""
-    total = 0
-    for step in plan_reshard(source, target, partial, mesh):
-        total += step_bytes(step, source, shape, itemsize, mesh)
-        source = step.layout
-    return total
-
-
 # --- One step each ------------------------------------------------------------ #
 
 

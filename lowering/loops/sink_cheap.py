@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices

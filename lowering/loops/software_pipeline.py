@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.statements import (
     Communicate,

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Select, Set, Stmt

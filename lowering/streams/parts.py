@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.operation import operation
-from jhost.lowering.ir.statements import Communicate, Compute, Select, Set
+from jhost.lowering.ir.statements import Communicate, Compute, Reshard, Select, Set
 from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
 from jhost.lowering.rules.table import opaque_reason
 
@@ -85,7 +85,7 @@ def part_of(
     match node.stmt:
         case Compute() as stmt:
             return _compute_part(stmt, stream, writes, position, access, mesh)
-        case Set(out=out):
+        case Set(out=out) | Reshard(out=out):
             size = out.shape[access.dim]
             return Part(stream, size, access.groups, {0: access}, {0: access})
         case Communicate() | Select() as stmt:

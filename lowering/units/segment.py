@@ -15,13 +15,13 @@ from typing import ClassVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
     ShouldMerge,
     dependencies,
     merge_groups,
     nodes,
-    touched,
 )
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program

@@ -1,4 +1,4 @@
-"""Verification of buffers and aliases: Allocate, Deallocate, Select, Set."""
+"""Verification of buffers and aliases: all but computation and communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import numpy as np
 
 from jhost import errors
 from jhost.lowering.ir.printer import type_text
-from jhost.lowering.ir.statements import Allocate, Buffer, Deallocate, Select, Set
+from jhost.lowering.ir.statements import (
+    Allocate,
+    Buffer,
+    Deallocate,
+    Reshard,
+    Select,
+    Set,
+)
 from jhost.lowering.verify.state import Known, Root, State
 
 
@@ -98,32 +105,27 @@ def _check_select_types(state: State, stmt: Select) -> None:
         )
 
 
-def is_reshard(stmt: Set) -> bool:
-    """Whether a `Set` stands for communication, and is no copy."""
-    out, source = stmt.out, stmt.source
-    spread = any(
-        dim.axes != old.axes[: len(dim.axes)]
-        for dim, old in zip(out.dims, source.dims, strict=True)
-    )
-    return spread or out.partial != source.partial or out.shape != source.shape
-
-
 def check_set(state: State, stmt: Set) -> None:
     source = state.read(stmt.source)
-    if stmt.out.dtype != stmt.source.dtype or len(stmt.out.shape) != len(source.shape):
+    _check_converts_nothing(state, stmt)
+    out, source_dims = stmt.out, stmt.source.dims
+    spread = any(
+        dim.axes != old.axes[: len(dim.axes)]
+        for dim, old in zip(out.dims, source_dims, strict=True)
+    )
+    if spread or out.partial != stmt.source.partial:
         state.fail(
-            f"the type of {stmt.source.name}: {type_text(stmt.source)}",
-            type_text(stmt.out),
-            "a Set copies and converts nothing",
+            f"the layout of {stmt.source.name}: {type_text(stmt.source)}",
+            type_text(out),
+            "a Set copies; what changes the layout is a Reshard",
         )
-    shape = source.shape
-    if is_reshard(stmt):
-        shape = stmt.out.shape
-        _check_global_shape(state, stmt)
-    state.write(stmt.out, shape)
+    state.write(out, source.shape)
 
 
-def _check_global_shape(state: State, stmt: Set) -> None:
+def check_reshard(state: State, stmt: Reshard) -> None:
+    state.read(stmt.source)
+    _check_converts_nothing(state, stmt)
+
     def spread(buffer: Buffer) -> list[int]:
         dims = zip(buffer.shape, buffer.dims, strict=True)
         return [size * state.ranks.extent(dim.axes) for size, dim in dims]
@@ -132,5 +134,16 @@ def _check_global_shape(state: State, stmt: Set) -> None:
         state.fail(
             f"the global shape {spread(stmt.source)}",
             f"{spread(stmt.out)}",
-            "a reshard moves elements and makes none",
+            "a Reshard moves elements and makes none",
+        )
+    state.write(stmt.out, stmt.out.shape)
+
+
+def _check_converts_nothing(state: State, stmt: Set | Reshard) -> None:
+    out, source = stmt.out, stmt.source
+    if out.dtype != source.dtype or len(out.shape) != len(source.shape):
+        state.fail(
+            f"the type of {source.name}: {type_text(source)}",
+            type_text(out),
+            f"a {type(stmt).__name__} converts nothing",
         )

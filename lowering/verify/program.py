@@ -25,6 +25,7 @@ from jhost.lowering.ir.statements import (
     GetCurrentStream,
     If,
     Recv,
+    Reshard,
     Select,
     Send,
     Set,
@@ -45,6 +46,7 @@ from jhost.lowering.verify.communication import (
 from jhost.lowering.verify.memory import (
     check_allocate,
     check_deallocate,
+    check_reshard,
     check_select,
     check_set,
 )
@@ -93,6 +95,8 @@ def _statement(state: State, stmt: Stmt) -> None:
             check_select(state, stmt)
         case Set():
             check_set(state, stmt)
+        case Reshard():
+            check_reshard(state, stmt)
         case Compute():
             _compute(state, stmt)
         case Communicate():

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.graph import touched
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import Settings
@@ -24,6 +24,7 @@ from jhost.lowering.ir.statements import (
     Compute,
     Deallocate,
     For,
+    Reshard,
     Select,
     Set,
     Stmt,
@@ -173,11 +174,11 @@ def test_the_shardings_are_taken_when_reductions_have_been_delayed() -> None:
     assert [type(mark) for mark in after.marks] == [StreamChoice]
 
 
-def test_propagation_writes_sets_and_no_communication() -> None:
+def test_propagation_writes_reshards_and_no_communication() -> None:
     """nvFuser's resharding expressions; what they become is the next pass's."""
     program = PropagateLayouts().apply(mlp_before("propagate_layouts"))
     kinds = {type(stmt) for stmt in program.body}
-    assert kinds == {Compute, Set}
+    assert kinds == {Compute, Reshard}
 
 
 def test_a_set_between_equal_layouts_stays_a_copy() -> None:

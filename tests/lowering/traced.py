@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import chex
@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 import jhost
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark
 from jhost.lowering.ir.requests import Settings
@@ -29,6 +30,7 @@ from jhost.lowering.ir.statements import (
     Synchronize,
     walk,
 )
+from jhost.lowering.layouts.reshard import plan_reshard, step_bytes
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.hand_built import integers
 
@@ -170,3 +172,19 @@ def remarks(program: Program, kind: type[_Remark]) -> list[_Remark]:
 def notes(program: Program, about: str = "") -> list[str]:
     """The texts of the notes that have `about` in them, without the lines."""
     return [note.text for note in remarks(program, Note) if about in note.text]
+
+
+def reshard_bytes(
+    source: Layout,
+    target: Layout,
+    partial: Partial,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mapping[str, int],
+) -> int:
+    """The bytes that each device receives on the way from `source` to `target`."""
+    total = 0
+    for step in plan_reshard(source, target, partial, mesh):
+        total += step_bytes(step, source, shape, itemsize, mesh)
+        source = step.layout
+    return total

@@ -16,6 +16,7 @@ from jhost.lowering.ir.statements import (
     Allocate,
     Deallocate,
     GetCurrentStream,
+    Reshard,
     Set,
     SetCurrentStream,
     Synchronize,
@@ -98,6 +99,6 @@ def test_memory_without_contents_shows(dtype: str, poison: float) -> None:
 
 def test_a_reshard_must_have_become_communication() -> None:
     x, y = buffer("x: f32[8, 4]"), buffer("y: f32[2@tp, 4]")
-    host_ir = program(mesh_of(tp=4), (x,), (y,), Set(out=y, source=x))
-    with pytest.raises(VerifyError, match="resharding is made communication first"):
+    host_ir = program(mesh_of(tp=4), (x,), (y,), Reshard(out=y, source=x))
+    with pytest.raises(VerifyError, match="resharding is made communication be"):
         interpret(host_ir, mesh_of(tp=4), (integers(8, 4),))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import given, strategies as st
 
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
     Node,
@@ -13,7 +14,6 @@ from jhost.lowering.ir.graph import (
     dependencies,
     merge_groups,
     nodes,
-    touched,
 )
 from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.statements import (

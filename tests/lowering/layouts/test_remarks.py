@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.layout import layout_of
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Set
+from jhost.lowering.ir.statements import Reshard
 from jhost.lowering.layouts.propagate import PropagateLayouts
-from jhost.lowering.layouts.reshard import reshard_bytes
 from jhost.lowering.rules.dim_rule import axes_size
-from tests.lowering.traced import asked, built, remarks
+from tests.lowering.traced import asked, built, remarks, reshard_bytes
 
 shard = jhost.shard
 
@@ -142,7 +141,7 @@ def block(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sum(shard(y, P("dp", "tp")) ** 2)
 
 
-def bytes_of(stmt: Set, mesh: dict[str, int]) -> int:
+def bytes_of(stmt: Reshard, mesh: dict[str, int]) -> int:
     source, shards = stmt.source, [axes_size(d.axes, mesh) for d in stmt.source.dims]
     shape = [size * n for size, n in zip(source.shape, shards, strict=True)]
     have, want = layout_of(source), layout_of(stmt.out)
@@ -156,7 +155,7 @@ def test_the_remarks_account_for_every_byte_that_moves(fun: Any) -> None:
     program = built(fun, (16, 8), (8, 32), (32, 8), dp=2, tp=2)
     program = PropagateLayouts().apply(program)
     mesh = dict(program.mesh.shape)
-    moved = sum(bytes_of(s, mesh) for s in program.body if isinstance(s, Set))
+    moved = sum(bytes_of(s, mesh) for s in program.body if isinstance(s, Reshard))
     reports = remarks(program, LayoutReport)
     assert sum(report.bytes for report in reports) == moved > 0
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jhost.lowering.ir.layout import Layout, Partial, local_shape, used_axes, whole
-from jhost.lowering.layouts.reshard import Step, plan_reshard, reshard_bytes, step_bytes
+from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
+from tests.lowering.traced import reshard_bytes
 
 
 def layout(*dims: str) -> Layout:

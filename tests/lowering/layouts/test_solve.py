@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.printer import written
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Select
 from jhost.lowering.layouts.convert import ConvertToCommunications

@@ -20,6 +20,7 @@ from jhost.lowering.ir.statements import (
     GetCurrentStream,
     If,
     Recv,
+    Reshard,
     Send,
     Set,
     SetCurrentStream,
@@ -327,13 +328,19 @@ def test_an_alias_may_be_written_with_its_own_alias() -> None:
 # --- Set and Compute ---------------------------------------------------------------- #
 
 
-def test_a_set_converts_nothing() -> None:
-    refuses("a Set copies and converts nothing", copy(buffer("y: i32[8, 4]"), X))
+def test_a_set_copies() -> None:
+    refuses("a Set converts nothing", copy(buffer("y: i32[8, 4]"), X))
+    refuses("what changes the layout is a Reshard", copy(buffer("y: f32[8@tp, 4]"), X))
+    refuses("the shape of what is written", copy(buffer("y: f32[2, 4]"), X))
 
 
 def test_a_reshard_keeps_the_global_shape() -> None:
-    verify(given(copy(buffer("y: f32[2@tp, 4]"), X), results=()))
-    refuses("a reshard moves elements", copy(buffer("y: f32[4@tp, 4]"), X))
+    def reshard(text: str) -> Reshard:
+        return Reshard(out=buffer(text), source=X)
+
+    verify(given(reshard("y: f32[2@tp, 4]"), results=()))
+    refuses("a Reshard moves elements", reshard("y: f32[4@tp, 4]"))
+    refuses("a Reshard converts nothing", reshard("y: i32[2@tp, 4]"))
 
 
 def test_a_computation_has_a_buffer_for_each_variable() -> None:
