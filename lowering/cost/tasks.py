@@ -21,6 +21,7 @@ from jhost.lowering.cost.kernels import (
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Allocate,
@@ -36,7 +37,6 @@ from jhost.lowering.ir.statements import (
     Set,
     SetCurrentStream,
     Stmt,
-    Stream,
     Synchronize,
     Wait,
     walk,
@@ -44,7 +44,7 @@ from jhost.lowering.ir.statements import (
 from jhost.lowering.layouts.reshard import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
-from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey
+from jhost.lowering.verify.state import StreamKey
 
 Place: TypeAlias = tuple[object, ...]
 """A buffer's name, then the aliases that lead to a part of it."""
@@ -72,21 +72,20 @@ def unrolled(program: Program, rates: Rates) -> list[Task]:
     return _Unrolled(program, rates).tasks
 
 
-class _Unrolled:
+class _Unrolled(Machine):
     """A device's walk through the program, which notes what there is to do."""
 
     def __init__(self, program: Program, rates: Rates) -> None:
+        super().__init__(program.mesh.shape)
         self.rates = rates
-        self.mesh = dict(program.mesh.shape)
+        self.mesh = self.ranks.sizes
         # Every device does as much as this one.
         self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
         self.tasks: list[Task] = []
         self.aliases: dict[str, tuple[Place, Select]] = {}
         self.writers: dict[Any, dict[Place, int]] = {}
         self.chains: dict[StreamKey, frozenset[int]] = {}
-        self.captured: dict[str, StreamKey] = {}
         self.in_flight: dict[str, int] = {}
-        self.current = DEFAULT_STREAM
         self.depth = 0
         self.sent = {
             stmt.source.name
@@ -119,10 +118,8 @@ class _Unrolled:
                     self.transfer("CollectivePermute", buffer, buffer, (axis,))
                 case Wait(communication=name):
                     self.join({self.in_flight[name]})
-                case GetCurrentStream(stream=stream):
-                    self.captured[stream.name] = self.current
-                case SetCurrentStream(stream=stream):
-                    self.current = self.stream_key(stream)
+                case GetCurrentStream() | SetCurrentStream():
+                    self.switch(stmt)
                 case Synchronize(stream=stream):
                     self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
@@ -143,21 +140,20 @@ class _Unrolled:
                 self.run(turn.body)
         self.depth -= 1
 
-    def stream_key(self, stream: Stream) -> StreamKey:
-        if stream.name:
-            return self.captured.get(stream.name, (stream.name, 0))
-        return ("", evaluate(stream.index, self.at))
+    def static(self, index: Index, what: str = "index") -> int:
+        """Its value on the one device, and with it on all."""
+        return evaluate(index, self.at)
 
     def chain(self) -> frozenset[int]:
         """What the current stream waits for."""
         return self.chains.get(self.current, frozenset())
 
     def join(self, tasks: AbstractSet[int]) -> None:
-        if self.depth or self.current != DEFAULT_STREAM:
+        if self.depth or not self.on_default_stream:
             self.chains[self.current] = self.chain() | tasks
 
     def compute(self, stmt: Compute) -> None:
-        if self.depth or self.current != DEFAULT_STREAM:
+        if self.depth or not self.on_default_stream:
             self.in_turn(stmt)
         else:
             self.apart(stmt)

@@ -13,27 +13,28 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.ir.effects import written
+from jhost.lowering.ir.effects import Aliases, written
+from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.statements import For, Select, walk
-from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey
+from jhost.lowering.verify.state import StreamKey
 
 Values = tuple[Any, ...]
 
 
 @dataclasses.dataclass
 class Order:
-    """What each stream last did, and the last computation of all.
+    """What each stream of the `machine` last did, and the last computation of all.
 
     `depth` counts the loops around.  Outside of loops, on the stream that the program
     began on, nothing is ordered, so that XLA may fuse there.
     """
 
+    machine: Machine
     chains: dict[StreamKey, Values] = dataclasses.field(
         default_factory=dict[StreamKey, Values]
     )
     last_compute: Values = ()
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
-    current: StreamKey = DEFAULT_STREAM
     depth: int = 0
     accumulators: dict[int, tuple[Any, Any]] = dataclasses.field(
         default_factory=dict[int, tuple[Any, Any]]
@@ -48,11 +49,11 @@ class Order:
     @property
     def active(self) -> bool:
         """Whether what comes now has a place in an order."""
-        return self.depth > 0 or self.current != DEFAULT_STREAM
+        return self.depth > 0 or not self.machine.on_default_stream
 
     def chain(self) -> Values:
         """The tokens of the current stream."""
-        return self.chains.get(self.current, ())
+        return self.chains.get(self.machine.current, ())
 
     def before_compute(
         self, ins: Sequence[Any], moving: Sequence[bool], beside: Sequence[Any]
@@ -75,7 +76,7 @@ class Order:
     def after_compute(self, outs: Sequence[Any]) -> None:
         """The step's results stand for it."""
         if self.active and outs:
-            self.chains[self.current] = self.last_compute = tuple(outs)
+            self.chains[self.machine.current] = self.last_compute = tuple(outs)
             self.made |= {id(out): out for out in outs}
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
@@ -132,7 +133,7 @@ class Order:
 
     def _join(self, values: Values) -> None:
         if self.active:
-            self.chains[self.current] = _distinct((*self.chain(), *values))
+            self.chains[self.machine.current] = _distinct((*self.chain(), *values))
 
     def _tie(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
         own = {id(value) for value in values}
@@ -157,15 +158,10 @@ def _distinct(values: Iterable[Any]) -> Values:
 def moving_names(loop: For) -> frozenset[str]:
     """The buffers that may differ between the iterations of `loop`."""
     names: set[str] = set()
-    sources: dict[str, str] = {}
+    aliases = Aliases(loop.body)
     for stmt in walk(loop.body):
-        names |= {buffer.name for buffer in written(stmt)}
-        if isinstance(stmt, Select):
-            sources[stmt.out.name] = stmt.source.name
-    for stmt in walk(loop.body):
-        for buffer in () if isinstance(stmt, Select) else written(stmt):
-            name = buffer.name
-            while name in sources:
-                name = sources[name]
-                names.add(name)
+        for buffer in written(stmt):
+            names.add(buffer.name)
+            if not isinstance(stmt, Select):
+                names |= {s.source.name for s in aliases.through(buffer.name)}
     return frozenset(names)

@@ -20,10 +20,10 @@ from jhost.lowering.emit.collectives import communicate, transfer
 from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
-from jhost.lowering.ir.effects import touched, written
+from jhost.lowering.ir.effects import Aliases, touched, written
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
+from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.scopes import Scopes
 from jhost.lowering.ir.statements import (
     Allocate,
@@ -44,7 +44,6 @@ from jhost.lowering.ir.statements import (
     SetCurrentStream,
     StartCoalescing,
     Stmt,
-    Stream,
     Synchronize,
     Wait,
     walk,
@@ -53,7 +52,6 @@ from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
 from jhost.lowering.rules.dim_rule import COMBINE
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
-from jhost.lowering.verify.state import StreamKey
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
 
@@ -94,19 +92,17 @@ class _Own:
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
 
 
-class _Emitter:
+class _Emitter(Machine):
     """The state of one evaluation: values by name, streams, loop indices."""
 
     def __init__(self, program: Program) -> None:
+        super().__init__(program.mesh.shape)
         self.program = program
-        self.ranks = Ranks(program.mesh.shape)
         self.read_whole = _read_whole(program)
         self.scopes = Scopes(program)
         self.views: dict[str, View] = {}
-        self.loops: dict[str, int] = {}
         self.moving: frozenset[str] = frozenset()
-        self.order = Order()
-        self.captured: dict[str, StreamKey] = {}
+        self.order = Order(self)
         self.group: list[Send | Recv] = []
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -146,10 +142,8 @@ class _Emitter:
                 self.end_coalescing(name)
             case Wait(communication=name):
                 self.order.wait(name)
-            case GetCurrentStream(stream=stream):
-                self.captured[stream.name] = self.order.current
-            case SetCurrentStream(stream=stream):
-                self.order.current = self.stream_key(stream)
+            case GetCurrentStream() | SetCurrentStream():
+                self.switch(stmt)
             case Synchronize(stream=stream):
                 self.order.synchronize(self.stream_key(stream))
             case For():
@@ -175,14 +169,9 @@ class _Emitter:
             view = self.views[buffer.name] = self.new(buffer, value.shape)
         view.write(value)
 
-    def static(self, index: Index) -> int:
-        value = self.ranks.value(index, self.loops)
-        assert isinstance(value, int)
-        return value
-
     def index(self, index: Index) -> Any:
         """The value of `index`: an int where all ranks agree, else a traced scalar."""
-        value = self.ranks.value(index, self.loops)
+        value = self.value(index)
         if isinstance(value, int):
             return value
         ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
@@ -191,7 +180,7 @@ class _Emitter:
 
     def select(self, stmt: Select) -> None:
         source, size = self.views[stmt.source.name], self.static(stmt.size)
-        index = self.ranks.value(stmt.index, self.loops)
+        index = self.value(stmt.index)
         region = source.region.select(stmt.dim, index, size, stmt.groups, stmt.drop)
         start = self.index(stmt.index)
         shown = window(source.shape, stmt.dim, start, size, stmt.groups, stmt.drop)
@@ -272,11 +261,6 @@ class _Emitter:
             self.write(t.recv.buffer, value)
         self.order.issued(name, received)
 
-    def stream_key(self, stream: Stream) -> StreamKey:
-        if stream.name:
-            return self.captured.get(stream.name, (stream.name, 0))
-        return ("", self.static(stream.index))
-
     # --- Control -------------------------------------------------------------- #
 
     def loop(self, stmt: For) -> None:
@@ -286,9 +270,8 @@ class _Emitter:
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
         for turn in turns(stmt, self.memory):
-            self.loops[stmt.index] = turn.iteration
-            self.turn(turn, own[turn.iteration])
-            del self.loops[stmt.index]
+            with self.iteration(stmt, turn.iteration):
+                self.turn(turn, own[turn.iteration])
         self.order.depth -= 1
         if outermost:
             self.moving = frozenset()
@@ -351,15 +334,11 @@ class _Emitter:
 
     def written_memories(self, body: tuple[Stmt, ...]) -> list[Memory]:
         """The memories outside that `body` may write, through whatever alias."""
-        owners = {
-            s.out.name: s.source.name for s in walk(body) if isinstance(s, Select)
-        }
+        aliases = Aliases(body)
         memories: dict[int, Memory] = {}
         for stmt in walk(body):
             for buffer in () if isinstance(stmt, Select) else written(stmt):
-                name = buffer.name
-                while name in owners:
-                    name = owners[name]
+                name = aliases.memory(buffer).name
                 if name in self.views:
                     memory = self.views[name].memory
                     memories[id(memory)] = memory

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jhost.lowering.emit.program import refuse_reshard, spec_of
 from jhost.lowering.interpret import steps
 from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.regions import Region, overlap, whole
 from jhost.lowering.ir.statements import (
     Allocate,
@@ -41,12 +41,11 @@ from jhost.lowering.ir.statements import (
     SetCurrentStream,
     StartCoalescing,
     Stmt,
-    Stream,
     Synchronize,
     Wait,
 )
 from jhost.lowering.ir.transfers import match_transfers
-from jhost.lowering.verify.state import DEFAULT_STREAM, StreamKey, stream_key_text
+from jhost.lowering.verify.state import stream_key_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +101,13 @@ class _Alias:
     region: Region
 
 
-class _Interpreter:
+class _Interpreter(Machine):
     def __init__(self, program: Program, mesh: Mesh) -> None:
+        super().__init__(program.mesh.shape)
         self.program = program
         self.mesh = mesh
-        self.ranks = Ranks(program.mesh.shape)
         self.memories: dict[str, _Memory] = {}
         self.aliases: dict[str, _Alias] = {}
-        self.loops: dict[str, int] = {}
-        self.current = DEFAULT_STREAM
-        self.captured: dict[str, StreamKey] = {}
         self.group: list[Send | Recv] = []
         self.trace: list[Record] = []
 
@@ -158,10 +154,8 @@ class _Interpreter:
                 self.exchange()
             case Wait():
                 pass  # what a communication writes is there at once
-            case GetCurrentStream(stream=stream):
-                self.captured[stream.name] = self.current
-            case SetCurrentStream(stream=stream):
-                self.current = self.stream_key(stream)
+            case GetCurrentStream() | SetCurrentStream():
+                self.switch(stmt)
             case Synchronize():
                 pass  # statements run one after the other
             case For():
@@ -187,8 +181,8 @@ class _Interpreter:
         return self.aliases[name].owner if name in self.aliases else name
 
     def select(self, stmt: Select) -> None:
-        source, size = stmt.source.name, self.number(stmt.size)
-        index = self.ranks.value(stmt.index, self.loops)
+        source, size = stmt.source.name, self.static(stmt.size)
+        index = self.value(stmt.index)
         self.aliases[stmt.out.name] = _Alias(
             stmt=stmt,
             start=self.at_ranks(stmt.index),
@@ -225,25 +219,15 @@ class _Interpreter:
 
     # --- Indices -------------------------------------------------------------- #
 
-    def number(self, index: Index) -> int:
-        value = self.ranks.value(index, self.loops)
-        assert isinstance(value, int)
-        return value
-
     def at_ranks(self, index: Index) -> Any:
-        value = self.ranks.value(index, self.loops)
+        value = self.value(index)
         return self.ranks.everywhere(value).astype(np.int32)
-
-    def stream_key(self, stream: Stream) -> StreamKey:
-        if stream.name:
-            return self.captured.get(stream.name, (stream.name, 0))
-        return ("", self.number(stream.index))
 
     # --- Work ----------------------------------------------------------------- #
 
     def compute(self, stmt: Compute) -> None:
         chunk = stmt.chunk
-        size = self.number(chunk.size) if chunk else 0
+        size = self.static(chunk.size) if chunk else 0
         extent, groups = (chunk.extent, chunk.groups) if chunk else (0, 1)
         step = steps.compute(self.mesh, stmt.unit, size, extent, groups)
         start = self.at_ranks(chunk.start if chunk else Constant(0))
@@ -261,8 +245,8 @@ class _Interpreter:
         return not known and not any(overlap(region, w) for w in memory.writes)
 
     def communicate(self, stmt: Communicate) -> None:
-        root = 0 if stmt.root is None else self.number(stmt.root)
-        shift = 0 if stmt.shift is None else self.number(stmt.shift)
+        root = 0 if stmt.root is None else self.static(stmt.root)
+        shift = 0 if stmt.shift is None else self.static(stmt.shift)
         step = steps.communicate(self.mesh, stmt, root, shift)
         self.write(stmt.out.name, step(self.read(stmt.source.name)))
 
@@ -277,9 +261,8 @@ class _Interpreter:
 
     def loop(self, stmt: For) -> None:
         for value in range(stmt.extent):
-            self.loops[stmt.index] = value
-            self.scoped(stmt.body)
-            del self.loops[stmt.index]
+            with self.iteration(stmt, value):
+                self.scoped(stmt.body)
 
     def scoped(self, body: Sequence[Stmt]) -> None:
         memories, aliases = set(self.memories), set(self.aliases)
@@ -291,7 +274,7 @@ class _Interpreter:
         """Run the branch that all take; where devices differ, both, and choose."""
         if isinstance(stmt.predicate, Buffer):
             predicate = self.read(stmt.predicate.name)
-        elif isinstance(value := self.ranks.value(stmt.predicate, self.loops), int):
+        elif isinstance(value := self.value(stmt.predicate), int):
             self.body(stmt.then if value else stmt.otherwise)
             return
         else:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.statements import (
     Communicate,
@@ -145,7 +145,7 @@ class _Touches:
     def __init__(self, loop: For, memory: Memory) -> None:
         self.loop = loop
         self.memory = memory
-        self.aliases = {s.out.name: s for s in loop.body if isinstance(s, Select)}
+        self.aliases = Aliases(loop.body)
 
     def apart(self, before: Sequence[Stmt], after: Sequence[Stmt]) -> bool:
         """Whether an iteration may do `before` ahead of another's `after`.
@@ -175,8 +175,7 @@ class _Touches:
     def place(self, name: str) -> tuple[Hashable | None, Select | None]:
         """The memory from outside that a name reaches, and the alias right of it."""
         alias = None
-        while name in self.aliases:
-            alias = self.aliases[name]
+        for alias in self.aliases.through(name):
             name = alias.source.name
         return self.memory(name), alias
 

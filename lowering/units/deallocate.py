@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -20,7 +20,6 @@ from jhost.lowering.ir.statements import (
     For,
     If,
     Recv,
-    Select,
     Send,
     StartCoalescing,
     Stmt,
@@ -38,25 +37,22 @@ class InsertDeallocations:
     name: ClassVar[str] = "insert_deallocations"
 
     def apply(self, program: Program) -> Program:
-        owned = {b.name for b in (*program.params, *program.results)}
-        return dataclasses.replace(program, body=_free(program.body, owned, {}))
+        aliases = Aliases(program.body)
+        kept = {b.name for b in (*program.params, *program.results)} | {
+            *aliases.selects
+        }
+        return dataclasses.replace(program, body=_free(program.body, kept, aliases))
 
 
-def _free(
-    body: Sequence[Stmt], kept: set[str], sources: dict[str, str]
-) -> tuple[Stmt, ...]:
+def _free(body: Sequence[Stmt], kept: set[str], aliases: Aliases) -> tuple[Stmt, ...]:
     """`body` with what is made in it and not `kept` freed after its last use."""
     made: dict[str, Buffer] = {}
     last: dict[str, int] = {}
     in_flight: dict[str, list[str]] = {}
-    sources = dict(sources)
     inner: list[Stmt] = []
     for number, stmt in enumerate(body):
-        if isinstance(stmt, Select):
-            sources[stmt.out.name] = sources.get(stmt.source.name, stmt.source.name)
-            kept = kept | {stmt.out.name}
         reads, writes = touched(stmt)
-        used = [sources.get(b.name, b.name) for b in (*reads, *writes)]
+        used = [aliases.memory(buffer).name for buffer in (*reads, *writes)]
         match stmt:
             case StartCoalescing():
                 in_flight[_GROUP] = []
@@ -74,7 +70,7 @@ def _free(
         last |= dict.fromkeys(used, number)
         if isinstance(stmt, For):
             # It makes nothing that outlives an iteration, only writes what is there.
-            freed = _free(stmt.body, kept | set(made), sources)
+            freed = _free(stmt.body, kept | set(made), aliases)
             stmt = dataclasses.replace(stmt, body=freed)
         elif not isinstance(stmt, If):
             fresh = (buffer for buffer in writes if buffer.name not in kept)

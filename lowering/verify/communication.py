@@ -73,11 +73,11 @@ def _check_fields(state: State, stmt: Communicate) -> None:
         _check_swap(state, stmt.axes)
     devices = state.ranks.extent(stmt.axes)
     if stmt.root is not None:
-        root = state.same_everywhere(stmt.root, "root")
+        root = state.static(stmt.root, "root")
         if not 0 <= root < devices:
             state.fail(f"a root below {devices}", f"{root}", "the root is a device")
     if stmt.shift is not None:
-        state.same_everywhere(stmt.shift, "shift")
+        state.static(stmt.shift, "shift")
 
 
 def _check_axes(state: State, axes: Sequence[str]) -> None:

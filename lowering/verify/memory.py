@@ -48,7 +48,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
 
 def check_select(state: State, stmt: Select) -> None:
     source = state.look_up(stmt.source)
-    size = state.same_everywhere(stmt.size, "size")
+    size = state.static(stmt.size, "size")
     _check_select_dim(state, stmt, source, size)
     _check_range(state, stmt, source.shape[stmt.dim] // stmt.groups, size)
     shape = list(source.shape)

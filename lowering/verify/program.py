@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jhost import errors
+from jhost.lowering.ir.machine import DEFAULT_STREAM
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
@@ -50,7 +51,7 @@ from jhost.lowering.verify.memory import (
     check_select,
     check_set,
 )
-from jhost.lowering.verify.state import DEFAULT_STREAM, Root, State
+from jhost.lowering.verify.state import Root, State
 
 
 def verify(program: Program, after: str = "") -> None:
@@ -109,10 +110,8 @@ def _statement(state: State, stmt: Stmt) -> None:
             check_end_coalescing(state, stmt)
         case Wait():
             check_wait(state, stmt)
-        case GetCurrentStream():
-            state.captured[stmt.stream.name] = state.current
-        case SetCurrentStream():
-            state.current = state.stream_key(stmt.stream)
+        case GetCurrentStream() | SetCurrentStream():
+            state.switch(stmt)
             state.used_streams.add(state.current)
         case Synchronize():
             state.check_used(stmt.stream)
@@ -193,7 +192,7 @@ def _site(state: State, stmt: Compute) -> Site:
 
 
 def _check_chunk(state: State, chunk: Chunk) -> ChunkAt:
-    size = state.same_everywhere(chunk.size, "size")
+    size = state.static(chunk.size, "size")
     start = np.asarray(state.value(chunk.start))
     if size < 1 or (start < 0).any() or (start + size > chunk.extent).any():
         raise errors.IndexRangeError(
@@ -236,10 +235,8 @@ def _for(state: State, stmt: For) -> None:
         state.fail("a new index", stmt.index, "nested loops have indices of their own")
     before = state.current
     for value in range(stmt.extent):
-        state.loops[stmt.index] = value
-        with state.scope():
+        with state.iteration(stmt, value), state.scope():
             _body(state, stmt.body)
-        del state.loops[stmt.index]
     state.stmt = stmt
     state.check_restored(before, "the loop")
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from jhost import errors
 from jhost.lowering.ir.index import Index, LoopIndex, leaves
+from jhost.lowering.ir.machine import (
+    DEFAULT_STREAM,
+    Machine,
+    StreamKey,
+    stream_key_text,
+)
 from jhost.lowering.ir.printer import statement_text, stream_text, type_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.ranks import AtRanks, Ranks
+from jhost.lowering.ir.ranks import AtRanks
 from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -22,9 +28,6 @@ from jhost.lowering.ir.statements import (
     Stream,
     walk,
 )
-
-StreamKey: TypeAlias = tuple[str, int]
-DEFAULT_STREAM: StreamKey = ("", -1)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -80,15 +83,14 @@ class Scope:
     alias_writes: list[Known] = dataclasses.field(default_factory=list[Known])
 
 
-class State:
+class State(Machine):
     """The program so far; `fail` raises with the statement and iteration at hand."""
 
     def __init__(self, program: Program, after: str) -> None:
+        super().__init__(program.mesh.shape)
         self.program = program
         self.after = after
-        self.ranks = Ranks(program.mesh.shape)
         self.known: dict[str, Known] = {}
-        self.loops: dict[str, int] = {}
         self.branches = 0  # the enclosing Ifs on which devices may disagree
         self.scopes = [Scope()]
         self.in_flight: dict[str, InFlight] = {}
@@ -96,8 +98,6 @@ class State:
         self.stmt: Stmt | None = None
         self.results = {buffer.name for buffer in program.results}
         self.frees = any(isinstance(stmt, Deallocate) for stmt in walk(program.body))
-        self.current = DEFAULT_STREAM
-        self.captured: dict[str, StreamKey] = {}
         self.used_streams = {DEFAULT_STREAM}
 
     # --- Errors --------------------------------------------------------------- #
@@ -126,10 +126,10 @@ class State:
                 ", ".join(sorted(map(str, unknown))),
                 "an index depends on enclosing loops and on axes of the mesh",
             )
-        return self.ranks.value(index, self.loops)
+        return super().value(index)
 
-    def same_everywhere(self, index: Index, what: str) -> int:
-        """The value of an index that must not depend on the rank."""
+    def static(self, index: Index, what: str = "index") -> int:
+        """The value of an index that must not depend on the rank; `what` it is."""
         value = self.value(index)
         if isinstance(value, int):
             return value
@@ -309,12 +309,6 @@ class State:
 
     # --- Streams -------------------------------------------------------------- #
 
-    def stream_key(self, stream: Stream) -> StreamKey:
-        """Which queue `stream` is, here."""
-        if stream.name:
-            return self.captured.get(stream.name, (stream.name, 0))
-        return ("", self.same_everywhere(stream.index, "stream index"))
-
     def check_restored(self, before: StreamKey, what: str) -> None:
         """The current stream is again what it was."""
         if self.current != before:
@@ -343,10 +337,3 @@ def _clash(a: Known, b: Known) -> bool:
 def _related(a: tuple[str, ...], b: tuple[str, ...]) -> bool:
     """Whether one is the other, or an alias of it."""
     return a[: len(b)] == b or b[: len(a)] == a
-
-
-def stream_key_text(key: StreamKey) -> str:
-    """A stream in words."""
-    if key == DEFAULT_STREAM:
-        return "the first stream"
-    return key[0] or f"stream[{key[1]}]"

@@ -21,7 +21,7 @@ import jhost
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.graph import Group, ShouldMerge
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate, Compute, Set
+from jhost.lowering.ir.statements import Communicate, Compute, Reshard
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts
@@ -167,16 +167,14 @@ def test_a_unit_gives_only_what_others_read() -> None:
 
 
 def test_resharding_is_lowered_by_a_pass_of_its_own() -> None:
-    """Before it there are only `Set`s, after it only communications."""
+    """Before it there are only `Reshard`s, after it only communications."""
     before = PropagateLayouts().apply(built(mlp, *MLP, tp=2))
     after = ConvertToCommunications().apply(before)
-    assert [type(s) for s in before.body if isinstance(s, Set | Communicate)] == [
-        Set,
-        Set,
-    ]
+    moves = [type(s) for s in before.body if isinstance(s, Reshard | Communicate)]
+    assert moves == [Reshard, Reshard]
     kinds = [s.kind for s in after.body if isinstance(s, Communicate)]
     assert kinds == ["AllGather", "ReduceScatter"]
-    assert not [s for s in after.body if isinstance(s, Set)]
+    assert not [s for s in after.body if isinstance(s, Reshard)]
 
 
 def dumped(folder: Path) -> list[Path]:
@@ -212,7 +210,7 @@ def test_every_pass_is_dumped_in_order(
         "f.11_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
-    assert "Set(" in texts[3]
+    assert "Reshard(" in texts[3]
     assert "AllGather(" not in texts[3]
     assert "AllGather(" in texts[5]
     assert all(text.startswith("program f") for text in texts)
