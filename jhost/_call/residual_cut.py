@@ -20,19 +20,13 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 from jhost._jax import Residual, Split, rewritten
-from jhost.lowering.frontend.inline_calls import (
-    CALLS,
-    IDENTITIES,
-    FlatJaxpr,
-    called_body,
-    inline_plain_calls,
-)
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
 from jhost.lowering.rules.elementwise import CHEAP
+from jhost.lowering.rules.properties import CALLS, IDENTITIES, VIEWS, called_body
 
-_MARKS = IDENTITIES | {"reshard"}
-_VIEWS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
+_APPLIED_AGAIN = IDENTITIES | {"reshard"}
 # What the user named for a policy is not made again of what it was made of.
-_COMPUTED_AGAIN = (_MARKS | CHEAP | _VIEWS) - {"name"}
+_COMPUTED_AGAIN = (_APPLIED_AGAIN | CHEAP | VIEWS) - {"name"}
 
 _COUNTED, _UNBOUNDED = 2**29, 2**30
 """The capacities of all that can be cut, and of an edge that cannot: of 32 bits."""
@@ -47,7 +41,7 @@ def hand_over_least(split: Split) -> Split:
     the user's says what is saved, only marks are applied again.
     """
     flat = inline_plain_calls(split.first)
-    again = _makers(flat, _MARKS if split.by_policy else _COMPUTED_AGAIN)
+    again = _makers(flat, _APPLIED_AGAIN if split.by_policy else _COMPUTED_AGAIN)
     wanted = [_value_of(residual, flat) for residual in split.residuals]
     saved = _least_cut(flat, again, [var for var in wanted if var])
     eqns = _computing(wanted, saved, again, flat)

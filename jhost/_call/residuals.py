@@ -21,8 +21,7 @@ from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Buffer
-
-_MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
+from jhost.lowering.rules.properties import MARKS
 
 Chain: TypeAlias = tuple[JaxprEqn, ...]
 """Marks on one value, each on what the one before it gives."""
@@ -165,7 +164,7 @@ def _chains(split: Split) -> dict[int, Chain]:
 
 
 def _is_mark(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _MARKS
+    return eqn.primitive.name in MARKS
 
 
 def _chained(

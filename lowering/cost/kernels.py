@@ -16,6 +16,7 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import factors_of, local_shape, shape_of
+from jhost.lowering.rules.properties import is_barrier
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 
@@ -75,21 +76,17 @@ def steps_for(
 def handed_on(unit: Unit) -> dict[int, int]:
     """The values that barriers hand on, by the variables of their results."""
     found: dict[int, int] = {}
-    for eqn in (e.eqn for e in unit.eqns if _is_barrier(e)):
+    for eqn in (e.eqn for e in unit.eqns if is_barrier(e.eqn)):
         for source, out in zip(eqn.invars, eqn.outvars, strict=True):
             found[id(out)] = found.get(id(source), id(source))
     return found
-
-
-def _is_barrier(unit_eqn: UnitEqn) -> bool:
-    return unit_eqn.eqn.primitive.name == "optimization_barrier"
 
 
 class _Unit:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
-        self.eqns = [e for e in compute.unit.eqns if not _is_barrier(e)]
+        self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
         self.handed_on = handed_on(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)

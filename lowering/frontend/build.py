@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import aval_of, fresh_var, source_line
-from jhost.lowering.frontend.inline_calls import IDENTITIES, FlatJaxpr
+from jhost.lowering.frontend.inline_calls import FlatJaxpr
 from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.ir.layout import Spec
@@ -35,6 +35,7 @@ from jhost.lowering.ir.requests import merge_marks
 from jhost.lowering.ir.statements import Buffer, Compute, Dim, Set, Stmt, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, whole
 from jhost.lowering.rules.elementwise import moves_memory
+from jhost.lowering.rules.properties import IDENTITIES
 from jhost.lowering.rules.table import opaque_reason, rule_of
 
 

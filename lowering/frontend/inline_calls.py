@@ -14,23 +14,17 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of, fresh_var, user_context
 from jhost.lowering.rules.dim_rule import shape_of
-from jhost.lowering.rules.opaque import INLINED
-
-CALLS = INLINED | {"jhost"}
-"""Calls that lowering replaces by their bodies."""
-
-PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
-"""Of these, the ones that mean their bodies and no more to every transform of JAX's.
-
-The others say how they are differentiated, or what is kept for that.
-"""
-
-IDENTITIES = frozenset({"copy", "stream", "serial", "shard", "sharding_constraint"})
-"""Equations that hand their operand on; lowering speaks of the value itself."""
+from jhost.lowering.rules.properties import (
+    CALLS,
+    IDENTITIES,
+    PLAIN_CALLS,
+    called_body,
+    is_barrier,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,12 +162,6 @@ class _Inliner:
 
 def _comes_apart(eqn: JaxprEqn) -> bool:
     """Whether it is a barrier of several operands, each of which has a result."""
-    if eqn.primitive.name != "optimization_barrier":
+    if not is_barrier(eqn):
         return False
     return len(eqn.invars) == len(eqn.outvars) > 1  # references have no results
-
-
-def called_body(eqn: JaxprEqn) -> Any:
-    """The jaxpr that `eqn` calls, with its consts where it has any."""
-    closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
-    return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))

@@ -1,4 +1,4 @@
-"""The primitives without factors: those inlined before, and those kept whole, and why.
+"""The primitives without factors, which are kept whole, and why.
 
 Names are those of JAX 0.10 to 0.12.
 """
@@ -6,19 +6,6 @@ Names are those of JAX 0.10 to 0.12.
 from __future__ import annotations
 
 from jhost.lowering.rules.dim_rule import opaque
-
-INLINED: frozenset[str] = frozenset(
-    {
-        "call",
-        "closed_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "eval_jaxpr",
-        "jit",
-        "remat2",
-    }
-)
-"""Calls that lowering replaces by their bodies, so that no rule meets them."""
 
 # --- Bodies that stay closed --------------------------------------------------- #
 

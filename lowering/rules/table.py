@@ -10,11 +10,9 @@ from jhost.lowering.rules.dim_rule import (
     ruled_primitives,
 )
 from jhost.lowering.rules.linear import distributes
-from jhost.lowering.rules.opaque import INLINED
 
 # Importing a module of rules registers them.
 __all__ = [
-    "INLINED",
     "along",
     "contract",
     "distributes",

@@ -12,25 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of, user_context
-from jhost.lowering.frontend.inline_calls import called_body
 from jhost.lowering.rules.dim_rule import bind
-from jhost.lowering.rules.opaque import INLINED
-
-_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
-"""Not `pure_callback`, which may be called any number of times."""
+from jhost.lowering.rules.properties import (
+    CALLBACKS,
+    INLINED,
+    called_body,
+    has_callback,
+)
 
 _CONTROL_FLOW = frozenset({"cond", "scan", "while"})
-
-
-def has_callback(eqn: JaxprEqn) -> bool:
-    """Whether the equation calls the host, itself or in a body, for all devices."""
-    if eqn.primitive.name in _CALLBACKS:
-        return not eqn.params.get("partitioned")  # each device speaks for itself
-    bodies = jaxprs_in_params(eqn.params) if eqn.effects else ()
-    return any(has_callback(inner) for body in bodies for inner in body.eqns)
 
 
 def call_once(
@@ -39,7 +32,7 @@ def call_once(
     """The results of an equation with a callback, on each device along `axes`."""
     if not axes:
         return bind(eqn, args)
-    if eqn.primitive.name in _CALLBACKS:
+    if eqn.primitive.name in CALLBACKS:
         return _on_first(eqn, args, axes)
     if eqn.primitive.name in INLINED:
         body = called_body(eqn)

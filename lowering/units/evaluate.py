@@ -13,7 +13,8 @@ from jax.extend.core import Literal, Var
 from jhost._jax import user_context
 from jhost.lowering.ir.statements import Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, axes_size, local_shape, shape_of
-from jhost.lowering.units.callbacks import call_once, has_callback
+from jhost.lowering.rules.properties import has_callback
+from jhost.lowering.units.callbacks import call_once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.rules.dim_rule import bind, shape_of
-from jhost.lowering.rules.opaque import INLINED
+from jhost.lowering.rules.properties import INLINED
 from tests.lowering.traced import array, check
 
 MakeMesh = Callable[..., Mesh]

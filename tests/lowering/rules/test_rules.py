@@ -12,12 +12,8 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 
 from jhost.lowering.rules.elementwise import ELEMENTWISE
-from jhost.lowering.rules.table import (
-    INLINED,
-    known_primitives,
-    opaque_reason,
-    ruled_primitives,
-)
+from jhost.lowering.rules.properties import INLINED
+from jhost.lowering.rules.table import known_primitives, opaque_reason, ruled_primitives
 
 CheckRule: TypeAlias = Callable[..., set[str]]
 
