@@ -10,9 +10,9 @@ iteration computes.  Only the last piece's way back has nothing beside it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -26,7 +26,7 @@ from jhost.lowering.ir.statements import (
     Synchronize,
     UnitEqn,
 )
-from jhost.lowering.loops.chunk import MAIN, Surroundings
+from jhost.lowering.loops.chunk import MAIN, Work
 from jhost.lowering.loops.collective import INDEX, on_stream
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import OWN, P2PLoop
@@ -39,21 +39,10 @@ PIECE = LoopIndex("p")
 class AllReduceLoop(P2PLoop):
     """A loop over pieces, `back` the gathers of its group that return the totals."""
 
-    def __init__(
-        self,
-        around: Surroundings,
-        group: Group,
-        stream: str,
-        extent: int,
-        pieces: int,
-        axes: tuple[str, ...],
-        mesh: dict[str, int],
-        streams: int,
-        back: frozenset[int],
-    ) -> None:
-        rest = tuple(node for node in group if id(node) not in back)
-        super().__init__(around, rest, stream, extent, pieces, axes, mesh, streams)
-        self.back = tuple(node for node in group if id(node) in back)
+    def __init__(self, work: Work, back: Set[int]) -> None:
+        rest = tuple(node for node in work.nodes if id(node) not in back)
+        super().__init__(dataclasses.replace(work, nodes=rest))
+        self.back = tuple(node for node in work.nodes if id(node) in back)
         self.others = self.devices - 1
         self.used = min(self.streams, self.others * self.pieces)
 

@@ -15,11 +15,10 @@ from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
-from jhost.lowering.loops.chunk import ChunkLoop
+from jhost.lowering.loops.chunk import ChunkLoop, Work
 from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 from jhost.lowering.units.make import unit_of
 
@@ -108,7 +107,9 @@ class LoopBuilder:
         loop = self.loop(group) if streamed else None
         if loop is None:
             return [stmt for node in group for stmt in node.stmts]
-        return loop.statements()
+        statements = loop.statements()
+        self.streamed |= loop.filled
+        return statements
 
     def barrier(self, pieces: Group) -> Compute:
         """The pieces of a barrier as one again."""
@@ -121,19 +122,27 @@ class LoopBuilder:
 
     def loop(self, group: Group) -> ChunkLoop | None:
         stream = self.part(group[0]).stream
-        choice, extent = self.choices[stream], self.extents[stream]
+        choice = self.choices[stream]
+        work = Work(
+            nodes=group,
+            parts=self.parts,
+            readers=self.readers,
+            stream=stream,
+            extent=self.extents[stream],
+            choice=choice,
+            mesh=self.mesh,
+            streams=self.streams,
+            names=self.names,
+        )
         if choice.pipeline == "collective":
-            return CollectiveLoop(self, group, stream, extent, choice.chunks)
+            return CollectiveLoop(work)
         if all(self.part(node).growth == 1 for node in group):
             return None  # nothing comes or goes
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):
             return None  # nothing would run beside what comes and goes
-        pieces = choice.chunks // axes_size(choice.axes, self.mesh)
-        streams = min(self.streams, choice.streams or self.streams)
-        how = self, group, stream, extent, pieces, choice.axes, self.mesh, streams
         back = self.back.keys() & {id(node) for node in group}
-        return AllReduceLoop(*how, frozenset(back)) if back else P2PLoop(*how)
+        return AllReduceLoop(work, back) if back else P2PLoop(work)
 
     def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
         """The program around `body`, streamed buffers shown as such everywhere."""
@@ -146,17 +155,8 @@ class LoopBuilder:
             remarks=(*self.program.remarks, *remarks),
         )
 
-    # --- What loops ask ------------------------------------------------------- #
-
     def part(self, node: Node) -> Part:
         return self.parts[id(node)]
-
-    def leaves(self, buffer: Buffer, group: Group) -> bool:
-        inside = {id(node) for node in group}
-        return any(reader not in inside for reader in self.readers.get(buffer.name, ()))
-
-    def allocate(self, buffer: Buffer) -> None:
-        self.streamed[buffer.name] = buffer
 
 
 def _readers(program: Program, graph: Sequence[Node]) -> dict[str, list[int]]:

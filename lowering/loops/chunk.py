@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +29,39 @@ from jhost.lowering.ir.statements import (
     Stmt,
     Stream,
 )
+from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.streams.parts import Access, Part
 from jhost.lowering.units.make import unit_of
 
 MAIN = Stream(name="main")
 
 
-class Surroundings(Protocol):
-    """What a loop needs to know of the program around it."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
-    names: Names
+    There are `extent` steps to cut, and iterations take turns on `streams` at most.
+    `parts` and the `readers` of each buffer are by identity of their nodes; `names` are
+    those taken in the program.
+    """
+
+    nodes: Group
+    parts: Mapping[int, Part]
+    readers: Mapping[str, Sequence[int]]
+    stream: str
+    extent: int
+    choice: Pipelining
+    mesh: Mapping[str, int]
     streams: int
+    names: Names
 
     def part(self, node: Node) -> Part:
-        """How `node` takes part in the loop's stream."""
-        ...
+        return self.parts[id(node)]
 
-    def leaves(self, buffer: Buffer, group: Group) -> bool:
-        """Whether anything outside of `group` reads `buffer`."""
-        ...
-
-    def allocate(self, buffer: Buffer) -> None:
-        """Note how a buffer that the loop fills is shown from now on."""
-        ...
+    def leaves(self, buffer: Buffer) -> bool:
+        """Whether anything outside of the loop reads `buffer`."""
+        inside = {id(node) for node in self.nodes}
+        return any(reader not in inside for reader in self.readers.get(buffer.name, ()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,12 +80,15 @@ class Window:
 
 
 class ChunkLoop(abc.ABC):
-    """Writes `body`, what one iteration does, with what stands `before` and `after`."""
+    """Writes `body`, what one iteration does, with what stands `before` and `after`.
 
-    def __init__(self, around: Surroundings, group: Group, stream: str) -> None:
-        self.around = around
-        self.group = group
-        self.stream = stream
+    What it has `filled` a chunk at a time is shown so from then on.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.stream = work.stream
+        self.filled: dict[str, Buffer] = {}
         self.before: list[Stmt] = []
         self.body: list[Stmt] = []
         self.after: list[Stmt] = []
@@ -99,7 +111,7 @@ class ChunkLoop(abc.ABC):
 
     def node(self, node: Node) -> None:
         """Append `node`, working on a chunk."""
-        part = self.around.part(node)
+        part = self.work.part(node)
         ins = [self.read(b, part.reads.get(i)) for i, b in enumerate(node.reads)]
         match node.stmt:
             case Compute() as stmt:
@@ -116,7 +128,7 @@ class ChunkLoop(abc.ABC):
 
     def compute(self, node: Node, stmt: Compute, ins: Sequence[Buffer]) -> None:
         """A computation on a chunk; into a sum where the streamed factor is reduced."""
-        part = self.around.part(node)
+        part = self.work.part(node)
         (unit_eqn,) = stmt.unit.eqns
         assert part.factor is not None
         unit_eqn = dataclasses.replace(unit_eqn, stream=part.factor)
@@ -146,7 +158,7 @@ class ChunkLoop(abc.ABC):
         """An alias of a chunk; what leaves the loop is copied out of it."""
         alias = self.chunk(stmt.out, access)
         self.body.append(dataclasses.replace(stmt, out=alias, source=source))
-        if self.around.leaves(stmt.out, self.group):
+        if self.work.leaves(stmt.out):
             out = self.write(stmt.out, access)
             self.body.append(Set(out=out, source=alias))
 
@@ -162,10 +174,10 @@ class ChunkLoop(abc.ABC):
 
     def write(self, buffer: Buffer, access: Access) -> Buffer:
         """Where a result goes: an alias of its whole, or a chunk that stays here."""
-        if not self.around.leaves(buffer, self.group):
+        if not self.work.leaves(buffer):
             return self.chunk(buffer, access)
         whole = with_stream(buffer, access.dim, self.stream)
-        self.around.allocate(whole)
+        self.filled[whole.name] = whole
         self.allocate(whole)
         return self.select(buffer, access)
 
@@ -181,7 +193,7 @@ class ChunkLoop(abc.ABC):
         shape[access.dim] = window.groups * window.most * _scale(buffer, access, window)
         chunk = dataclasses.replace(
             with_stream(buffer, access.dim, self.stream),
-            name=self.around.names.fresh(f"{buffer.name}_i"),
+            name=self.work.names.fresh(f"{buffer.name}_i"),
             shape=tuple(shape),
         )
         self.chunks[buffer.name, access] = chunk
@@ -210,11 +222,11 @@ class ChunkLoop(abc.ABC):
             return buffer
         if buffer.name in self.sums:
             return self.sums[buffer.name]
-        name = self.around.names.fresh(f"{buffer.name}_sum")
+        name = self.work.names.fresh(f"{buffer.name}_sum")
         wide = dataclasses.replace(buffer, name=name, dtype=np.dtype(np.float32))
         self.allocate(wide)
         unit = unit_of(
-            self.around.names.fresh("narrow"),
+            self.work.names.fresh("narrow"),
             lambda x: lax.convert_element_type(x, buffer.dtype),
             jax.ShapeDtypeStruct(wide.shape, wide.dtype),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -22,26 +22,24 @@ from jhost.lowering.ir.statements import (
     Stream,
     Synchronize,
 )
-from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Surroundings, Window
+from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Window, Work
 
 INDEX = LoopIndex("i")
 
 
 class CollectiveLoop(ChunkLoop):
-    """A loop of `chunks` iterations over `extent` steps, the last maybe smaller."""
+    """A loop of as many iterations as chunks, the last maybe smaller."""
 
-    def __init__(
-        self, around: Surroundings, group: Group, stream: str, extent: int, chunks: int
-    ) -> None:
-        super().__init__(around, group, stream)
-        self.extent = extent
-        self.steps = -(-extent // chunks)
-        self.count = -(-extent // self.steps)
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.extent = work.extent
+        self.steps = -(-self.extent // work.choice.chunks)
+        self.count = -(-self.extent // self.steps)
 
     def statements(self) -> list[Stmt]:
-        for node in self.group:
+        for node in self.work.nodes:
             self.node(node)
-        wait, work = turns(self.body, self.count, self.around.streams)
+        wait, work = turns(self.body, self.count, self.work.streams)
         return [*self.before, GetCurrentStream(stream=MAIN), wait, work, *self.after]
 
     def window(self, groups: int) -> Window:
@@ -51,7 +49,7 @@ class CollectiveLoop(ChunkLoop):
 
     def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
         """The same collective, on a chunk."""
-        out = self.write(node.writes[0], self.around.part(node).writes[0])
+        out = self.write(node.writes[0], self.work.part(node).writes[0])
         chunked = dataclasses.replace(stmt, out=out, source=source)
         self.body.extend((chunked, *node.stmts[1:]))
 

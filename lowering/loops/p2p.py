@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.statements import (
     Buffer,
@@ -38,8 +38,8 @@ from jhost.lowering.ir.statements import (
 from jhost.lowering.loops.chunk import (
     MAIN,
     ChunkLoop,
-    Surroundings,
     Window,
+    Work,
     is_narrow,
 )
 from jhost.lowering.loops.collective import INDEX, chunk_size, on_stream, turns
@@ -54,31 +54,22 @@ OWN = Stream(name="own")
 class P2PLoop(ChunkLoop):
     """A loop over the other devices' chunks, and this device's own around it.
 
-    `extent` is the steps of a shard, and each shard is cut into `pieces`.
+    Each shard, of `extent` steps, is cut into `pieces`.
     """
 
-    def __init__(
-        self,
-        around: Surroundings,
-        group: Group,
-        stream: str,
-        extent: int,
-        pieces: int,
-        axes: tuple[str, ...],
-        mesh: dict[str, int],
-        streams: int,
-    ) -> None:
-        super().__init__(around, group, stream)
-        self.extent = extent
-        self.axes = axes
-        growths = [around.part(node).growth for node in group]
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.group, self.extent = work.nodes, work.extent
+        self.axes = axes = work.choice.axes
+        growths = [work.part(node).growth for node in work.nodes]
         self.receives, self.sends = max(growths) > 1, min(growths) < 1
         # A stream waits for what it has sent, and would hold back the receive after.
-        self.streams = around.streams if self.sends else streams
-        self.devices = axes_size(axes, mesh)
-        self.rank = linear_rank(axes, mesh)
-        self.steps = -(-extent // pieces)
-        self.pieces = -(-extent // self.steps)
+        fewer = None if self.sends else work.choice.streams
+        self.streams = min(work.streams, fewer or work.streams)
+        self.devices = axes_size(axes, work.mesh)
+        self.rank = linear_rank(axes, work.mesh)
+        self.steps = -(-self.extent // (work.choice.chunks // self.devices))
+        self.pieces = -(-self.extent // self.steps)
         self.step: Index = Constant(0)
         self.piece: Index = Constant(0)
         self.terms: dict[str, Buffer] = {}
@@ -187,7 +178,7 @@ class P2PLoop(ChunkLoop):
 
     def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
         """A gather receives from the owner, a reduce-scatter sends to the owner."""
-        part = self.around.part(node)
+        part = self.work.part(node)
         if part.growth == 1:
             out = self.write(node.writes[0], part.writes[0])
             self.collective(stmt, out, source)
@@ -199,7 +190,7 @@ class P2PLoop(ChunkLoop):
 
     def collective(self, stmt: Communicate, out: Buffer, source: Buffer) -> None:
         """A communication over other axes: all devices along them are at one step."""
-        name = self.around.names.fresh(stmt.name)
+        name = self.work.names.fresh(stmt.name)
         self.body.append(dataclasses.replace(stmt, name=name, out=out, source=source))
         self.body.append(Wait(communication=name))
 
@@ -208,7 +199,7 @@ class P2PLoop(ChunkLoop):
         if self.step == Constant(0):
             self.body.append(Set(out=out, source=source))
             return
-        name = self.around.names.fresh("c")
+        name = self.work.names.fresh("c")
         permute = Communicate(
             name=name,
             kind="CollectivePermute",
@@ -234,7 +225,7 @@ class P2PLoop(ChunkLoop):
         scale = shard.shape[stmt.dim] // self.extent
         shape = list(shard.shape)
         shape[stmt.dim] = window.most * scale
-        name = self.around.names.fresh(f"{stmt.out.name}_piece")
+        name = self.work.names.fresh(f"{stmt.out.name}_piece")
         piece = dataclasses.replace(shard, name=name, shape=tuple(shape))
         select = Select(
             out=piece,
@@ -252,7 +243,7 @@ class P2PLoop(ChunkLoop):
             spread = tuple(Dim(axes=dim.axes) for dim in source.dims)
             terms = dataclasses.replace(
                 stmt.out,
-                name=self.around.names.fresh(f"{stmt.out.name}_terms"),
+                name=self.work.names.fresh(f"{stmt.out.name}_terms"),
                 shape=(self.devices, *stmt.out.shape),
                 dims=(Dim(), *spread),
                 partial=source.partial,
@@ -265,7 +256,7 @@ class P2PLoop(ChunkLoop):
         """An alias of the term of one step."""
         term = dataclasses.replace(
             terms,
-            name=self.around.names.fresh(f"{terms.name}_i"),
+            name=self.work.names.fresh(f"{terms.name}_i"),
             shape=terms.shape[1:],
             dims=terms.dims[1:],
         )
@@ -295,7 +286,7 @@ class P2PLoop(ChunkLoop):
         """The sum of all devices' terms of a shard."""
         assert stmt.reducer is not None
         return unit_of(
-            self.around.names.fresh("total"),
+            self.work.names.fresh("total"),
             functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
             *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * self.devices,
         )
