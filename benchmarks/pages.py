@@ -21,7 +21,8 @@ from benchmarks import cases, figures, layers, report
 from benchmarks.communication import Streamed
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.cost.simulate import Prediction, predict
+from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.remarks import Prediction
 from jhost.runtime.devices import Devices
 from jhost.testing import programs
 

@@ -14,9 +14,9 @@ import jax
 
 from jhost import errors
 from jhost._json import read
+from jhost._text import seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
-from jhost.lowering.cost.simulate import seconds_text
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import Tuned, Tunings

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from jhost._text import bytes_text
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
@@ -22,8 +23,7 @@ from jhost.lowering.ir.statements import (
     Synchronize,
     walk,
 )
-from jhost.lowering.layouts.costs import bytes_text
-from jhost.lowering.layouts.reshard import received_bytes
+from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.dim_rule import axes_size
 
 

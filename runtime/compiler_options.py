@@ -7,9 +7,11 @@ know is found out by a trial and left out: an unknown name never reaches the use
 from __future__ import annotations
 
 import functools
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from jhost import errors
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
 
@@ -175,3 +178,41 @@ def _compiles(device: Any, options: dict[str, Any]) -> bool:
 
 def _identity(x: jax.Array) -> jax.Array:
     return x
+
+
+# --- What XLA refuses ------------------------------------------------------------- #
+
+
+_REFUSAL = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+)")
+
+
+def explain_refusal(
+    error: Exception, function: str, options: Mapping[str, Any]
+) -> None:
+    """Raises jhost's own error if `error` says that XLA refuses one of `options`.
+
+    Raises:
+        CompilerOptionError: it does.
+    """
+    refused = {name for match in _REFUSAL.findall(str(error)) for name in match}
+    offenders = [
+        f"{name}={value!r}: {error}"
+        for name, value in options.items()
+        if name in refused
+    ]
+    if offenders:
+        raise errors.CompilerOptionError(
+            f"XLA refuses an option of {function}. Options are fields of XLA's "
+            "DebugOptions, as for jax.jit; not every version and backend has each.",
+            offenders,
+        ) from error
+
+
+@contextmanager
+def explained_refusals(function: str, options: Mapping[str, Any]) -> Generator[None]:
+    """Inside, XLA's refusals of `options` are jhost's errors."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        explain_refusal(error, function, options)
+        raise

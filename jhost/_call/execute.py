@@ -24,11 +24,11 @@ from jhost.lowering.ir.program import Program
 from jhost.runtime import dump
 from jhost.runtime.agreement import compare_programs
 from jhost.runtime.compiler_options import (
+    explained_refusals,
     options_text,
     overlap_options,
     warn_of_missed_options,
 )
-from jhost.runtime.options import explained_refusals
 
 
 def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:

@@ -40,6 +40,7 @@ from jhost._primitives import Spec, jhost_p
 from jhost.lowering.emit.program import spec_of
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.runtime.agreement import processes_of
+from jhost.runtime.compiler_options import explain_refusal
 from jhost.runtime.mesh import (
     AnyMesh,
     auto_mesh,
@@ -52,7 +53,6 @@ from jhost.runtime.mesh import (
     resolve_mesh,
     with_types,
 )
-from jhost.runtime.options import explain_refusal
 
 def_split(jhost_p, settle_residuals)
 

@@ -21,9 +21,8 @@ from jhost.lowering.explain import (
 )
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
-from jhost.runtime.compiler_options import options_report
+from jhost.runtime.compiler_options import explained_refusals, options_report
 from jhost.runtime.mesh import AnyMesh
-from jhost.runtime.options import explained_refusals
 from jhost.runtime.profile.schedule import Schedule, parse_schedule
 
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.simulate import predict, seconds_text
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport

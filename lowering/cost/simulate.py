@@ -9,33 +9,12 @@ takes as long as its devices or its launches, whichever is more.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.tasks import Task, unrolled
 from jhost.lowering.ir.program import Program
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What one run of a program takes on each device, in seconds.
-
-    `total` is at least `compute` and `host`; what is over `compute` is communication
-    that nothing hides.
-    """
-
-    total: float
-    compute: float
-    communication: float
-    host: float
-
-    def __str__(self) -> str:
-        return (
-            f"{seconds_text(self.total)} (compute {seconds_text(self.compute)}, "
-            f"communication {seconds_text(self.communication)}, "
-            f"host {seconds_text(self.host)})"
-        )
+from jhost.lowering.ir.remarks import Prediction
 
 
 def predict(program: Program, rates: Rates) -> Prediction:
@@ -50,14 +29,6 @@ def predict(program: Program, rates: Rates) -> Prediction:
         communication=sum(task.seconds for task in tasks if task.transfer),
         host=host,
     )
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
 
 
 # --- When it is done ---------------------------------------------------------- #

@@ -41,7 +41,7 @@ from jhost.lowering.ir.statements import (
     Wait,
     walk,
 )
-from jhost.lowering.layouts.reshard import received_bytes
+from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.verify.state import StreamKey

@@ -1,9 +1,10 @@
-"""What the passes say of their decisions, for `jhost.explain`."""
+"""What is said of a program: by its passes for `jhost.explain`, and by prediction."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
+from jhost._text import seconds_text
 from jhost.lowering.ir.statements import PipelineKind, node
 
 
@@ -73,3 +74,24 @@ class StreamReport:
 
 Remark: TypeAlias = Note | LayoutReport | StreamReport
 """What a pass says of its decisions, for `jhost.explain`."""
+
+
+@node
+class Prediction:
+    """What one run of a program takes on each device, in seconds.
+
+    `total` is at least `compute` and `host`; what is over `compute` is communication
+    that nothing hides.
+    """
+
+    total: float
+    compute: float
+    communication: float
+    host: float
+
+    def __str__(self) -> str:
+        return (
+            f"{seconds_text(self.total)} (compute {seconds_text(self.compute)}, "
+            f"communication {seconds_text(self.communication)}, "
+            f"host {seconds_text(self.host)})"
+        )

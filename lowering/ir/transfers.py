@@ -9,7 +9,7 @@ import numpy as np
 
 from jhost import errors
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.statements import Recv, Send
+from jhost.lowering.ir.statements import CommunicationKind, Recv, Send
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,3 +73,20 @@ def _unmatched(what: str, other: str) -> errors.VerifyError:
         f"expected a {other} for {what}, got none that fits on every device: "
         "in a group each send is some device's receive, and the other way round"
     )
+
+
+def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
+    """The bytes that each device receives, of a value of which each holds `held` bytes.
+
+    A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
+    all-reduce (Thakur, Rabenseifner and Gropp, 2005).
+    """
+    match kind:
+        case "AllGather" | "Gather":
+            return held * (devices - 1)
+        case "AllReduce":
+            return 2 * held * (devices - 1) // devices
+        case "ReduceScatter" | "AllToAll" | "Scatter":
+            return held * (devices - 1) // devices
+        case "Broadcast" | "Reduce" | "CollectivePermute" | "SwapAxes":
+            return held

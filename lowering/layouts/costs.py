@@ -85,11 +85,3 @@ def moved_by(
         moved += Moved(hidden=size) if hidden else Moved(exposed=size)
         have = step.layout
     return moved
-
-
-def bytes_text(count: int) -> str:
-    """`count` bytes as one would say it."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

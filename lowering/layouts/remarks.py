@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
+from jhost._text import bytes_text
 from jhost.lowering.ir.layout import Layout, layout_of, spec_text
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Buffer, Compute, Set
-from jhost.lowering.layouts.costs import NOTHING, Moved, bytes_text
+from jhost.lowering.layouts.costs import NOTHING, Moved
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import whole_reason

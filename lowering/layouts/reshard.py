@@ -24,7 +24,7 @@ from jhost.lowering.ir.layout import (
     swapped,
     used_axes,
 )
-from jhost.lowering.ir.statements import CommunicationKind
+from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 
 StepKind: TypeAlias = Literal[
@@ -103,23 +103,6 @@ def step_bytes(
     if step.kind == "Select":
         return 0
     return received_bytes(step.kind, held, axes_size(step.axes, mesh))
-
-
-def received_bytes(kind: CommunicationKind, held: int, devices: int) -> int:
-    """The bytes that each device receives, of a value of which each holds `held` bytes.
-
-    A ring moves (D-1)/D of the whole for a gather or a scatter and twice that for an
-    all-reduce (Thakur, Rabenseifner and Gropp, 2005).
-    """
-    match kind:
-        case "AllGather" | "Gather":
-            return held * (devices - 1)
-        case "AllReduce":
-            return 2 * held * (devices - 1) // devices
-        case "ReduceScatter" | "AllToAll" | "Scatter":
-            return held * (devices - 1) // devices
-        case "Broadcast" | "Reduce" | "CollectivePermute" | "SwapAxes":
-            return held
 
 
 # --- One step each ------------------------------------------------------------ #

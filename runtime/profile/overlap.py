@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from jhost.lowering.cost.simulate import Prediction
+from jhost.lowering.ir.remarks import Prediction
 from jhost.runtime.profile.intervals import Cover, length, subtract, union
 from jhost.runtime.profile.origins import Activity
 from jhost.runtime.profile.timeline import Span, Timeline

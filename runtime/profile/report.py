@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jhost import errors
-from jhost.lowering.cost.simulate import Prediction, seconds_text
+from jhost._text import seconds_text
+from jhost.lowering.ir.remarks import Prediction
 from jhost.runtime.profile.overlap import (
     TIMES,
     DeviceOverlap,

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost import errors
+from jhost._text import bytes_text
 from jhost.lowering.ir.statements import CommunicationKind
-from jhost.lowering.layouts.costs import bytes_text
-from jhost.lowering.layouts.reshard import received_bytes
+from jhost.lowering.ir.transfers import received_bytes
 from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
 
 

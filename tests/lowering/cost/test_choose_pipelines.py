@@ -15,9 +15,9 @@ import jhost
 from jhost import errors
 from jhost.lowering.cost import candidates
 from jhost.lowering.cost.rates import Rates, rates_of
-from jhost.lowering.cost.simulate import Prediction, predict
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.remarks import Prediction, StreamReport
 from jhost.lowering.ir.requests import Settings
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.traced import built, chunk_counts, loops, remarks

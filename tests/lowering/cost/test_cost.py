@@ -13,9 +13,10 @@ from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost._text import seconds_text
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, rates_of
-from jhost.lowering.cost.simulate import predict, seconds_text
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import CommunicationKind, Compute
 from tests.lowering.traced import lowered

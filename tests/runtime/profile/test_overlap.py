@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from jhost import errors
-from jhost.lowering.cost.simulate import Prediction
+from jhost.lowering.ir.remarks import Prediction
 from jhost.runtime.profile.hlo_text import parse_module
 from jhost.runtime.profile.origins import Operations
 from jhost.runtime.profile.report import OverlapReport, overlap_report
