@@ -31,11 +31,12 @@ from jhost.runtime.compiler_options import (
 )
 
 
-def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
-    """The JAX function of flat arrays that a Host IR program stands for."""
-    program = derived_program(call_jaxpr, config)
+def emitted(
+    program: Program, config: Config, avals: Sequence[Any]
+) -> Callable[..., Sequence[Any]]:
+    """The JAX function of flat arrays that a program stands for; `avals` it gives."""
     mesh = program.mesh if config.mesh is None else config.mesh
-    on_mesh, avals = emit(program, mesh), call_jaxpr.out_avals
+    on_mesh = emit(program, mesh)
 
     def run(*args: Any) -> Sequence[Any]:
         if config.interpret:
@@ -49,8 +50,9 @@ def emitted(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
 
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if config.interpret:
-        compare(derived_program(call_jaxpr, config), config)
-        return emitted(call_jaxpr, config)(*args)
+        program = derived_program(call_jaxpr, config)
+        compare(program, config)
+        return emitted(program, config, call_jaxpr.out_avals)(*args)
     with explained_refusals(config.name, dict(config.compiler_options)):
         return _compiled(call_jaxpr, config)(*args)
 
@@ -59,8 +61,13 @@ def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     program = derived_program(call_jaxpr, config)
     compare(program, dataclasses.replace(config, embedded=False))
+    return jitted(program, config, call_jaxpr.out_avals)
+
+
+def jitted(program: Program, config: Config, avals: Sequence[Any]) -> Any:
+    """`program` as a function that XLA compiles with the options that it wants."""
     options = executable_options(program, config)
-    return jax.jit(emitted(call_jaxpr, config), compiler_options=options)
+    return jax.jit(emitted(program, config, avals), compiler_options=options)
 
 
 def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
@@ -106,7 +113,7 @@ def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if config.embedded:
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
-    return emitted(call_jaxpr, config)(*args)
+    return emitted(program, config, call_jaxpr.out_avals)(*args)
 
 
 def_impl(jhost_p, _run)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from jhost._call.execute import executable_options
+from jhost._call.execute import jitted
 from jhost._call.program import Call, Planned
 from jhost._compare import beyond_tolerance
 from jhost._jax import evaluate
@@ -27,7 +27,7 @@ from jhost._timing import take_turns
 from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
 from jhost.errors import first_line
 from jhost.lowering.cost.candidates import GAIN, Outcome
-from jhost.lowering.emit.program import emit, spec_of
+from jhost.lowering.emit.program import spec_of
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
@@ -125,9 +125,8 @@ class Tuner:
         """A call of the compiled candidate, on operands where it wants them."""
         program, config = self.plan.finish(outcome.program), self.call.config
         operands = _placed(self.call.operands, program, config.mesh)
-        emitted = emit(program, config.mesh or program.mesh)
-        options = executable_options(program, config)
-        compiled = jax.jit(emitted).lower(*operands).compile(options)
+        function = jitted(program, config, self.call.call_jaxpr.out_avals)
+        compiled = function.lower(*operands).compile()
         return lambda: compiled(*operands)
 
     def ranked(self, ready: Sequence[_Ready]) -> list[Candidate]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import _tuning_cache, errors
+from jhost._call import execute
 from jhost._call.program import planned
 from jhost._compare import beyond_tolerance
 from jhost._tune import tuner
@@ -159,13 +160,13 @@ def test_a_pipeline_has_to_gain_three_percent() -> None:
 def test_a_candidate_that_gives_something_else_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = tuner.emit
+    right = execute.emit
 
     def wrong(program: Any, mesh: Any) -> Any:
         function, loops = right(program, mesh), "for " in str(program)
         return lambda *args: [x + x.dtype.type(loops) for x in function(*args)]
 
-    monkeypatch.setattr(tuner, "emit", wrong)
+    monkeypatch.setattr(execute, "emit", wrong)
     with pytest.warns(UserWarning, match="does not give what the plain function gives"):
         (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
@@ -175,14 +176,14 @@ def test_a_candidate_that_gives_something_else_is_left_out(
 def test_a_candidate_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = tuner.emit
+    right = execute.emit
 
     def fails(program: Any, mesh: Any) -> Any:
         if "for " in str(program):
             raise MemoryError("no room")
         return right(program, mesh)
 
-    monkeypatch.setattr(tuner, "emit", fails)
+    monkeypatch.setattr(execute, "emit", fails)
     (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
     assert "not collective with 2 chunks: no room" in stream.left_out
