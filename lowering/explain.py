@@ -8,21 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._text import bytes_text
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Note, StreamReport
-from jhost.lowering.ir.statements import (
-    Communicate,
-    Compute,
-    For,
-    If,
-    Select,
-    SetCurrentStream,
-    Stmt,
-    Synchronize,
-    walk,
-)
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.dim_rule import axes_size
 
@@ -105,49 +95,51 @@ def explain_program(program: Program) -> Explanation:
 
 def count_loops(program: Program) -> int:
     """The loops of `program` over chunks: none, where nothing is pipelined."""
-    return sum(isinstance(s, For) and _works(s) for s in program.body)
+    return sum(isinstance(s, ir.For) and _works(s) for s in program.body)
 
 
 def adds_up_in_loops(program: Program) -> bool:
     """Whether a loop adds to a sum chunk by chunk."""
-    return any(isinstance(s, Compute) and s.reducer for s in walk(program.body))
+    return any(isinstance(s, ir.Compute) and s.reducer for s in ir.walk(program.body))
 
 
 def _communications(
-    body: Sequence[Stmt], repeats: Fraction
-) -> Iterator[tuple[Communicate, Fraction]]:
+    body: Sequence[ir.Stmt], repeats: Fraction
+) -> Iterator[tuple[ir.Communicate, Fraction]]:
     """Each communication, and how many of its first chunk it moves altogether."""
     for stmt in body:
         match stmt:
-            case Communicate():
+            case ir.Communicate():
                 yield stmt, repeats
-            case For():
+            case ir.For():
                 yield from _communications(stmt.body, repeats * _chunks_worth(stmt))
-            case If(then=then, otherwise=otherwise):
+            case ir.If(then=then, otherwise=otherwise):
                 yield from _communications((*then, *otherwise), repeats)
             case _:
                 pass
 
 
-def _chunks_worth(loop: For) -> Fraction:
+def _chunks_worth(loop: ir.For) -> Fraction:
     """The iterations of `loop` by work: a ragged last one counts as the part it is."""
     index = LoopIndex(loop.index)
-    for stmt in walk(loop.body):
+    for stmt in ir.walk(loop.body):
         chunk = getattr(stmt, "chunk", None)
-        size = chunk.size if chunk else stmt.size if isinstance(stmt, Select) else None
+        size = (
+            chunk.size if chunk else stmt.size if isinstance(stmt, ir.Select) else None
+        )
         if size is not None and leaves(size) <= {index}:
             sizes = [evaluate(size, {index: i}) for i in range(loop.extent)]
             return Fraction(sum(sizes), sizes[0])
     return Fraction(loop.extent)
 
 
-def _received(stmt: Communicate, mesh: Mapping[str, int]) -> int:
+def _received(stmt: ir.Communicate, mesh: Mapping[str, int]) -> int:
     held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
     return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
 
 
-def _works(loop: For) -> bool:
+def _works(loop: ir.For) -> bool:
     """Whether the iterations of a loop take turns on streams, and do work there."""
-    ordering = [isinstance(s, SetCurrentStream | Synchronize) for s in loop.body]
-    inner = any(isinstance(s, For) and _works(s) for s in loop.body)
+    ordering = [isinstance(s, ir.SetCurrentStream | ir.Synchronize) for s in loop.body]
+    inner = any(isinstance(s, ir.For) and _works(s) for s in loop.body)
     return inner or (ordering[0] and not all(ordering))

@@ -19,28 +19,11 @@ from jhost.lowering.cost.kernels import (
     steps_for,
 )
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Communicate,
-    CommunicationKind,
-    Compute,
-    For,
-    GetCurrentStream,
-    If,
-    Recv,
-    Select,
-    Set,
-    SetCurrentStream,
-    Stmt,
-    Synchronize,
-    Wait,
-    walk,
-)
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
@@ -82,50 +65,50 @@ class _Unrolled(Machine):
         # Every device does as much as this one.
         self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
         self.tasks: list[Task] = []
-        self.aliases: dict[str, tuple[Place, Select]] = {}
+        self.aliases: dict[str, tuple[Place, ir.Select]] = {}
         self.writers: dict[Any, dict[Place, int]] = {}
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
         self.sent = {
             stmt.source.name
-            for stmt in walk(program.body)
-            if isinstance(stmt, Communicate)
+            for stmt in ir.walk(program.body)
+            if isinstance(stmt, ir.Communicate)
         }
         self.run(program.body)
 
-    def run(self, body: Sequence[Stmt]) -> None:
+    def run(self, body: Sequence[ir.Stmt]) -> None:
         for stmt in body:
             match stmt:
-                case Allocate(buffer=buffer):
+                case ir.Allocate(buffer=buffer):
                     self.writers[buffer.name] = {}
-                case For():
+                case ir.For():
                     self.loop(stmt)
-                case If(predicate=predicate, then=then, otherwise=otherwise):
-                    known = not isinstance(predicate, Buffer)
+                case ir.If(predicate=predicate, then=then, otherwise=otherwise):
+                    known = not isinstance(predicate, ir.Buffer)
                     holds = not known or evaluate(predicate, self.at)
                     self.run(then if holds else otherwise)
-                case Select():
+                case ir.Select():
                     key = (stmt.dim, evaluate(stmt.index, self.at))
                     self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
-                case Set(out=out, source=source):
+                case ir.Set(out=out, source=source):
                     self.hand_on(out, self.makers(source))
-                case Compute():
+                case ir.Compute():
                     self.compute(stmt)
-                case Communicate():
+                case ir.Communicate():
                     self.communicate(stmt)
-                case Recv(buffer=buffer, axis=axis):
+                case ir.Recv(buffer=buffer, axis=axis):
                     self.transfer("CollectivePermute", buffer, buffer, (axis,))
-                case Wait(communication=name):
+                case ir.Wait(communication=name):
                     self.join({self.in_flight[name]})
-                case GetCurrentStream() | SetCurrentStream():
+                case ir.GetCurrentStream() | ir.SetCurrentStream():
                     self.switch(stmt)
-                case Synchronize(stream=stream):
+                case ir.Synchronize(stream=stream):
                     self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
                     pass
 
-    def loop(self, loop: For) -> None:
+    def loop(self, loop: ir.For) -> None:
         """The stages of the iterations, in the order in which they are issued."""
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
@@ -152,13 +135,13 @@ class _Unrolled(Machine):
         if self.depth or not self.on_default_stream:
             self.chains[self.current] = self.chain() | tasks
 
-    def compute(self, stmt: Compute) -> None:
+    def compute(self, stmt: ir.Compute) -> None:
         if self.depth or not self.on_default_stream:
             self.in_turn(stmt)
         else:
             self.apart(stmt)
 
-    def apart(self, stmt: Compute) -> None:
+    def apart(self, stmt: ir.Compute) -> None:
         """Each kernel as soon as it can run: outside of loops XLA orders them.
 
         First what is communicated, beside which the others then run.
@@ -182,7 +165,7 @@ class _Unrolled(Machine):
             if all(var not in step.writes for step in steps):  # a barrier's
                 self.hand_on(buffer, frozenset(made.get(var, ())))
 
-    def in_turn(self, stmt: Compute) -> None:
+    def in_turn(self, stmt: ir.Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
         if stmt.reducer:  # a matmul that adds reads what it adds to as well
@@ -194,16 +177,16 @@ class _Unrolled(Machine):
         self.add(task, stmt.outs)
         self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
-    def communicate(self, stmt: Communicate) -> None:
+    def communicate(self, stmt: ir.Communicate) -> None:
         self.in_flight[stmt.name] = len(self.tasks)
         after = self.chain() | self.makers(stmt.source)
         self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
 
     def transfer(
         self,
-        kind: CommunicationKind,
-        source: Buffer,
-        out: Buffer,
+        kind: ir.CommunicationKind,
+        source: ir.Buffer,
+        out: ir.Buffer,
         axes: Sequence[str],
         after: frozenset[int] = frozenset(),
     ) -> None:
@@ -223,7 +206,7 @@ class _Unrolled(Machine):
         )
         self.add(task, [out])
 
-    def add(self, task: Task, outs: Sequence[Buffer]) -> None:
+    def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
         for buffer in outs:
             root, *_ = place = self.place(buffer)
             if len(place) == 1:
@@ -231,13 +214,13 @@ class _Unrolled(Machine):
             self.writers.setdefault(root, {})[place] = len(self.tasks)
         self.tasks.append(task)
 
-    def hand_on(self, out: Buffer, makers: frozenset[int]) -> None:
+    def hand_on(self, out: ir.Buffer, makers: frozenset[int]) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
         self.add(Task(seconds=0.0, host=0.0, after=makers), [out])
 
     # --- Which memory --------------------------------------------------------- #
 
-    def place(self, buffer: Buffer) -> Place:
+    def place(self, buffer: ir.Buffer) -> Place:
         found = self.aliases.get(buffer.name)
         return found[0] if found else (buffer.name,)
 
@@ -247,7 +230,7 @@ class _Unrolled(Machine):
             return self.aliases[name][0][0]
         return name if name in self.writers else None
 
-    def makers(self, buffer: Buffer) -> frozenset[int]:
+    def makers(self, buffer: ir.Buffer) -> frozenset[int]:
         """The tasks that wrote what `buffer` holds, or a part of it."""
         root, *_ = place = self.place(buffer)
         return frozenset(
@@ -256,7 +239,7 @@ class _Unrolled(Machine):
             if all(a == b for a, b in zip(written, place, strict=False))
         )
 
-    def copies(self, stmt: Compute) -> Iterator[Kernel]:
+    def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place."""
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
@@ -267,19 +250,19 @@ class _Unrolled(Machine):
             if heavy and alias is not None and _by_rank(alias):
                 yield _copy(buffer)
 
-    def alias(self, buffer: Buffer) -> Select | None:
+    def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         found = self.aliases.get(buffer.name)
         return found[1] if found else None
 
 
-def _by_rank(alias: Select) -> bool:
+def _by_rank(alias: ir.Select) -> bool:
     """Whether a device's part is known only when it runs."""
     return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
 
 
-def _copy(buffer: Buffer) -> Kernel:
+def _copy(buffer: ir.Buffer) -> Kernel:
     return Kernel(2 * _size(buffer))
 
 
-def _size(buffer: Buffer) -> int:
+def _size(buffer: ir.Buffer) -> int:
     return size_in_bytes(buffer.shape, buffer.dtype.itemsize)

@@ -20,34 +20,12 @@ from jhost.lowering.emit.collectives import communicate, transfer
 from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, touched, written
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Chunk,
-    Communicate,
-    Compute,
-    Deallocate,
-    EndCoalescing,
-    For,
-    GetCurrentStream,
-    If,
-    Recv,
-    Reshard,
-    Select,
-    Send,
-    Set,
-    SetCurrentStream,
-    StartCoalescing,
-    Stmt,
-    Synchronize,
-    Wait,
-    walk,
-)
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
 from jhost.lowering.rules.dim_rule import COMBINE
@@ -69,12 +47,12 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
     return shard_map(on_device, mesh, tuple(ins), tuple(outs))
 
 
-def spec_of(buffer: Buffer) -> PartitionSpec:
+def spec_of(buffer: ir.Buffer) -> PartitionSpec:
     """How the global array of a param or result is sharded."""
     return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
 
 
-def refuse_reshard(program: Program, stmt: Reshard) -> NoReturn:
+def refuse_reshard(program: Program, stmt: ir.Reshard) -> NoReturn:
     """Refuses a program that is laid out, and has no communications yet."""
     error = errors.VerifyError(
         f"got a Reshard of {stmt.source.name} to {stmt.out.name}: resharding is made "
@@ -103,7 +81,7 @@ class _Emitter(Machine):
         self.views: dict[str, View] = {}
         self.moving: frozenset[str] = frozenset()
         self.order = Order(self)
-        self.group: list[Send | Recv] = []
+        self.group: list[ir.Send | ir.Recv] = []
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         for buffer, value in zip(self.program.params, params, strict=True):
@@ -112,57 +90,57 @@ class _Emitter(Machine):
         with jax.named_scope(self.scopes.results):
             return tuple(self.read(buffer) for buffer in self.program.results)
 
-    def body(self, body: Iterable[Stmt]) -> None:
+    def body(self, body: Iterable[ir.Stmt]) -> None:
         for stmt in body:
             scope = self.scopes.name(stmt, tuple(self.loops.values()))
             with jax.named_scope(scope) if scope else nullcontext():
                 self.statement(stmt)
 
-    def statement(self, stmt: Stmt) -> None:
+    def statement(self, stmt: ir.Stmt) -> None:
         match stmt:
-            case Allocate(buffer=buffer, zero_init=zero_init):
+            case ir.Allocate(buffer=buffer, zero_init=zero_init):
                 self.views[buffer.name] = self.new(buffer, buffer.shape, zero_init)
-            case Deallocate(buffer=buffer):
+            case ir.Deallocate(buffer=buffer):
                 del self.views[buffer.name]
-            case Select():
+            case ir.Select():
                 self.select(stmt)
-            case Set(out=out, source=source):
+            case ir.Set(out=out, source=source):
                 self.write(out, self.read(source))
-            case Reshard():
+            case ir.Reshard():
                 refuse_reshard(self.program, stmt)
-            case Compute():
+            case ir.Compute():
                 self.compute(stmt)
-            case Communicate():
+            case ir.Communicate():
                 self.communicate(stmt)
-            case Send() | Recv():
+            case ir.Send() | ir.Recv():
                 self.group.append(stmt)
-            case StartCoalescing():
+            case ir.StartCoalescing():
                 self.group = []
-            case EndCoalescing(name=name):
+            case ir.EndCoalescing(name=name):
                 self.end_coalescing(name)
-            case Wait(communication=name):
+            case ir.Wait(communication=name):
                 self.order.wait(name)
-            case GetCurrentStream() | SetCurrentStream():
+            case ir.GetCurrentStream() | ir.SetCurrentStream():
                 self.switch(stmt)
-            case Synchronize(stream=stream):
+            case ir.Synchronize(stream=stream):
                 self.order.synchronize(self.stream_key(stream))
-            case For():
+            case ir.For():
                 self.loop(stmt)
-            case If():
+            case ir.If():
                 self.branch(stmt)
 
     # --- Values --------------------------------------------------------------- #
 
     def new(
-        self, buffer: Buffer, shape: tuple[int, ...], zero_init: bool = False
+        self, buffer: ir.Buffer, shape: tuple[int, ...], zero_init: bool = False
     ) -> View:
         whole = buffer.name in self.read_whole
         return new_view(buffer, shape, len(self.ranks.sizes), zero_init, whole)
 
-    def read(self, buffer: Buffer) -> Any:
+    def read(self, buffer: ir.Buffer) -> Any:
         return self.views[buffer.name].read()
 
-    def write(self, buffer: Buffer, value: Any) -> None:
+    def write(self, buffer: ir.Buffer, value: Any) -> None:
         """Write `value`; a name without memory, or with a larger one, gets its own."""
         view = self.views.get(buffer.name)
         if view is None or view.shape != value.shape:
@@ -178,7 +156,7 @@ class _Emitter(Machine):
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
         return evaluate(index, {**ranks, **loops})
 
-    def select(self, stmt: Select) -> None:
+    def select(self, stmt: ir.Select) -> None:
         source, size = self.views[stmt.source.name], self.static(stmt.size)
         index = self.value(stmt.index)
         region = source.region.select(stmt.dim, index, size, stmt.groups, stmt.drop)
@@ -188,7 +166,7 @@ class _Emitter(Machine):
 
     # --- Computation ---------------------------------------------------------- #
 
-    def compute(self, stmt: Compute) -> None:
+    def compute(self, stmt: ir.Compute) -> None:
         ins = [self.read(buffer) for buffer in stmt.ins]
         moving = [buffer.name in self.moving for buffer in stmt.ins]
         placed = self.placed_at_once(stmt.outs)
@@ -206,7 +184,7 @@ class _Emitter(Machine):
             memory.assemble()
         self.order.after_compute(outs)
 
-    def placed_at_once(self, outs: Sequence[Buffer]) -> list[Memory]:
+    def placed_at_once(self, outs: Sequence[ir.Buffer]) -> list[Memory]:
         """The memories of which a device's rank says which part `outs` are.
 
         Their parts go in by copies, and each copy had better come before the next step,
@@ -218,7 +196,7 @@ class _Emitter(Machine):
         wanted = [v for v in views if v.memory.read_whole and not v.is_static()]
         return list({id(view.memory): view.memory for view in wanted}.values())
 
-    def combined(self, stmt: Compute, buffer: Buffer, value: Any) -> Any:
+    def combined(self, stmt: ir.Compute, buffer: ir.Buffer, value: Any) -> Any:
         """`value` combined into what `buffer` holds; a fresh one holds nothing."""
         assert stmt.reducer is not None
         view = self.views[buffer.name]
@@ -230,7 +208,7 @@ class _Emitter(Machine):
         self.order.accumulated(old, value)
         return value
 
-    def site(self, chunk: Chunk | None) -> Site:
+    def site(self, chunk: ir.Chunk | None) -> Site:
         at = chunk and ChunkAt(
             start=self.index(chunk.start),
             size=self.static(chunk.size),
@@ -241,7 +219,7 @@ class _Emitter(Machine):
 
     # --- Communication -------------------------------------------------------- #
 
-    def communicate(self, stmt: Communicate) -> None:
+    def communicate(self, stmt: ir.Communicate) -> None:
         (source,) = self.order.before_communication([self.read(stmt.source)])
         root = 0 if stmt.root is None else self.static(stmt.root)
         shift = 0 if stmt.shift is None else self.static(stmt.shift)
@@ -263,7 +241,7 @@ class _Emitter(Machine):
 
     # --- Control -------------------------------------------------------------- #
 
-    def loop(self, stmt: For) -> None:
+    def loop(self, stmt: ir.For) -> None:
         outermost = not self.order.depth
         if outermost:
             self.moving = moving_names(stmt)
@@ -284,7 +262,7 @@ class _Emitter(Machine):
         if turn.last:
             in_flight.update(own.in_flight)
 
-    def scoped(self, body: tuple[Stmt, ...]) -> None:
+    def scoped(self, body: tuple[ir.Stmt, ...]) -> None:
         """Run `body`; what it defines ends with it."""
         with set_aside(self.views, {}):
             self.body(body)
@@ -293,20 +271,20 @@ class _Emitter(Machine):
         """The memory that a name stands for, if it exists."""
         return id(self.views[name].memory) if name in self.views else None
 
-    def branch(self, stmt: If) -> None:
+    def branch(self, stmt: ir.If) -> None:
         predicate = stmt.predicate
-        if isinstance(predicate, Buffer):
+        if isinstance(predicate, ir.Buffer):
             self.conditional(stmt, self.read(predicate))
         elif isinstance(value := self.index(predicate), int):
             self.body(stmt.then if value else stmt.otherwise)
         else:
             self.conditional(stmt, value)
 
-    def conditional(self, stmt: If, predicate: Any) -> None:
+    def conditional(self, stmt: ir.If, predicate: Any) -> None:
         """`lax.cond` over the memories that either branch writes."""
         targets = self.written_memories((*stmt.then, *stmt.otherwise))
 
-        def run(body: tuple[Stmt, ...]) -> Callable[..., list[Any]]:
+        def run(body: tuple[ir.Stmt, ...]) -> Callable[..., list[Any]]:
             return lambda *contents: self.run_branch(body, targets, contents)
 
         contents = [memory.assemble() for memory in targets]
@@ -318,7 +296,10 @@ class _Emitter(Machine):
         self.order.after_compute(results)
 
     def run_branch(
-        self, body: tuple[Stmt, ...], targets: Sequence[Memory], contents: Sequence[Any]
+        self,
+        body: tuple[ir.Stmt, ...],
+        targets: Sequence[Memory],
+        contents: Sequence[Any],
     ) -> list[Any]:
         """Trace a branch, and leave no trace of it in the state."""
         memories = {id(v.memory): v.memory for v in self.views.values()}
@@ -332,12 +313,12 @@ class _Emitter(Machine):
         self.order = order
         return results
 
-    def written_memories(self, body: tuple[Stmt, ...]) -> list[Memory]:
+    def written_memories(self, body: tuple[ir.Stmt, ...]) -> list[Memory]:
         """The memories outside that `body` may write, through whatever alias."""
         aliases = Aliases(body)
         memories: dict[int, Memory] = {}
-        for stmt in walk(body):
-            for buffer in () if isinstance(stmt, Select) else written(stmt):
+        for stmt in ir.walk(body):
+            for buffer in () if isinstance(stmt, ir.Select) else written(stmt):
                 name = aliases.memory(buffer).name
                 if name in self.views:
                     memory = self.views[name].memory
@@ -348,7 +329,7 @@ class _Emitter(Machine):
 def _read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
-    for stmt in walk(program.body):
-        if not isinstance(stmt, Select | For | If):
+    for stmt in ir.walk(program.body):
+        if not isinstance(stmt, ir.Select | ir.For | ir.If):
             names |= {buffer.name for buffer in touched(stmt)[0]}
     return frozenset(names)

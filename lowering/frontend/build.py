@@ -20,6 +20,7 @@ from jhost._jax import aval_of, fresh_var, source_line
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
 from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.layout import Spec
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -32,7 +33,6 @@ from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import merge_marks
-from jhost.lowering.ir.statements import Buffer, Compute, Dim, Set, Stmt, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, whole
 from jhost.lowering.rules.elementwise import moves_memory
 from jhost.lowering.rules.properties import IDENTITIES
@@ -84,11 +84,11 @@ class _Builder:
         self.mesh = mesh
         self.mesh_shape = {axis: n for axis, n in mesh.shape.items() if n > 1}
         self.names = Names()
-        self.body: list[Stmt] = []
+        self.body: list[ir.Stmt] = []
         self.marks: dict[tuple[type[Mark], str], Mark] = {}
         self.remarks: list[Note] = []
         self.problems: list[tuple[str, Problem]] = []
-        self.buffers: dict[Var, Buffer] = {}
+        self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()
         self.reads = _Reads(flat)
         self.result_names = dict(result_names)
@@ -96,7 +96,7 @@ class _Builder:
             if eqn.primitive.name in IDENTITIES and eqn.outvars[0] in self.result_names:
                 name = self.result_names[eqn.outvars[0]]
                 self.result_names.setdefault(as_var(eqn.invars[0]), name)
-        self.markers: dict[str, Callable[[JaxprEqn], Buffer]] = {
+        self.markers: dict[str, Callable[[JaxprEqn], ir.Buffer]] = {
             "copy": self.copy,
             "stream": self.stream,
             "serial": self.serial,
@@ -106,7 +106,9 @@ class _Builder:
 
     # --- Values --------------------------------------------------------------- #
 
-    def params(self, invars: Sequence[Var], names: Sequence[str]) -> tuple[Buffer, ...]:
+    def params(
+        self, invars: Sequence[Var], names: Sequence[str]
+    ) -> tuple[ir.Buffer, ...]:
         pairs = zip(invars, names, strict=True)
         params = tuple(self.define(var, name) for var, name in pairs)
         self.taken.update(buffer.name for buffer in params)
@@ -114,9 +116,9 @@ class _Builder:
 
     def results(
         self, outvars: Sequence[Var], names: Sequence[str]
-    ) -> tuple[Buffer, ...]:
+    ) -> tuple[ir.Buffer, ...]:
         """The result buffers: each its own, and none a parameter's."""
-        results: list[Buffer] = []
+        results: list[ir.Buffer] = []
         for var, name in zip(outvars, names, strict=True):
             buffer = self.buffers[var]
             if buffer.name in self.taken:
@@ -125,23 +127,23 @@ class _Builder:
             results.append(buffer)
         return tuple(results)
 
-    def define(self, var: Var, name: str | None = None) -> Buffer:
+    def define(self, var: Var, name: str | None = None) -> ir.Buffer:
         name = name or self.result_names.get(var, "v")
         self.buffers[var] = self.buffer(aval_of(var), name)
         return self.buffers[var]
 
-    def buffer(self, aval: Any, name: str) -> Buffer:
-        return Buffer(
+    def buffer(self, aval: Any, name: str) -> ir.Buffer:
+        return ir.Buffer(
             name=self.names.fresh(name),
             shape=tuple(aval.shape),
             dtype=aval.dtype,
-            dims=(Dim(),) * len(aval.shape),
+            dims=(ir.Dim(),) * len(aval.shape),
         )
 
-    def set(self, source: Buffer, var: Var, name: str | None = None) -> Buffer:
+    def set(self, source: ir.Buffer, var: Var, name: str | None = None) -> ir.Buffer:
         """A copy of `source`: a value with a layout and a stream of its own."""
         out = self.buffer(source, name or self.result_names.get(var, "v"))
-        self.body.append(Set(out=out, source=source))
+        self.body.append(ir.Set(out=out, source=source))
         return out
 
     # --- Equations ------------------------------------------------------------ #
@@ -162,12 +164,12 @@ class _Builder:
             v if isinstance(v, Literal) else fresh_var(v.aval) for v in eqn.invars
         ]
         rule = constant_rule(eqn) or rule_of(eqn)
-        unit_eqn = UnitEqn(
+        unit_eqn = ir.UnitEqn(
             eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
         )
         if rule.opaque and any(eqn.outvars):
             self.remark_opaque(eqn)
-        unit = Unit(
+        unit = ir.Unit(
             name=self.names.fresh(eqn.primitive.name),
             eqns=(unit_eqn,),
             invars=tuple(v for v in invars if not isinstance(v, Literal)),
@@ -175,7 +177,7 @@ class _Builder:
         )
         ins = tuple(self.buffers[v] for v in eqn.invars if not isinstance(v, Literal))
         outs = tuple(self.define(var) for var in eqn.outvars)
-        self.body.append(Compute(unit=unit, ins=ins, outs=outs))
+        self.body.append(ir.Compute(unit=unit, ins=ins, outs=outs))
         if moves_memory(eqn):  # a loop would put its chunks together in one memory
             self.marks |= {
                 (SerialMark, b.name): SerialMark(buffer=b.name) for b in outs
@@ -188,10 +190,10 @@ class _Builder:
 
     # --- Markers -------------------------------------------------------------- #
 
-    def copy(self, eqn: JaxprEqn) -> Buffer:
+    def copy(self, eqn: JaxprEqn) -> ir.Buffer:
         return self.set(self.operand(eqn), eqn.outvars[0])
 
-    def stream(self, eqn: JaxprEqn) -> Buffer:
+    def stream(self, eqn: JaxprEqn) -> ir.Buffer:
         """Mark the value itself; a second mark may add to the first, not differ."""
         buffer, params = self.operand(eqn), eqn.params
         mark = StreamRequest(
@@ -208,7 +210,7 @@ class _Builder:
         return buffer
 
     def agreed(
-        self, buffer: Buffer, one: StreamRequest, other: StreamRequest
+        self, buffer: ir.Buffer, one: StreamRequest, other: StreamRequest
     ) -> StreamRequest:
         """One mark for two on the same value."""
         merged = merge_marks(one, other) if one.dim == other.dim else None
@@ -225,16 +227,16 @@ class _Builder:
             )
         return merged
 
-    def serial(self, eqn: JaxprEqn) -> Buffer:
+    def serial(self, eqn: JaxprEqn) -> ir.Buffer:
         out = self.set(self.operand(eqn), eqn.outvars[0])
         self.marks[SerialMark, out.name] = SerialMark(buffer=out.name)
         return out
 
-    def shard(self, eqn: JaxprEqn) -> Buffer:
+    def shard(self, eqn: JaxprEqn) -> ir.Buffer:
         """`jhost.shard`."""
         return self.constrain(eqn, eqn.params["spec"])
 
-    def sharding_constraint(self, eqn: JaxprEqn) -> Buffer:
+    def sharding_constraint(self, eqn: JaxprEqn) -> ir.Buffer:
         """The same, and the shardings of parameters and results."""
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
@@ -256,7 +258,7 @@ class _Builder:
         rest = ((),) * (len(self.operand(eqn).shape) - len(entries))
         return self.constrain(eqn, (*entries, *rest))
 
-    def constrain(self, eqn: JaxprEqn, spec: Spec) -> Buffer:
+    def constrain(self, eqn: JaxprEqn, spec: Spec) -> ir.Buffer:
         """Lay out the value itself where nothing else reads it, else a copy of it."""
         buffer, where = self.operand(eqn), source_line(eqn)
         if not self.mesh.shape:
@@ -296,7 +298,7 @@ class _Builder:
                 mark = BarrierMark(buffer=name, operands=operands)
                 self.marks[BarrierMark, name] = mark
 
-    def operand(self, eqn: JaxprEqn) -> Buffer:
+    def operand(self, eqn: JaxprEqn) -> ir.Buffer:
         return self.buffers[as_var(eqn.invars[0])]
 
 

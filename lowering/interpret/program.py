@@ -18,32 +18,12 @@ from jax.sharding import Mesh
 
 from jhost.lowering.emit.program import refuse_reshard, spec_of
 from jhost.lowering.interpret import steps
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.regions import Region, overlap, whole
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Communicate,
-    Compute,
-    Deallocate,
-    EndCoalescing,
-    For,
-    GetCurrentStream,
-    If,
-    Recv,
-    Reshard,
-    Select,
-    Send,
-    Set,
-    SetCurrentStream,
-    StartCoalescing,
-    Stmt,
-    Synchronize,
-    Wait,
-)
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.verify.state import stream_key_text
 
@@ -94,7 +74,7 @@ class _Memory:
 class _Alias:
     """A Select at one iteration; `start` has an entry for each device."""
 
-    stmt: Select
+    stmt: ir.Select
     start: Any
     size: int
     owner: str
@@ -108,14 +88,14 @@ class _Interpreter(Machine):
         self.mesh = mesh
         self.memories: dict[str, _Memory] = {}
         self.aliases: dict[str, _Alias] = {}
-        self.group: list[Send | Recv] = []
+        self.group: list[ir.Send | ir.Recv] = []
         self.trace: list[Record] = []
 
-    def body(self, body: Sequence[Stmt]) -> None:
+    def body(self, body: Sequence[ir.Stmt]) -> None:
         for stmt in body:
             text = statement_text(stmt, {*self.memories, *self.aliases})
             self.statement(stmt)
-            if not isinstance(stmt, For | If):
+            if not isinstance(stmt, ir.For | ir.If):
                 self.record(text)
 
     def record(self, text: str) -> None:
@@ -130,42 +110,42 @@ class _Interpreter(Machine):
             )
         )
 
-    def statement(self, stmt: Stmt) -> None:
+    def statement(self, stmt: ir.Stmt) -> None:
         match stmt:
-            case Allocate(buffer=buffer, zero_init=zero_init):
+            case ir.Allocate(buffer=buffer, zero_init=zero_init):
                 self.allocate(buffer, zero_init)
-            case Deallocate(buffer=buffer):
+            case ir.Deallocate(buffer=buffer):
                 del self.memories[buffer.name]
-            case Select():
+            case ir.Select():
                 self.select(stmt)
-            case Set(out=out, source=source):
+            case ir.Set(out=out, source=source):
                 self.write(out.name, self.read(source.name))
-            case Reshard():
+            case ir.Reshard():
                 refuse_reshard(self.program, stmt)
-            case Compute():
+            case ir.Compute():
                 self.compute(stmt)
-            case Communicate():
+            case ir.Communicate():
                 self.communicate(stmt)
-            case Send() | Recv():
+            case ir.Send() | ir.Recv():
                 self.group.append(stmt)
-            case StartCoalescing():
+            case ir.StartCoalescing():
                 self.group = []
-            case EndCoalescing():
+            case ir.EndCoalescing():
                 self.exchange()
-            case Wait():
+            case ir.Wait():
                 pass  # what a communication writes is there at once
-            case GetCurrentStream() | SetCurrentStream():
+            case ir.GetCurrentStream() | ir.SetCurrentStream():
                 self.switch(stmt)
-            case Synchronize():
+            case ir.Synchronize():
                 pass  # statements run one after the other
-            case For():
+            case ir.For():
                 self.loop(stmt)
-            case If():
+            case ir.If():
                 self.branch(stmt)
 
     # --- Buffers -------------------------------------------------------------- #
 
-    def allocate(self, buffer: Buffer, zero_init: bool) -> None:
+    def allocate(self, buffer: ir.Buffer, zero_init: bool) -> None:
         shape = (*self.ranks.shape, *buffer.shape)
         fill = jnp.zeros if zero_init else _poison
         value = fill(shape, buffer.dtype)
@@ -180,7 +160,7 @@ class _Interpreter(Machine):
     def owner(self, name: str) -> str:
         return self.aliases[name].owner if name in self.aliases else name
 
-    def select(self, stmt: Select) -> None:
+    def select(self, stmt: ir.Select) -> None:
         source, size = stmt.source.name, self.static(stmt.size)
         index = self.value(stmt.index)
         self.aliases[stmt.out.name] = _Alias(
@@ -225,7 +205,7 @@ class _Interpreter(Machine):
 
     # --- Work ----------------------------------------------------------------- #
 
-    def compute(self, stmt: Compute) -> None:
+    def compute(self, stmt: ir.Compute) -> None:
         chunk = stmt.chunk
         size = self.static(chunk.size) if chunk else 0
         extent, groups = (chunk.extent, chunk.groups) if chunk else (0, 1)
@@ -244,7 +224,7 @@ class _Interpreter(Machine):
         known = memory.written or memory.zero_init
         return not known and not any(overlap(region, w) for w in memory.writes)
 
-    def communicate(self, stmt: Communicate) -> None:
+    def communicate(self, stmt: ir.Communicate) -> None:
         root = 0 if stmt.root is None else self.static(stmt.root)
         shift = 0 if stmt.shift is None else self.static(stmt.shift)
         step = steps.communicate(self.mesh, stmt, root, shift)
@@ -259,20 +239,20 @@ class _Interpreter(Machine):
 
     # --- Control -------------------------------------------------------------- #
 
-    def loop(self, stmt: For) -> None:
+    def loop(self, stmt: ir.For) -> None:
         for value in range(stmt.extent):
             with self.iteration(stmt, value):
                 self.scoped(stmt.body)
 
-    def scoped(self, body: Sequence[Stmt]) -> None:
+    def scoped(self, body: Sequence[ir.Stmt]) -> None:
         memories, aliases = set(self.memories), set(self.aliases)
         self.body(body)
         self.memories = {n: m for n, m in self.memories.items() if n in memories}
         self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
 
-    def branch(self, stmt: If) -> None:
+    def branch(self, stmt: ir.If) -> None:
         """Run the branch that all take; where devices differ, both, and choose."""
-        if isinstance(stmt.predicate, Buffer):
+        if isinstance(stmt.predicate, ir.Buffer):
             predicate = self.read(stmt.predicate.name)
         elif isinstance(value := self.value(stmt.predicate), int):
             self.body(stmt.then if value else stmt.otherwise)
@@ -287,7 +267,9 @@ class _Interpreter(Machine):
                 chosen = steps.choose(self.mesh)(predicate, then[name], otherwise[name])
                 self.memories[name].value = chosen
 
-    def outcome(self, body: Sequence[Stmt], before: dict[str, Any]) -> dict[str, Any]:
+    def outcome(
+        self, body: Sequence[ir.Stmt], before: dict[str, Any]
+    ) -> dict[str, Any]:
         """What the memories hold after `body`; they are put back."""
         self.scoped(body)
         after = {name: self.memories[name].value for name in before}

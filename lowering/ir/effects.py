@@ -4,79 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Communicate,
-    Compute,
-    Deallocate,
-    For,
-    If,
-    Recv,
-    Reshard,
-    Select,
-    Send,
-    Set,
-    Stmt,
-    walk,
-)
+from jhost.lowering.ir import statements as ir
 
 
-def touched(stmt: Stmt) -> tuple[list[Buffer], list[Buffer]]:
+def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
     match stmt:
-        case Compute(ins=ins, outs=outs, reducer=reducer):
+        case ir.Compute(ins=ins, outs=outs, reducer=reducer):
             return [*ins, *(outs if reducer else ())], [*outs]
-        case Set() | Reshard() | Select() | Communicate():
+        case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
-        case Allocate(buffer=buffer) | Recv(buffer=buffer):
+        case ir.Allocate(buffer=buffer) | ir.Recv(buffer=buffer):
             return [], [buffer]
-        case Send(buffer=buffer) | Deallocate(buffer=buffer):
+        case ir.Send(buffer=buffer) | ir.Deallocate(buffer=buffer):
             return [buffer], []
-        case For(body=body):
+        case ir.For(body=body):
             return _touched_by_all(body)
-        case If(predicate=predicate, then=then, otherwise=otherwise):
+        case ir.If(predicate=predicate, then=then, otherwise=otherwise):
             reads, writes = _touched_by_all((*then, *otherwise))
             return [
-                *([predicate] if isinstance(predicate, Buffer) else ()),
+                *([predicate] if isinstance(predicate, ir.Buffer) else ()),
                 *reads,
             ], writes
         case _:
             return [], []
 
 
-def _touched_by_all(body: Sequence[Stmt]) -> tuple[list[Buffer], list[Buffer]]:
+def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """What a loop or branch touches outside: writing an alias writes its source."""
     aliases = Aliases(body)
-    reads: list[Buffer] = []
-    writes: list[Buffer] = []
+    reads: list[ir.Buffer] = []
+    writes: list[ir.Buffer] = []
     for stmt in body:
-        if not isinstance(stmt, Select):
+        if not isinstance(stmt, ir.Select):
             inner_reads, inner_writes = touched(stmt)
             reads += map(aliases.memory, inner_reads)
             writes += map(aliases.memory, inner_writes)
     return reads, writes
 
 
-def written(stmt: Stmt) -> list[Buffer]:
+def written(stmt: ir.Stmt) -> list[ir.Buffer]:
     """The buffers that a statement, not counting those it holds, makes or writes."""
-    return [] if isinstance(stmt, For | If) else touched(stmt)[1]
+    return [] if isinstance(stmt, ir.For | ir.If) else touched(stmt)[1]
 
 
 class Aliases:
     """The aliases that some statements make, and what they are parts of."""
 
-    def __init__(self, body: Iterable[Stmt]) -> None:
-        selects = (stmt for stmt in walk(tuple(body)) if isinstance(stmt, Select))
+    def __init__(self, body: Iterable[ir.Stmt]) -> None:
+        selects = (stmt for stmt in ir.walk(tuple(body)) if isinstance(stmt, ir.Select))
         self.selects = {select.out.name: select for select in selects}
 
-    def through(self, name: str) -> Iterator[Select]:
+    def through(self, name: str) -> Iterator[ir.Select]:
         """The `Select`s by which a name reaches memory, its own first."""
         while (select := self.selects.get(name)) is not None:
             yield select
             name = select.source.name
 
-    def memory(self, buffer: Buffer) -> Buffer:
+    def memory(self, buffer: ir.Buffer) -> ir.Buffer:
         """The buffer that `buffer` is a part of, which may be itself."""
         for select in self.through(buffer.name):
             buffer = select.source

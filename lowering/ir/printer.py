@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.layout import spec_text
 from jhost.lowering.ir.marks import (
@@ -23,32 +24,6 @@ from jhost.lowering.ir.marks import (
     SerialMark,
     StreamChoice,
     StreamRequest,
-)
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Chunk,
-    Communicate,
-    Compute,
-    Deallocate,
-    Dim,
-    EndCoalescing,
-    For,
-    GetCurrentStream,
-    If,
-    Recv,
-    Reshard,
-    Select,
-    Send,
-    Set,
-    SetCurrentStream,
-    StartCoalescing,
-    Stmt,
-    Stream,
-    Synchronize,
-    Unit,
-    Wait,
-    walk,
 )
 from jhost.lowering.rules.dim_rule import shape_of
 
@@ -76,10 +51,10 @@ _SHOWN_PARAMS = (
 
 def program_lines(
     header: str,
-    params: Sequence[Buffer],
+    params: Sequence[ir.Buffer],
     marks: Sequence[Mark],
-    body: tuple[Stmt, ...],
-    results: Sequence[Buffer],
+    body: tuple[ir.Stmt, ...],
+    results: Sequence[ir.Buffer],
 ) -> Iterator[str]:
     """Those of a whole program: marks, statements, results, and its larger units."""
     yield header
@@ -93,47 +68,47 @@ def program_lines(
         yield from _unit_lines(unit)
 
 
-def statement_text(stmt: Stmt, known: Collection[str]) -> str:
+def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
     """One statement on one line; `known` are the buffers that exist before it."""
     match stmt:
-        case Allocate(buffer=buffer, zero_init=zero_init):
+        case ir.Allocate(buffer=buffer, zero_init=zero_init):
             return f"{_typed(buffer)} = Allocate({'zero_init' if zero_init else ''})"
-        case Deallocate(buffer=buffer):
+        case ir.Deallocate(buffer=buffer):
             return f"Deallocate({buffer.name})"
-        case Select():
+        case ir.Select():
             return f"{_typed(stmt.out)} = Select({', '.join(_select_parts(stmt))})"
-        case Set(out=out, source=source):
+        case ir.Set(out=out, source=source):
             return f"{_target([out], known)} Set({source.name})"
-        case Reshard(out=out, source=source):
+        case ir.Reshard(out=out, source=source):
             return f"{_target([out], known)} Reshard({source.name})"
-        case Compute():
+        case ir.Compute():
             return _compute_text(stmt, known)
-        case Communicate():
+        case ir.Communicate():
             return _communicate_text(stmt, known)
-        case Send(buffer=buffer, axis=axis, peer=peer):
+        case ir.Send(buffer=buffer, axis=axis, peer=peer):
             return f"Send({buffer.name}, to={peer}, axis={axis})"
-        case Recv(buffer=buffer, axis=axis, peer=peer):
+        case ir.Recv(buffer=buffer, axis=axis, peer=peer):
             return f"{_target([buffer], known)} Recv(from={peer}, axis={axis})"
-        case StartCoalescing():
+        case ir.StartCoalescing():
             return "StartCoalescing()"
-        case EndCoalescing(name=name):
+        case ir.EndCoalescing(name=name):
             return f"EndCoalescing() as {name}"
-        case Wait(communication=name):
+        case ir.Wait(communication=name):
             return f"Wait({name})"
-        case GetCurrentStream(stream=stream):
+        case ir.GetCurrentStream(stream=stream):
             return f"{stream_text(stream)} = GetCurrentStream()"
-        case SetCurrentStream(stream=stream):
+        case ir.SetCurrentStream(stream=stream):
             return f"SetCurrentStream({stream_text(stream)})"
-        case Synchronize(stream=stream):
+        case ir.Synchronize(stream=stream):
             return f"Synchronize({stream_text(stream)})"
-        case For(index=index, extent=extent):
+        case ir.For(index=index, extent=extent):
             return f"for {index} in range({extent}):"
-        case If(predicate=predicate):
-            shown = predicate.name if isinstance(predicate, Buffer) else predicate
+        case ir.If(predicate=predicate):
+            shown = predicate.name if isinstance(predicate, ir.Buffer) else predicate
             return f"if {shown}:"
 
 
-def type_text(buffer: Buffer) -> str:
+def type_text(buffer: ir.Buffer) -> str:
     """The type of a buffer, as `f32[2@tp, 4]`."""
     dims = zip(buffer.shape, buffer.dims, strict=True)
     text = f"{_dtype_text(buffer.dtype)}[{', '.join(_dim_text(n, d) for n, d in dims)}]"
@@ -143,7 +118,7 @@ def type_text(buffer: Buffer) -> str:
     return text
 
 
-def stream_text(stream: Stream) -> str:
+def stream_text(stream: ir.Stream) -> str:
     """A stream by its name, or by the number it has at run time."""
     return stream.name or f"stream[{stream.index}]"
 
@@ -151,30 +126,30 @@ def stream_text(stream: Stream) -> str:
 # --- Statements --------------------------------------------------------------- #
 
 
-def _body_lines(body: Sequence[Stmt], known: set[str], indent: str) -> Iterator[str]:
+def _body_lines(body: Sequence[ir.Stmt], known: set[str], indent: str) -> Iterator[str]:
     for stmt in body:
-        if isinstance(stmt, EndCoalescing):
+        if isinstance(stmt, ir.EndCoalescing):
             indent = indent.removesuffix(INDENT)
         yield indent + statement_text(stmt, known)
         known |= {buffer.name for buffer in written(stmt)}
         inner = indent + INDENT
         match stmt:
-            case For(body=loop_body):
+            case ir.For(body=loop_body):
                 yield from _body_lines(loop_body, set(known), inner)
-            case If(then=then, otherwise=otherwise):
+            case ir.If(then=then, otherwise=otherwise):
                 yield from _body_lines(then, set(known), inner)
                 if otherwise:
                     yield f"{indent}else:"
                     yield from _body_lines(otherwise, set(known), inner)
                 # A branch that all devices take makes what is used after it.
                 known |= {b.name for s in (*then, *otherwise) for b in written(s)}
-            case StartCoalescing():
+            case ir.StartCoalescing():
                 indent = inner
             case _:
                 pass
 
 
-def _select_parts(stmt: Select) -> Iterator[str]:
+def _select_parts(stmt: ir.Select) -> Iterator[str]:
     yield stmt.source.name
     yield f"dim={stmt.dim}"
     yield f"index={stmt.index}"
@@ -185,7 +160,7 @@ def _select_parts(stmt: Select) -> Iterator[str]:
         yield "drop"
 
 
-def _compute_text(stmt: Compute, known: Collection[str]) -> str:
+def _compute_text(stmt: ir.Compute, known: Collection[str]) -> str:
     ins = [buffer.name for buffer in stmt.ins]
     # A program that breaks this is printed all the same: the verifier's note.
     if _is_inline(stmt.unit) and len(ins) == len(stmt.unit.invars):
@@ -197,13 +172,13 @@ def _compute_text(stmt: Compute, known: Collection[str]) -> str:
     return f"{target} {call}{_chunk_text(stmt.chunk) if stmt.chunk else ''}"
 
 
-def _chunk_text(chunk: Chunk) -> str:
+def _chunk_text(chunk: ir.Chunk) -> str:
     # The size shows in the types.
     text = f" at {chunk.start} of {chunk.extent}"
     return f"{text} in {chunk.groups} groups" if chunk.groups > 1 else text
 
 
-def _communicate_text(stmt: Communicate, known: Collection[str]) -> str:
+def _communicate_text(stmt: ir.Communicate, known: Collection[str]) -> str:
     parts = [stmt.source.name]
     for name in ("dim", "source_dim", "reducer", "root", "shift"):
         value = getattr(stmt, name)
@@ -215,7 +190,7 @@ def _communicate_text(stmt: Communicate, known: Collection[str]) -> str:
 
 
 def _target(
-    outs: Sequence[Buffer], known: Collection[str], combine: str | None = None
+    outs: Sequence[ir.Buffer], known: Collection[str], combine: str | None = None
 ) -> str:
     """The left side: new buffers with their types, others by their names."""
     names = [b.name if b.name in known else _typed(b) for b in outs]
@@ -238,17 +213,17 @@ def _mark_text(mark: Mark) -> str:
 # --- Units -------------------------------------------------------------------- #
 
 
-def _is_inline(unit: Unit) -> bool:
+def _is_inline(unit: ir.Unit) -> bool:
     """Whether a unit is one equation, which then stands in its statement."""
     return len(unit.eqns) == 1 and tuple(unit.eqns[0].eqn.outvars) == unit.outvars
 
 
-def _shared_units(body: tuple[Stmt, ...]) -> list[Unit]:
-    units = [stmt.unit for stmt in walk(body) if isinstance(stmt, Compute)]
+def _shared_units(body: tuple[ir.Stmt, ...]) -> list[ir.Unit]:
+    units = [stmt.unit for stmt in ir.walk(body) if isinstance(stmt, ir.Compute)]
     return list({unit.name: unit for unit in units if not _is_inline(unit)}.values())
 
 
-def _unit_lines(unit: Unit) -> Iterator[str]:
+def _unit_lines(unit: ir.Unit) -> Iterator[str]:
     fresh = _letters()
     names = {var: next(fresh) for var in unit.invars}
     params = [f"{names[var]}: {_aval_text(var)}" for var in unit.invars]
@@ -290,11 +265,11 @@ def _letters() -> Iterator[str]:
 # --- Types -------------------------------------------------------------------- #
 
 
-def _typed(buffer: Buffer) -> str:
+def _typed(buffer: ir.Buffer) -> str:
     return f"{buffer.name}: {type_text(buffer)}"
 
 
-def _names(buffers: Sequence[Buffer]) -> str:
+def _names(buffers: Sequence[ir.Buffer]) -> str:
     return ", ".join(buffer.name for buffer in buffers)
 
 
@@ -303,7 +278,7 @@ def mesh_text(mesh: AbstractMesh) -> str:
     return f" on {', '.join(axes)}" if axes else ""
 
 
-def _dim_text(size: int, dim: Dim) -> str:
+def _dim_text(size: int, dim: ir.Dim) -> str:
     axes = dim.axes[0] if len(dim.axes) == 1 else f"({', '.join(dim.axes)})"
     stream = f"~{dim.stream}" if dim.stream else ""
     return f"{size}@{axes}{stream}" if dim.axes else f"{size}{stream}"

@@ -10,22 +10,11 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.names import buffer_names
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Communicate,
-    Compute,
-    EndCoalescing,
-    Recv,
-    Send,
-    Set,
-    StartCoalescing,
-    Stmt,
-    walk,
-)
 
 _SCOPE = re.compile(r"\bhost_ir\.(\d+)((?:\[\d+\])*)\.")
 
@@ -42,12 +31,14 @@ class Scopes:
     """The scopes of a program's statements."""
 
     def __init__(self, program: Program) -> None:
-        self._places = {id(stmt): n for n, stmt in enumerate(walk(program.body))}
-        self.results = f"host_ir.{len(list(walk(program.body)))}.return"
+        self._places = {id(stmt): n for n, stmt in enumerate(ir.walk(program.body))}
+        self.results = f"host_ir.{len(list(ir.walk(program.body)))}.return"
 
-    def name(self, stmt: Stmt, iterations: Sequence[int]) -> str:
+    def name(self, stmt: ir.Stmt, iterations: Sequence[int]) -> str:
         """What `stmt` is emitted under in these iterations; "" if it only orders."""
-        if not isinstance(stmt, Allocate | Set | Compute | Communicate | EndCoalescing):
+        if not isinstance(
+            stmt, ir.Allocate | ir.Set | ir.Compute | ir.Communicate | ir.EndCoalescing
+        ):
             return ""
         name, *_ = _names(stmt)
         indices = "".join(f"[{i}]" for i in iterations)
@@ -70,22 +61,22 @@ def statement_texts(program: Program) -> tuple[str, ...]:
     """
     results = ", ".join(buffer.name for buffer in program.results)
     known = buffer_names(program)
-    return (*_texts(walk(program.body), known), f"return {results}")
+    return (*_texts(ir.walk(program.body), known), f"return {results}")
 
 
-def _texts(stmts: Iterator[Stmt], known: set[str]) -> Iterator[str]:
+def _texts(stmts: Iterator[ir.Stmt], known: set[str]) -> Iterator[str]:
     group: list[str] = []
     for stmt in stmts:
         text = statement_text(stmt, known)
-        if isinstance(stmt, StartCoalescing):
+        if isinstance(stmt, ir.StartCoalescing):
             group = []
-        elif isinstance(stmt, Send | Recv):
+        elif isinstance(stmt, ir.Send | ir.Recv):
             group.append(text)
-        yield "; ".join(group) if isinstance(stmt, EndCoalescing) else text
+        yield "; ".join(group) if isinstance(stmt, ir.EndCoalescing) else text
 
 
-def _names(stmt: Stmt) -> Sequence[str]:
+def _names(stmt: ir.Stmt) -> Sequence[str]:
     """What a statement makes; a group of transfers has a name of its own."""
-    if isinstance(stmt, EndCoalescing):
+    if isinstance(stmt, ir.EndCoalescing):
         return [stmt.name]
     return [buffer.name for buffer in written(stmt)] or ["nothing"]

@@ -8,19 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import dims_of, layout_of
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Communicate,
-    Reshard,
-    Select,
-    Set,
-    Stmt,
-    Wait,
-)
 from jhost.lowering.layouts.reshard import Step, plan_reshard
 from jhost.lowering.rules.dim_rule import axes_size
 
@@ -43,20 +35,20 @@ class _Converter:
         self.names = Names.of(program)
         self.results = {result.name for result in program.results}
 
-    def convert(self, stmt: Stmt) -> list[Stmt]:
-        if not isinstance(stmt, Reshard):
+    def convert(self, stmt: ir.Stmt) -> list[ir.Stmt]:
+        if not isinstance(stmt, ir.Reshard):
             return [stmt]
         source, out = stmt.source, stmt.out
         have, want = layout_of(source), layout_of(out)
         plan = plan_reshard(have, want, source.partial, self.mesh)
-        statements: list[Stmt] = [] if plan else [Set(out=out, source=source)]
+        statements: list[ir.Stmt] = [] if plan else [ir.Set(out=out, source=source)]
         for number, step in enumerate(plan):
             target = out if number == len(plan) - 1 else self.after(step, source, out)
             statements += self.statements(step, source, target)
             source = target
         return statements
 
-    def after(self, step: Step, source: Buffer, out: Buffer) -> Buffer:
+    def after(self, step: Step, source: ir.Buffer, out: ir.Buffer) -> ir.Buffer:
         """A buffer for what `step` makes of `source`, on the way to `out`."""
         shape = list(source.shape)
         devices = axes_size(step.axes, self.mesh)
@@ -74,7 +66,9 @@ class _Converter:
             partial=step.partial,
         )
 
-    def statements(self, step: Step, source: Buffer, out: Buffer) -> list[Stmt]:
+    def statements(
+        self, step: Step, source: ir.Buffer, out: ir.Buffer
+    ) -> list[ir.Stmt]:
         if step.kind == "Select":
             assert step.dim is not None
             size = out.shape[step.dim]
@@ -84,15 +78,15 @@ class _Converter:
                 alias = dataclasses.replace(
                     out, name=self.names.fresh(f"{out.name}_part")
                 )
-            select = Select(
+            select = ir.Select(
                 out=alias,
                 source=source,
                 dim=step.dim,
                 index=linear_rank(step.axes, self.mesh) * size,
                 size=Constant(size),
             )
-            return [select] if alias is out else [select, Set(out=out, source=alias)]
-        communicate = Communicate(
+            return [select] if alias is out else [select, ir.Set(out=out, source=alias)]
+        communicate = ir.Communicate(
             name=self.names.fresh("c"),
             kind=step.kind,
             out=out,
@@ -102,4 +96,4 @@ class _Converter:
             source_dim=step.source_dim,
             reducer=step.reducer,
         )
-        return [communicate, Wait(communication=communicate.name)]
+        return [communicate, ir.Wait(communication=communicate.name)]

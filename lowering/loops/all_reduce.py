@@ -12,20 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Chunk,
-    Communicate,
-    Compute,
-    For,
-    GetCurrentStream,
-    Stmt,
-    Stream,
-    Synchronize,
-    UnitEqn,
-)
 from jhost.lowering.loops.chunk import MAIN, Work
 from jhost.lowering.loops.collective import INDEX, on_stream
 from jhost.lowering.loops.legality import Pipelining
@@ -46,9 +35,9 @@ class AllReduceLoop(P2PLoop):
         self.others = self.devices - 1
         self.used = min(self.streams, self.others * self.pieces)
 
-    def statements(self) -> list[Stmt]:
+    def statements(self) -> list[ir.Stmt]:
         head, tail = self.split(pieces=1)
-        own: dict[tuple[str, Access], Buffer] = {}
+        own: dict[tuple[str, Access], ir.Buffer] = {}
         first = self.segment(head, Constant(0), PIECE, own)
         steps = self.segment(self.group, INDEX + 1, PIECE, {})
         last = self.segment(tail, Constant(0), PIECE, own)
@@ -56,53 +45,53 @@ class AllReduceLoop(P2PLoop):
             *self.on_own_stream(first),
             self.work_with_others(steps),
             *self.on_own_stream(last),
-            Synchronize(stream=OWN),
+            ir.Synchronize(stream=OWN),
             *self.totals(),
             *self.segment(self.back, Constant(0), PIECE, {}),
             self.send_back(),
         )
         return [
             *self.before,
-            GetCurrentStream(stream=MAIN),
+            ir.GetCurrentStream(stream=MAIN),
             self.start(),
-            *self.on_own_stream([Synchronize(stream=MAIN)]),
-            For(index=PIECE.name, extent=self.pieces, body=work),
-            For(
+            *self.on_own_stream([ir.Synchronize(stream=MAIN)]),
+            ir.For(index=PIECE.name, extent=self.pieces, body=work),
+            ir.For(
                 index=INDEX.name,
                 extent=self.others,
-                body=(Synchronize(stream=self.way_back),),
+                body=(ir.Synchronize(stream=self.way_back),),
             ),
             *self.after,
         ]
 
     # --- Streams -------------------------------------------------------------- #
 
-    def start(self) -> For:
+    def start(self) -> ir.For:
         """The streams of the steps wait for what is before the loop."""
-        body = on_stream(Stream(index=INDEX), [Synchronize(stream=MAIN)])
-        return For(index=INDEX.name, extent=self.used, body=body)
+        body = on_stream(ir.Stream(index=INDEX), [ir.Synchronize(stream=MAIN)])
+        return ir.For(index=INDEX.name, extent=self.used, body=body)
 
-    def work_with_others(self, body: list[Stmt]) -> For:
+    def work_with_others(self, body: list[ir.Stmt]) -> ir.For:
         """The steps of a piece, which take turns on streams, and are waited for."""
         number: Index = PIECE * self.others + INDEX
-        stream = Stream(index=number % self.used)
-        turn = (*on_stream(stream, body), Synchronize(stream=stream))
-        return For(index=INDEX.name, extent=self.others, body=turn)
+        stream = ir.Stream(index=number % self.used)
+        turn = (*on_stream(stream, body), ir.Synchronize(stream=stream))
+        return ir.For(index=INDEX.name, extent=self.others, body=turn)
 
-    def send_back(self) -> For:
+    def send_back(self) -> ir.For:
         """A piece's total to the others, on streams that no computation is on."""
         body = self.segment(self.back, INDEX + 1, PIECE, {})
-        sent = on_stream(self.way_back, [Synchronize(stream=MAIN), *body])
-        return For(index=INDEX.name, extent=self.others, body=sent)
+        sent = on_stream(self.way_back, [ir.Synchronize(stream=MAIN), *body])
+        return ir.For(index=INDEX.name, extent=self.others, body=sent)
 
     @property
-    def way_back(self) -> Stream:
+    def way_back(self) -> ir.Stream:
         """The stream for one of the others, beyond those of the steps."""
-        return Stream(index=INDEX + self.used)
+        return ir.Stream(index=INDEX + self.used)
 
     # --- Totals --------------------------------------------------------------- #
 
-    def total(self, stmt: Communicate) -> None:
+    def total(self, stmt: ir.Communicate) -> None:
         """Append the sum of the terms of the piece at hand."""
         assert stmt.dim is not None
         self.allocate(stmt.out)
@@ -110,18 +99,18 @@ class AllReduceLoop(P2PLoop):
         steps = [self.slot(terms, Constant(k)) for k in range(self.devices)]
         ins = tuple(self.piece_of(term, stmt) for term in steps)
         window, unit = self.window(1), self.unit_of_total(stmt)
-        compute = Compute(
+        compute = ir.Compute(
             unit=dataclasses.replace(
                 unit, eqns=tuple(_along(eqn, stmt.dim) for eqn in unit.eqns)
             ),
             ins=ins,
             outs=(self.piece_of(stmt.out, stmt),),
-            chunk=Chunk(start=window.start, size=window.size, extent=window.extent),
+            chunk=ir.Chunk(start=window.start, size=window.size, extent=window.extent),
         )
         self.body.append(compute)
 
 
-def _along(unit_eqn: UnitEqn, dim: int) -> UnitEqn:
+def _along(unit_eqn: ir.UnitEqn, dim: int) -> ir.UnitEqn:
     """An elementwise equation, to work on chunks of that dim."""
     (result,) = unit_eqn.rule.results
     mapped = result[dim]
@@ -172,6 +161,6 @@ def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _contracts(node: Node) -> bool:
-    if not isinstance(node.stmt, Compute):
+    if not isinstance(node.stmt, ir.Compute):
         return False
     return any(eqn.rule.contracts for eqn in node.stmt.unit.eqns)

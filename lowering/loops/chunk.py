@@ -14,26 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Chunk,
-    Communicate,
-    Compute,
-    Dim,
-    Select,
-    Set,
-    Stmt,
-    Stream,
-)
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.streams.parts import Access, Part
 from jhost.lowering.units.make import unit_of
 
-MAIN = Stream(name="main")
+MAIN = ir.Stream(name="main")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +47,7 @@ class Work:
     def part(self, node: Node) -> Part:
         return self.parts[id(node)]
 
-    def leaves(self, buffer: Buffer) -> bool:
+    def leaves(self, buffer: ir.Buffer) -> bool:
         """Whether anything outside of the loop reads `buffer`."""
         inside = {id(node) for node in self.nodes}
         return any(reader not in inside for reader in self.readers.get(buffer.name, ()))
@@ -88,15 +77,15 @@ class ChunkLoop(abc.ABC):
     def __init__(self, work: Work) -> None:
         self.work = work
         self.stream = work.stream
-        self.filled: dict[str, Buffer] = {}
-        self.before: list[Stmt] = []
-        self.body: list[Stmt] = []
-        self.after: list[Stmt] = []
-        self.chunks: dict[tuple[str, Access], Buffer] = {}
-        self.sums: dict[str, Buffer] = {}
+        self.filled: dict[str, ir.Buffer] = {}
+        self.before: list[ir.Stmt] = []
+        self.body: list[ir.Stmt] = []
+        self.after: list[ir.Stmt] = []
+        self.chunks: dict[tuple[str, Access], ir.Buffer] = {}
+        self.sums: dict[str, ir.Buffer] = {}
 
     @abc.abstractmethod
-    def statements(self) -> list[Stmt]:
+    def statements(self) -> list[ir.Stmt]:
         """The whole loop, from its allocations to what follows it."""
 
     @abc.abstractmethod
@@ -104,7 +93,7 @@ class ChunkLoop(abc.ABC):
         """The chunk of a dim of that many groups, in this iteration."""
 
     @abc.abstractmethod
-    def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
+    def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """Append a communication of a chunk."""
 
     # --- Statements ----------------------------------------------------------- #
@@ -114,19 +103,19 @@ class ChunkLoop(abc.ABC):
         part = self.work.part(node)
         ins = [self.read(b, part.reads.get(i)) for i, b in enumerate(node.reads)]
         match node.stmt:
-            case Compute() as stmt:
+            case ir.Compute() as stmt:
                 self.compute(node, stmt, ins)
-            case Set():
+            case ir.Set():
                 out = self.write(node.writes[0], part.writes[0])
-                self.body.append(Set(out=out, source=ins[0]))
-            case Communicate() as stmt:
+                self.body.append(ir.Set(out=out, source=ins[0]))
+            case ir.Communicate() as stmt:
                 self.communicate(node, stmt, ins[0])
-            case Select() as stmt:
+            case ir.Select() as stmt:
                 self.part_by_rank(stmt, ins[0], part.writes[0])
             case _:
                 raise AssertionError(f"{node.stmt} has no part in a stream")
 
-    def compute(self, node: Node, stmt: Compute, ins: Sequence[Buffer]) -> None:
+    def compute(self, node: Node, stmt: ir.Compute, ins: Sequence[ir.Buffer]) -> None:
         """A computation on a chunk; into a sum where the streamed factor is reduced."""
         part = self.work.part(node)
         (unit_eqn,) = stmt.unit.eqns
@@ -140,11 +129,11 @@ class ChunkLoop(abc.ABC):
             unit_eqn = dataclasses.replace(unit_eqn, accumulator=outs[0].dtype)
         window = self.window(int(part.groups))
         self.body.append(
-            Compute(
+            ir.Compute(
                 unit=dataclasses.replace(stmt.unit, eqns=(unit_eqn,)),
                 ins=tuple(ins),
                 outs=tuple(outs),
-                chunk=Chunk(
+                chunk=ir.Chunk(
                     start=window.start,
                     size=window.size,
                     extent=window.extent,
@@ -154,17 +143,17 @@ class ChunkLoop(abc.ABC):
             )
         )
 
-    def part_by_rank(self, stmt: Select, source: Buffer, access: Access) -> None:
+    def part_by_rank(self, stmt: ir.Select, source: ir.Buffer, access: Access) -> None:
         """An alias of a chunk; what leaves the loop is copied out of it."""
         alias = self.chunk(stmt.out, access)
         self.body.append(dataclasses.replace(stmt, out=alias, source=source))
         if self.work.leaves(stmt.out):
             out = self.write(stmt.out, access)
-            self.body.append(Set(out=out, source=alias))
+            self.body.append(ir.Set(out=out, source=alias))
 
     # --- Buffers -------------------------------------------------------------- #
 
-    def read(self, buffer: Buffer, access: Access | None) -> Buffer:
+    def read(self, buffer: ir.Buffer, access: Access | None) -> ir.Buffer:
         """What an operand is in an iteration: whole, a chunk made here, or an alias."""
         if access is None:
             return buffer
@@ -172,7 +161,7 @@ class ChunkLoop(abc.ABC):
             self.select(buffer, access)
         return self.chunks[buffer.name, access]
 
-    def write(self, buffer: Buffer, access: Access) -> Buffer:
+    def write(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         """Where a result goes: an alias of its whole, or a chunk that stays here."""
         if not self.work.leaves(buffer):
             return self.chunk(buffer, access)
@@ -181,12 +170,12 @@ class ChunkLoop(abc.ABC):
         self.allocate(whole)
         return self.select(buffer, access)
 
-    def allocate(self, buffer: Buffer) -> None:
+    def allocate(self, buffer: ir.Buffer) -> None:
         """Make `buffer` exist before the loop, once."""
-        if Allocate(buffer=buffer) not in self.before:
-            self.before.append(Allocate(buffer=buffer))
+        if ir.Allocate(buffer=buffer) not in self.before:
+            self.before.append(ir.Allocate(buffer=buffer))
 
-    def chunk(self, buffer: Buffer, access: Access) -> Buffer:
+    def chunk(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         """A buffer for this iteration's chunk of `buffer`."""
         window = self.window(int(access.groups))
         shape = list(buffer.shape)
@@ -199,12 +188,12 @@ class ChunkLoop(abc.ABC):
         self.chunks[buffer.name, access] = chunk
         return chunk
 
-    def select(self, buffer: Buffer, access: Access) -> Buffer:
+    def select(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         """An alias of this iteration's chunk of `buffer`, which stands outside."""
         out = self.chunk(buffer, access)
         window = self.window(int(access.groups))
         scale = _scale(buffer, access, window)
-        select = Select(
+        select = ir.Select(
             out=out,
             source=buffer,
             dim=access.dim,
@@ -215,7 +204,7 @@ class ChunkLoop(abc.ABC):
         self.body.append(select)
         return out
 
-    def accumulator(self, buffer: Buffer, is_sum: bool) -> Buffer:
+    def accumulator(self, buffer: ir.Buffer, is_sum: bool) -> ir.Buffer:
         """Where the chunks of a reduced result come together, wide enough for a sum."""
         if not is_sum or not is_narrow(buffer):
             self.allocate(buffer)
@@ -230,23 +219,23 @@ class ChunkLoop(abc.ABC):
             lambda x: lax.convert_element_type(x, buffer.dtype),
             jax.ShapeDtypeStruct(wide.shape, wide.dtype),
         )
-        self.after.append(Compute(unit=unit, ins=(wide,), outs=(buffer,)))
+        self.after.append(ir.Compute(unit=unit, ins=(wide,), outs=(buffer,)))
         self.sums[buffer.name] = wide
         return wide
 
 
-def with_stream(buffer: Buffer, dim: int, stream: str) -> Buffer:
+def with_stream(buffer: ir.Buffer, dim: int, stream: str) -> ir.Buffer:
     """`buffer`, shown as cut into chunks along `dim`."""
     dims = list(buffer.dims)
-    dims[dim] = Dim(axes=dims[dim].axes, stream=stream)
+    dims[dim] = ir.Dim(axes=dims[dim].axes, stream=stream)
     return dataclasses.replace(buffer, dims=tuple(dims))
 
 
-def is_narrow(buffer: Buffer) -> bool:
+def is_narrow(buffer: ir.Buffer) -> bool:
     """Whether sums of this type lose digits that float32 keeps."""
     return jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
 
 
-def _scale(buffer: Buffer, access: Access, window: Window) -> int:
+def _scale(buffer: ir.Buffer, access: Access, window: Window) -> int:
     """The elements of the dim that one step stands for."""
     return buffer.shape[access.dim] // (window.groups * window.extent)

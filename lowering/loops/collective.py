@@ -10,18 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Communicate,
-    For,
-    GetCurrentStream,
-    SetCurrentStream,
-    Stmt,
-    Stream,
-    Synchronize,
-)
 from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Window, Work
 
 INDEX = LoopIndex("i")
@@ -36,18 +27,18 @@ class CollectiveLoop(ChunkLoop):
         self.steps = -(-self.extent // work.choice.chunks)
         self.count = -(-self.extent // self.steps)
 
-    def statements(self) -> list[Stmt]:
+    def statements(self) -> list[ir.Stmt]:
         for node in self.work.nodes:
             self.node(node)
         wait, work = turns(self.body, self.count, self.work.streams)
-        return [*self.before, GetCurrentStream(stream=MAIN), wait, work, *self.after]
+        return [*self.before, ir.GetCurrentStream(stream=MAIN), wait, work, *self.after]
 
     def window(self, groups: int) -> Window:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
         return Window(start, size, self.steps, self.extent, groups)
 
-    def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
+    def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """The same collective, on a chunk."""
         out = self.write(node.writes[0], self.work.part(node).writes[0])
         chunked = dataclasses.replace(stmt, out=out, source=source)
@@ -61,22 +52,22 @@ def chunk_size(extent: int, steps: int, number: Index) -> Index:
     return minimum(steps, extent - number * steps)
 
 
-def turns(body: list[Stmt], count: int, streams: int) -> tuple[For, For]:
+def turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
     """`body` in `count` iterations that take turns on streams, after the wait for MAIN.
 
     The wait is a loop of its own: inside the one that works it lets nothing overlap.
     """
     used = min(count, streams)
-    stream = Stream(index=INDEX % used if used < count else INDEX)
-    wait = on_stream(stream, [Synchronize(stream=MAIN)])
-    work = (*on_stream(stream, body), Synchronize(stream=stream))
+    stream = ir.Stream(index=INDEX % used if used < count else INDEX)
+    wait = on_stream(stream, [ir.Synchronize(stream=MAIN)])
+    work = (*on_stream(stream, body), ir.Synchronize(stream=stream))
     return (
-        For(index=INDEX.name, extent=used, body=wait),
-        For(index=INDEX.name, extent=count, body=work),
+        ir.For(index=INDEX.name, extent=used, body=wait),
+        ir.For(index=INDEX.name, extent=count, body=work),
     )
 
 
-def on_stream(stream: Stream, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+def on_stream(stream: ir.Stream, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
     """`body` on `stream`, then back to MAIN."""
-    leave = SetCurrentStream(stream=MAIN)
-    return (SetCurrentStream(stream=stream), *body, leave)
+    leave = ir.SetCurrentStream(stream=MAIN)
+    return (ir.SetCurrentStream(stream=stream), *body, leave)

@@ -18,23 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Communicate,
-    Compute,
-    Dim,
-    For,
-    GetCurrentStream,
-    Select,
-    Set,
-    Stmt,
-    Stream,
-    Synchronize,
-    Unit,
-    Wait,
-)
 from jhost.lowering.loops.chunk import (
     MAIN,
     ChunkLoop,
@@ -47,7 +33,7 @@ from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.streams.parts import Access
 from jhost.lowering.units.make import unit_of
 
-OWN = Stream(name="own")
+OWN = ir.Stream(name="own")
 """The queue of the device's own chunk, which no transfer waits for."""
 
 
@@ -72,11 +58,11 @@ class P2PLoop(ChunkLoop):
         self.pieces = -(-self.extent // self.steps)
         self.step: Index = Constant(0)
         self.piece: Index = Constant(0)
-        self.terms: dict[str, Buffer] = {}
+        self.terms: dict[str, ir.Buffer] = {}
 
-    def statements(self) -> list[Stmt]:
+    def statements(self) -> list[ir.Stmt]:
         head, tail = self.split(self.pieces)
-        own: dict[tuple[str, Access], Buffer] = {}
+        own: dict[tuple[str, Access], ir.Buffer] = {}
         first = self.segment(head, Constant(0), self.own_piece, own)
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
@@ -84,14 +70,14 @@ class P2PLoop(ChunkLoop):
         wait, work = turns(remote, count, self.streams)
         return [
             *self.before,
-            GetCurrentStream(stream=MAIN),
+            ir.GetCurrentStream(stream=MAIN),
             wait,
             # Only here: after the loop it would wait for the last transfers.
-            *self.on_own_stream([Synchronize(stream=MAIN), *self.each_piece(first)]),
+            *self.on_own_stream([ir.Synchronize(stream=MAIN), *self.each_piece(first)]),
             *(self.own_turn(min(count, self.streams)) if first else ()),
             work,
             *self.on_own_stream(self.each_piece(last)),
-            Synchronize(stream=OWN),
+            ir.Synchronize(stream=OWN),
             *self.totals(),
             *self.after,
         ]
@@ -114,20 +100,20 @@ class P2PLoop(ChunkLoop):
         nodes: Sequence[Node],
         step: Index,
         piece: Index,
-        chunks: dict[tuple[str, Access], Buffer],
-    ) -> list[Stmt]:
+        chunks: dict[tuple[str, Access], ir.Buffer],
+    ) -> list[ir.Stmt]:
         """The statements of `nodes` on one chunk; `chunks` are those at hand."""
         self.step, self.piece, self.chunks, self.body = step, piece, chunks, []
         for node in nodes:
             self.node(node)
         return self.body
 
-    def on_own_stream(self, body: list[Stmt]) -> list[Stmt]:
+    def on_own_stream(self, body: list[ir.Stmt]) -> list[ir.Stmt]:
         if not body:
             return []
         return [*on_stream(OWN, body)]
 
-    def own_turn(self, used: int) -> list[Stmt]:
+    def own_turn(self, used: int) -> list[ir.Stmt]:
         """The device's own chunk as the iteration before the first, if streams are few.
 
         Launching a transfer keeps the host, and those of later iterations had better
@@ -135,13 +121,13 @@ class P2PLoop(ChunkLoop):
         """
         if used == (self.devices - 1) * self.pieces:
             return []
-        turn = Stream(index=Constant(used - 1))
-        return [*on_stream(turn, [Synchronize(stream=OWN)])]
+        turn = ir.Stream(index=Constant(used - 1))
+        return [*on_stream(turn, [ir.Synchronize(stream=OWN)])]
 
-    def each_piece(self, body: list[Stmt]) -> list[Stmt]:
+    def each_piece(self, body: list[ir.Stmt]) -> list[ir.Stmt]:
         if self.pieces == 1 or not body:
             return body
-        return [For(index=INDEX.name, extent=self.pieces, body=tuple(body))]
+        return [ir.For(index=INDEX.name, extent=self.pieces, body=tuple(body))]
 
     # --- Chunks --------------------------------------------------------------- #
 
@@ -169,14 +155,14 @@ class P2PLoop(ChunkLoop):
         start, extent = owner * self.extent + start, self.extent * self.devices
         return Window(start, size, self.steps, extent)
 
-    def read(self, buffer: Buffer, access: Access | None) -> Buffer:
+    def read(self, buffer: ir.Buffer, access: Access | None) -> ir.Buffer:
         if access is not None and access.groups == 1 and self.pieces == 1:
             return buffer  # a whole shard is the chunk
         return super().read(buffer, access)
 
     # --- Communication -------------------------------------------------------- #
 
-    def communicate(self, node: Node, stmt: Communicate, source: Buffer) -> None:
+    def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """A gather receives from the owner, a reduce-scatter sends to the owner."""
         part = self.work.part(node)
         if part.growth == 1:
@@ -188,19 +174,21 @@ class P2PLoop(ChunkLoop):
         else:
             self.move(self.term(stmt, source), source, self.step)
 
-    def collective(self, stmt: Communicate, out: Buffer, source: Buffer) -> None:
+    def collective(
+        self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer
+    ) -> None:
         """A communication over other axes: all devices along them are at one step."""
         name = self.work.names.fresh(stmt.name)
         self.body.append(dataclasses.replace(stmt, name=name, out=out, source=source))
-        self.body.append(Wait(communication=name))
+        self.body.append(ir.Wait(communication=name))
 
-    def move(self, out: Buffer, source: Buffer, shift: Index) -> None:
+    def move(self, out: ir.Buffer, source: ir.Buffer, shift: Index) -> None:
         """Every device sends to the one `shift` further on; its own chunk stays."""
         if self.step == Constant(0):
-            self.body.append(Set(out=out, source=source))
+            self.body.append(ir.Set(out=out, source=source))
             return
         name = self.work.names.fresh("c")
-        permute = Communicate(
+        permute = ir.Communicate(
             name=name,
             kind="CollectivePermute",
             out=out,
@@ -208,17 +196,17 @@ class P2PLoop(ChunkLoop):
             axes=self.axes,
             shift=shift,
         )
-        self.body.extend((permute, Wait(communication=name)))
+        self.body.extend((permute, ir.Wait(communication=name)))
 
     # --- The reduce side ------------------------------------------------------ #
 
-    def term(self, stmt: Communicate, source: Buffer) -> Buffer:
+    def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
         """Where the part of a sum that comes at this step goes."""
         terms = self.terms_of(stmt, source)
         term = self.slot(terms, self.step)
         return term if self.pieces == 1 else self.piece_of(term, stmt)
 
-    def piece_of(self, shard: Buffer, stmt: Communicate) -> Buffer:
+    def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
         """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
         assert stmt.dim is not None
         window = self.window(1)
@@ -227,7 +215,7 @@ class P2PLoop(ChunkLoop):
         shape[stmt.dim] = window.most * scale
         name = self.work.names.fresh(f"{stmt.out.name}_piece")
         piece = dataclasses.replace(shard, name=name, shape=tuple(shape))
-        select = Select(
+        select = ir.Select(
             out=piece,
             source=shard,
             dim=stmt.dim,
@@ -237,22 +225,22 @@ class P2PLoop(ChunkLoop):
         self.body.append(select)
         return piece
 
-    def terms_of(self, stmt: Communicate, source: Buffer) -> Buffer:
+    def terms_of(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
         """A buffer for what all devices send, in the order of the steps."""
         if stmt.out.name not in self.terms:
-            spread = tuple(Dim(axes=dim.axes) for dim in source.dims)
+            spread = tuple(ir.Dim(axes=dim.axes) for dim in source.dims)
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.work.names.fresh(f"{stmt.out.name}_terms"),
                 shape=(self.devices, *stmt.out.shape),
-                dims=(Dim(), *spread),
+                dims=(ir.Dim(), *spread),
                 partial=source.partial,
             )
             self.allocate(terms)
             self.terms[stmt.out.name] = terms
         return self.terms[stmt.out.name]
 
-    def slot(self, terms: Buffer, step: Index) -> Buffer:
+    def slot(self, terms: ir.Buffer, step: Index) -> ir.Buffer:
         """An alias of the term of one step."""
         term = dataclasses.replace(
             terms,
@@ -262,27 +250,27 @@ class P2PLoop(ChunkLoop):
         )
         one = Constant(1)
         self.body.append(
-            Select(out=term, source=terms, dim=0, index=step, size=one, drop=True)
+            ir.Select(out=term, source=terms, dim=0, index=step, size=one, drop=True)
         )
         return term
 
-    def totals(self) -> list[Stmt]:
+    def totals(self) -> list[ir.Stmt]:
         """The terms added up, in the order of the steps."""
         self.body = []
         for node in self.group:
             stmt = node.stmt
-            if isinstance(stmt, Communicate) and stmt.out.name in self.terms:
+            if isinstance(stmt, ir.Communicate) and stmt.out.name in self.terms:
                 self.total(stmt)
         return self.body
 
-    def total(self, stmt: Communicate) -> None:
+    def total(self, stmt: ir.Communicate) -> None:
         """Append the sum of the terms."""
         terms = self.terms[stmt.out.name]
         ins = tuple(self.slot(terms, Constant(k)) for k in range(self.devices))
         unit = self.unit_of_total(stmt)
-        self.body.append(Compute(unit=unit, ins=ins, outs=(stmt.out,)))
+        self.body.append(ir.Compute(unit=unit, ins=ins, outs=(stmt.out,)))
 
-    def unit_of_total(self, stmt: Communicate) -> Unit:
+    def unit_of_total(self, stmt: ir.Communicate) -> ir.Unit:
         """The sum of all devices' terms of a shard."""
         assert stmt.reducer is not None
         return unit_of(
@@ -301,6 +289,6 @@ def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
 
 
 def _reduces(node: Node) -> bool:
-    if not isinstance(node.stmt, Compute):
+    if not isinstance(node.stmt, ir.Compute):
         return False
     return any(eqn.rule.reduces for eqn in node.stmt.unit.eqns)

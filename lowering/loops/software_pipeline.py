@@ -16,19 +16,9 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir.statements import (
-    Communicate,
-    Compute,
-    For,
-    If,
-    Select,
-    SetCurrentStream,
-    Stmt,
-    Synchronize,
-    Wait,
-)
 
 Memory: TypeAlias = Callable[[str], Hashable | None]
 """What memory a name stands for outside of the loop, or None where it is new in it."""
@@ -39,11 +29,11 @@ class Turn:
     """A stage of one iteration, the `last` of it or not."""
 
     iteration: int
-    body: tuple[Stmt, ...]
+    body: tuple[ir.Stmt, ...]
     last: bool
 
 
-def turns(loop: For, memory: Memory) -> list[Turn]:
+def turns(loop: ir.For, memory: Memory) -> list[Turn]:
     """The stages of all iterations of `loop`, in the order to issue them in."""
     cut = _stages(loop, memory)
     starts: list[int] = []
@@ -79,7 +69,7 @@ def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
 # --- Stages ----------------------------------------------------------------------- #
 
 
-def _stages(loop: For, memory: Memory) -> list[tuple[Stmt, ...]]:
+def _stages(loop: ir.For, memory: Memory) -> list[tuple[ir.Stmt, ...]]:
     """The body, cut where iterations can be staggered."""
     if not _takes_turns(loop):
         return [loop.body]
@@ -91,16 +81,16 @@ def _stages(loop: For, memory: Memory) -> list[tuple[Stmt, ...]]:
     return [*stages[:-1], (*stages[-1], join)]
 
 
-def _takes_turns(loop: For) -> bool:
+def _takes_turns(loop: ir.For) -> bool:
     """Whether each iteration is all on one stream, which is then waited for."""
     match loop.body:
         case (
-            SetCurrentStream(stream=stream),
+            ir.SetCurrentStream(stream=stream),
             *work,
-            SetCurrentStream(),
-            Synchronize(stream=joined),
+            ir.SetCurrentStream(),
+            ir.Synchronize(stream=joined),
         ):
-            others = SetCurrentStream | Synchronize | For | If
+            others = ir.SetCurrentStream | ir.Synchronize | ir.For | ir.If
             known = leaves(stream.index) <= {LoopIndex(loop.index)}
             plain = not any(isinstance(stmt, others) for stmt in work)
             return not stream.name and stream == joined and known and plain
@@ -108,27 +98,27 @@ def _takes_turns(loop: For) -> bool:
             return False
 
 
-def _stream(loop: For, iteration: int) -> int:
+def _stream(loop: ir.For, iteration: int) -> int:
     first = loop.body[0]
-    assert isinstance(first, SetCurrentStream)
+    assert isinstance(first, ir.SetCurrentStream)
     return evaluate(first.stream.index, {LoopIndex(loop.index): iteration})
 
 
-def _cuts(work: Sequence[Stmt]) -> list[int]:
+def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
     """Before each wait for what was just sent, with computations before and after."""
     last = max(
-        (i for i, stmt in enumerate(work) if isinstance(stmt, Compute)), default=0
+        (i for i, stmt in enumerate(work) if isinstance(stmt, ir.Compute)), default=0
     )
     cuts: list[int] = []
     sent: set[str] = set()
     computed = False
     for number, stmt in enumerate(work[:last]):
         match stmt:
-            case Compute():
+            case ir.Compute():
                 sent, computed = set(), True
-            case Communicate(name=name):
+            case ir.Communicate(name=name):
                 sent.add(name)
-            case Wait(communication=name) if name in sent and computed:
+            case ir.Wait(communication=name) if name in sent and computed:
                 cuts.append(number)
                 computed = False
             case _:
@@ -142,12 +132,12 @@ def _cuts(work: Sequence[Stmt]) -> list[int]:
 class _Touches:
     """What memory from outside the statements of a loop's body touch."""
 
-    def __init__(self, loop: For, memory: Memory) -> None:
+    def __init__(self, loop: ir.For, memory: Memory) -> None:
         self.loop = loop
         self.memory = memory
         self.aliases = Aliases(loop.body)
 
-    def apart(self, before: Sequence[Stmt], after: Sequence[Stmt]) -> bool:
+    def apart(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
         """Whether an iteration may do `before` ahead of another's `after`.
 
         What both touch, and one writes, must be another part in each iteration.
@@ -158,13 +148,13 @@ class _Touches:
         return all(self.differs(early[m] | late[m]) for m in shared)
 
     def of(
-        self, body: Sequence[Stmt]
-    ) -> tuple[dict[Hashable, set[Select | None]], set[Hashable]]:
+        self, body: Sequence[ir.Stmt]
+    ) -> tuple[dict[Hashable, set[ir.Select | None]], set[Hashable]]:
         """By which aliases each memory is touched, and which are written."""
-        by: dict[Hashable, set[Select | None]] = {}
+        by: dict[Hashable, set[ir.Select | None]] = {}
         written: set[Hashable] = set()
         for stmt in body:
-            reads, writes = ([], []) if isinstance(stmt, Select) else touched(stmt)
+            reads, writes = ([], []) if isinstance(stmt, ir.Select) else touched(stmt)
             for buffer in (*reads, *writes):
                 memory, alias = self.place(buffer.name)
                 if memory is not None:
@@ -172,14 +162,14 @@ class _Touches:
                     written |= {memory} if buffer in writes else set()
         return by, written
 
-    def place(self, name: str) -> tuple[Hashable | None, Select | None]:
+    def place(self, name: str) -> tuple[Hashable | None, ir.Select | None]:
         """The memory from outside that a name reaches, and the alias right of it."""
         alias = None
         for alias in self.aliases.through(name):
             name = alias.source.name
         return self.memory(name), alias
 
-    def differs(self, aliases: set[Select | None]) -> bool:
+    def differs(self, aliases: set[ir.Select | None]) -> bool:
         """Whether all is touched in one place, which moves on with the loop."""
         places = {
             a and (a.source.name, a.dim, a.index, a.size, a.groups) for a in aliases

@@ -10,21 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Communicate,
-    Deallocate,
-    EndCoalescing,
-    For,
-    If,
-    Recv,
-    Send,
-    StartCoalescing,
-    Stmt,
-    Wait,
-)
 
 _GROUP = ""
 """Stands for the transfers of a group that has no name yet."""
@@ -44,35 +32,37 @@ class InsertDeallocations:
         return dataclasses.replace(program, body=_free(program.body, kept, aliases))
 
 
-def _free(body: Sequence[Stmt], kept: set[str], aliases: Aliases) -> tuple[Stmt, ...]:
+def _free(
+    body: Sequence[ir.Stmt], kept: set[str], aliases: Aliases
+) -> tuple[ir.Stmt, ...]:
     """`body` with what is made in it and not `kept` freed after its last use."""
-    made: dict[str, Buffer] = {}
+    made: dict[str, ir.Buffer] = {}
     last: dict[str, int] = {}
     in_flight: dict[str, list[str]] = {}
-    inner: list[Stmt] = []
+    inner: list[ir.Stmt] = []
     for number, stmt in enumerate(body):
         reads, writes = touched(stmt)
         used = [aliases.memory(buffer).name for buffer in (*reads, *writes)]
         match stmt:
-            case StartCoalescing():
+            case ir.StartCoalescing():
                 in_flight[_GROUP] = []
-            case Send() | Recv():
+            case ir.Send() | ir.Recv():
                 in_flight[_GROUP] += used
-            case EndCoalescing(name=name):
+            case ir.EndCoalescing(name=name):
                 in_flight[name] = in_flight.pop(_GROUP)
-            case Communicate(name=name):
+            case ir.Communicate(name=name):
                 in_flight[name] = used
-            case Wait(communication=name):
+            case ir.Wait(communication=name):
                 # Until now the communication read its source, and wrote its result.
                 used = in_flight.pop(name, used)
             case _:
                 pass
         last |= dict.fromkeys(used, number)
-        if isinstance(stmt, For):
+        if isinstance(stmt, ir.For):
             # It makes nothing that outlives an iteration, only writes what is there.
             freed = _free(stmt.body, kept | set(made), aliases)
             stmt = dataclasses.replace(stmt, body=freed)
-        elif not isinstance(stmt, If):
+        elif not isinstance(stmt, ir.If):
             fresh = (buffer for buffer in writes if buffer.name not in kept)
             made.update((b.name, b) for b in fresh if b.name not in made)
         inner.append(stmt)
@@ -80,11 +70,11 @@ def _free(body: Sequence[Stmt], kept: set[str], aliases: Aliases) -> tuple[Stmt,
 
 
 def _with_frees(
-    body: Sequence[Stmt], made: dict[str, Buffer], last: dict[str, int]
-) -> Iterator[Stmt]:
-    freed: dict[int, list[Stmt]] = {}
+    body: Sequence[ir.Stmt], made: dict[str, ir.Buffer], last: dict[str, int]
+) -> Iterator[ir.Stmt]:
+    freed: dict[int, list[ir.Stmt]] = {}
     for name, buffer in made.items():
-        freed.setdefault(last[name], []).append(Deallocate(buffer=buffer))
+        freed.setdefault(last[name], []).append(ir.Deallocate(buffer=buffer))
     for number, stmt in enumerate(body):
         yield stmt
         yield from freed.get(number, ())

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
@@ -25,26 +26,12 @@ from jhost.lowering.ir.graph import (
 )
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Compute,
-    For,
-    GetCurrentStream,
-    If,
-    Select,
-    SetCurrentStream,
-    Stmt,
-    Synchronize,
-    Unit,
-    UnitEqn,
-    walk,
-)
 
 
 def merge_computations(one: Group, other: Group) -> bool:
     """The default: computations on the same chunk merge, nothing else does."""
     first, second = one[0].stmt, other[0].stmt  # the others of each are alike
-    if not (isinstance(first, Compute) and isinstance(second, Compute)):
+    if not (isinstance(first, ir.Compute) and isinstance(second, ir.Compute)):
         return False
     return first.chunk == second.chunk and not (first.reducer or second.reducer)
 
@@ -68,44 +55,46 @@ class _Segmenter:
         self.names = Names()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
-        for stmt in walk(program.body):
-            if isinstance(stmt, For | If):
+        for stmt in ir.walk(program.body):
+            if isinstance(stmt, ir.For | ir.If):
                 continue
             self.reads.update(buffer.name for buffer in touched(stmt)[0])
             # What is written through an alias or into an allocation is never local.
-            if isinstance(stmt, Select):
+            if isinstance(stmt, ir.Select):
                 self.kept.add(stmt.out.name)
-            elif isinstance(stmt, Allocate):
+            elif isinstance(stmt, ir.Allocate):
                 self.kept.add(stmt.buffer.name)
 
-    def body(self, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+    def body(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
         return tuple(self.stretches(body))
 
-    def stretches(self, body: Sequence[Stmt]) -> Iterator[Stmt]:
+    def stretches(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         """`body` with each stretch between borders segmented."""
-        stretch: list[Stmt] = []
+        stretch: list[ir.Stmt] = []
         for stmt in body:
             match stmt:
-                case GetCurrentStream() | SetCurrentStream() | Synchronize():
+                case ir.GetCurrentStream() | ir.SetCurrentStream() | ir.Synchronize():
                     yield from self.stretch(stretch)
                     stretch = []
                     yield stmt
-                case For():
+                case ir.For():
                     stretch.append(dataclasses.replace(stmt, body=self.body(stmt.body)))
                 case _:
                     stretch.append(stmt)
         yield from self.stretch(stretch)
 
-    def stretch(self, stmts: Sequence[Stmt]) -> Iterator[Stmt]:
+    def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         graph = nodes(stmts)
         for group in merge_groups(graph, dependencies(graph), self.should_merge):
-            computes = [node.stmt for node in group if isinstance(node.stmt, Compute)]
+            computes = [
+                node.stmt for node in group if isinstance(node.stmt, ir.Compute)
+            ]
             if len(computes) > 1:
                 yield self.merged(computes)
             else:
                 yield from (stmt for node in group for stmt in node.stmts)
 
-    def merged(self, computes: Sequence[Compute]) -> Compute:
+    def merged(self, computes: Sequence[ir.Compute]) -> ir.Compute:
         """One computation that does what `computes` do, in their order."""
         made = {
             b.name: v
@@ -114,7 +103,7 @@ class _Segmenter:
         }
         reads = Counter(buffer.name for compute in computes for buffer in compute.ins)
         variables = dict(made)
-        eqns: list[UnitEqn] = []
+        eqns: list[ir.UnitEqn] = []
         ins = {}
         for compute in computes:
             for buffer, var in zip(compute.ins, compute.unit.invars, strict=True):
@@ -128,7 +117,7 @@ class _Segmenter:
             for buffer in compute.outs
             if buffer.name in self.kept or self.reads[buffer.name] > reads[buffer.name]
         ]
-        unit = Unit(
+        unit = ir.Unit(
             name=self.names.fresh("unit"),
             eqns=tuple(eqns),
             invars=tuple(variables[name] for name in ins),
@@ -140,7 +129,7 @@ class _Segmenter:
         )
 
 
-def _renamed(compute: Compute, variables: dict[str, Var]) -> Iterator[UnitEqn]:
+def _renamed(compute: ir.Compute, variables: dict[str, Var]) -> Iterator[ir.UnitEqn]:
     """The equations of `compute` on the variables that its buffers have in the unit."""
     pairs = zip(compute.ins, compute.unit.invars, strict=True)
     renamed = {var: variables[buffer.name] for buffer, var in pairs}

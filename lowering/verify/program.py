@@ -11,32 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from jhost import errors
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.machine import DEFAULT_STREAM
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import (
-    Allocate,
-    Buffer,
-    Chunk,
-    Communicate,
-    Compute,
-    Deallocate,
-    EndCoalescing,
-    For,
-    GetCurrentStream,
-    If,
-    Recv,
-    Reshard,
-    Select,
-    Send,
-    Set,
-    SetCurrentStream,
-    StartCoalescing,
-    Stmt,
-    Synchronize,
-    Wait,
-    walk,
-)
 from jhost.lowering.units.evaluate import ArrayType, ChunkAt, Site, unit_types
 from jhost.lowering.verify.communication import (
     check_communicate,
@@ -72,11 +50,11 @@ def verify(program: Program, after: str = "") -> None:
         raise
 
 
-def _body(state: State, body: Sequence[Stmt]) -> None:
+def _body(state: State, body: Sequence[ir.Stmt]) -> None:
     for stmt in body:
         state.stmt = stmt
         if state.group is not None and not isinstance(
-            stmt, Send | Recv | EndCoalescing
+            stmt, ir.Send | ir.Recv | ir.EndCoalescing
         ):
             state.fail(
                 "sends and receives",
@@ -86,45 +64,45 @@ def _body(state: State, body: Sequence[Stmt]) -> None:
         _statement(state, stmt)
 
 
-def _statement(state: State, stmt: Stmt) -> None:
+def _statement(state: State, stmt: ir.Stmt) -> None:
     match stmt:
-        case Allocate():
+        case ir.Allocate():
             check_allocate(state, stmt)
-        case Deallocate():
+        case ir.Deallocate():
             check_deallocate(state, stmt)
-        case Select():
+        case ir.Select():
             check_select(state, stmt)
-        case Set():
+        case ir.Set():
             check_set(state, stmt)
-        case Reshard():
+        case ir.Reshard():
             check_reshard(state, stmt)
-        case Compute():
+        case ir.Compute():
             _compute(state, stmt)
-        case Communicate():
+        case ir.Communicate():
             check_communicate(state, stmt)
-        case Send() | Recv():
+        case ir.Send() | ir.Recv():
             check_send_or_recv(state, stmt)
-        case StartCoalescing():
+        case ir.StartCoalescing():
             state.group = []
-        case EndCoalescing():
+        case ir.EndCoalescing():
             check_end_coalescing(state, stmt)
-        case Wait():
+        case ir.Wait():
             check_wait(state, stmt)
-        case GetCurrentStream() | SetCurrentStream():
+        case ir.GetCurrentStream() | ir.SetCurrentStream():
             state.switch(stmt)
             state.used_streams.add(state.current)
-        case Synchronize():
+        case ir.Synchronize():
             state.check_used(stmt.stream)
-        case For():
+        case ir.For():
             _for(state, stmt)
-        case If():
+        case ir.If():
             _if(state, stmt)
 
 
 # --- The program's ends ------------------------------------------------------- #
 
 
-def _param(state: State, param: Buffer) -> None:
+def _param(state: State, param: ir.Buffer) -> None:
     _check_not_partial(state, param, "parameter")
     state.define(param, param.shape, Root(name=param.name, is_param=True))
 
@@ -148,7 +126,7 @@ def _end(state: State) -> None:
     state.check_ended()
 
 
-def _check_not_partial(state: State, buffer: Buffer, what: str) -> None:
+def _check_not_partial(state: State, buffer: ir.Buffer, what: str) -> None:
     if buffer.partial:
         state.fail(
             f"a {what} with nothing left to reduce",
@@ -160,7 +138,7 @@ def _check_not_partial(state: State, buffer: Buffer, what: str) -> None:
 # --- Computation -------------------------------------------------------------- #
 
 
-def _compute(state: State, stmt: Compute) -> None:
+def _compute(state: State, stmt: ir.Compute) -> None:
     ins, outs = unit_types(stmt.unit, _site(state, stmt))
     _check_arity(state, stmt.ins, ins)
     _check_arity(state, stmt.outs, outs)
@@ -177,7 +155,7 @@ def _compute(state: State, stmt: Compute) -> None:
         state.write(buffer, shape)
 
 
-def _check_accumulator(state: State, buffer: Buffer) -> None:
+def _check_accumulator(state: State, buffer: ir.Buffer) -> None:
     """The first result may find a fresh buffer, but not in a branch some may skip."""
     if state.branches:
         state.read(buffer)
@@ -185,13 +163,13 @@ def _check_accumulator(state: State, buffer: Buffer) -> None:
         state.look_up(buffer)
 
 
-def _site(state: State, stmt: Compute) -> Site:
+def _site(state: State, stmt: ir.Compute) -> Site:
     """Shapes do not depend on the rank, nor on where a chunk starts."""
     chunk = stmt.chunk and _check_chunk(state, stmt.chunk)
     return Site(mesh=state.ranks.sizes, rank=lambda axis: 0, chunk=chunk)
 
 
-def _check_chunk(state: State, chunk: Chunk) -> ChunkAt:
+def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:
     size = state.static(chunk.size, "size")
     start = np.asarray(state.value(chunk.start))
     if size < 1 or (start < 0).any() or (start + size > chunk.extent).any():
@@ -203,7 +181,7 @@ def _check_chunk(state: State, chunk: Chunk) -> ChunkAt:
 
 
 def _check_arity(
-    state: State, buffers: Sequence[Buffer], types: Sequence[ArrayType | None]
+    state: State, buffers: Sequence[ir.Buffer], types: Sequence[ArrayType | None]
 ) -> None:
     if len(buffers) != len(types):
         state.fail(
@@ -218,7 +196,7 @@ def _pair(type_: ArrayType) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _fail_type(
-    state: State, buffer: Buffer, shape: tuple[int, ...], type_: ArrayType
+    state: State, buffer: ir.Buffer, shape: tuple[int, ...], type_: ArrayType
 ) -> None:
     state.fail(
         f"{buffer.name} of {type_.dtype}{list(type_.shape)}",
@@ -230,7 +208,7 @@ def _fail_type(
 # --- Control ------------------------------------------------------------------ #
 
 
-def _for(state: State, stmt: For) -> None:
+def _for(state: State, stmt: ir.For) -> None:
     if stmt.index in state.loops:
         state.fail("a new index", stmt.index, "nested loops have indices of their own")
     before = state.current
@@ -241,9 +219,9 @@ def _for(state: State, stmt: For) -> None:
     state.check_restored(before, "the loop")
 
 
-def _if(state: State, stmt: If) -> None:
+def _if(state: State, stmt: ir.If) -> None:
     """A predicate that all devices agree on picks a branch; else both must hold."""
-    if isinstance(stmt.predicate, Buffer):
+    if isinstance(stmt.predicate, ir.Buffer):
         if state.read(stmt.predicate).shape != ():
             state.fail(
                 "a scalar", type_text(stmt.predicate), "a predicate is one value"
@@ -261,20 +239,20 @@ def _if(state: State, stmt: If) -> None:
 
 
 _NOT_IN_BRANCH = (
-    Communicate,
-    Send,
-    Recv,
-    StartCoalescing,
-    EndCoalescing,
-    Wait,
-    GetCurrentStream,
-    SetCurrentStream,
-    Synchronize,
+    ir.Communicate,
+    ir.Send,
+    ir.Recv,
+    ir.StartCoalescing,
+    ir.EndCoalescing,
+    ir.Wait,
+    ir.GetCurrentStream,
+    ir.SetCurrentStream,
+    ir.Synchronize,
 )
 
 
-def _check_branch(state: State, branch: tuple[Stmt, ...]) -> None:
-    for stmt in walk(branch):
+def _check_branch(state: State, branch: tuple[ir.Stmt, ...]) -> None:
+    for stmt in ir.walk(branch):
         if isinstance(stmt, _NOT_IN_BRANCH):
             state.fail(
                 "local work only",

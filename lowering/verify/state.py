@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from jhost import errors
+from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Index, LoopIndex, leaves
 from jhost.lowering.ir.machine import (
     DEFAULT_STREAM,
@@ -19,15 +20,6 @@ from jhost.lowering.ir.printer import statement_text, stream_text, type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks
 from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Deallocate,
-    Recv,
-    Send,
-    Stmt,
-    Stream,
-    walk,
-)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -55,7 +47,7 @@ class Root:
 class Known:
     """A buffer or alias that exists; in a ragged last chunk `shape` is smaller."""
 
-    buffer: Buffer
+    buffer: ir.Buffer
     root: Root
     region: Region
     shape: tuple[int, ...]
@@ -94,10 +86,12 @@ class State(Machine):
         self.branches = 0  # the enclosing Ifs on which devices may disagree
         self.scopes = [Scope()]
         self.in_flight: dict[str, InFlight] = {}
-        self.group: list[Send | Recv] | None = None
-        self.stmt: Stmt | None = None
+        self.group: list[ir.Send | ir.Recv] | None = None
+        self.stmt: ir.Stmt | None = None
         self.results = {buffer.name for buffer in program.results}
-        self.frees = any(isinstance(stmt, Deallocate) for stmt in walk(program.body))
+        self.frees = any(
+            isinstance(stmt, ir.Deallocate) for stmt in ir.walk(program.body)
+        )
         self.used_streams = {DEFAULT_STREAM}
 
     # --- Errors --------------------------------------------------------------- #
@@ -141,7 +135,7 @@ class State(Machine):
 
     # --- Buffers -------------------------------------------------------------- #
 
-    def define(self, buffer: Buffer, shape: tuple[int, ...], root: Root) -> None:
+    def define(self, buffer: ir.Buffer, shape: tuple[int, ...], root: Root) -> None:
         """Make `buffer` exist with memory of its own."""
         self.check_new(buffer)
         region = whole(shape, len(self.ranks.sizes))
@@ -150,7 +144,7 @@ class State(Machine):
         self.scopes[-1].names.append(buffer.name)
 
     def define_alias(
-        self, buffer: Buffer, source: Known, region: Region, shape: tuple[int, ...]
+        self, buffer: ir.Buffer, source: Known, region: Region, shape: tuple[int, ...]
     ) -> None:
         """Make `buffer` exist as a part of `source`."""
         self.check_new(buffer)
@@ -163,12 +157,12 @@ class State(Machine):
         )
         self.scopes[-1].names.append(buffer.name)
 
-    def check_new(self, buffer: Buffer) -> None:
+    def check_new(self, buffer: ir.Buffer) -> None:
         """The name is not taken."""
         if buffer.name in self.known:
             self.fail("a new name", buffer.name, "no buffer is defined twice")
 
-    def check_shape(self, buffer: Buffer, shape: tuple[int, ...]) -> None:
+    def check_shape(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> None:
         """The declared shape is the first iteration's; a last chunk may be smaller."""
         pairs = list(zip(buffer.shape, shape, strict=False))
         smaller = any(self.loops.values()) and all(n <= full for full, n in pairs)
@@ -179,7 +173,7 @@ class State(Machine):
                 "a buffer has the shape of what is written to it",
             )
 
-    def look_up(self, buffer: Buffer) -> Known:
+    def look_up(self, buffer: ir.Buffer) -> Known:
         """The buffer as it was defined, still alive."""
         known = self.known.get(buffer.name)
         if known is None:
@@ -202,7 +196,7 @@ class State(Machine):
             )
         return known
 
-    def read(self, buffer: Buffer) -> Known:
+    def read(self, buffer: ir.Buffer) -> Known:
         """Check a read of `buffer`."""
         known = self.look_up(buffer)
         for name, flight in self.in_flight.items():
@@ -220,7 +214,7 @@ class State(Machine):
             )
         return known
 
-    def write(self, buffer: Buffer, shape: tuple[int, ...]) -> Known:
+    def write(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> Known:
         """Check a write to `buffer`, which makes it exist where it does not."""
         if buffer.name not in self.known:
             self.check_shape(buffer, shape)
@@ -318,7 +312,7 @@ class State(Machine):
                 "a loop and a program end on the stream that they began on",
             )
 
-    def check_used(self, stream: Stream) -> StreamKey:
+    def check_used(self, stream: ir.Stream) -> StreamKey:
         """A stream that was captured or set before."""
         key = self.stream_key(stream)
         if key not in self.used_streams:
