@@ -11,10 +11,7 @@ from jhost._version import __version__
 from jhost.lowering.explain import Explanation
 from jhost.runtime.compiler_options import compiler_options
 from jhost.runtime.profile.report import OverlapReport
-from jhost.runtime.profile.schedule import (
-    Schedule,
-    ScheduledCommunication,
-)
+from jhost.runtime.profile.schedule import Schedule, ScheduledCommunication
 
 __all__ = [
     "Compiled",

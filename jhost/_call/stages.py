@@ -14,11 +14,7 @@ from jhost import errors
 from jhost._call.execute import compare
 from jhost._call.program import Config
 from jhost._jax import as_weak
-from jhost.lowering.explain import (
-    Explanation,
-    adds_up_in_loops,
-    explain_program,
-)
+from jhost.lowering.explain import Explanation, adds_up_in_loops, explain_program
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
 from jhost.runtime.compiler_options import explained_refusals, options_report

@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax import lax
-from jax._src import (
-    api_util,
-    core,
-    distributed,
-    source_info_util,
-    util,
-    xla_bridge,
-)
+from jax._src import api_util, core, distributed, source_info_util, util, xla_bridge
 from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
@@ -55,11 +48,7 @@ from jhost._jax.primitives import (
     define_marker_primitive as define_marker_primitive,
     register_lowering as register_lowering,
 )
-from jhost._jax.split import (
-    Refine as Refine,
-    Residual as Residual,
-    Split as Split,
-)
+from jhost._jax.split import Refine as Refine, Residual as Residual, Split as Split
 
 if TYPE_CHECKING:
     from jaxlib._jax.pytree import PyTreeDef  # the public name has no type

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jax._src import core
 from jax._src.core import AbstractValue, ShapedArray
 from jax._src.interpreters import partial_eval
-from jax.extend.core import (
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    jaxprs_in_params,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on

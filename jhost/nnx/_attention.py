@@ -15,11 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jhost import errors
 from jhost._annotate import serial, shard
-from jhost.nnx._linear import (
-    make_column_parallel,
-    make_row_parallel,
-    mark_columns,
-)
+from jhost.nnx._linear import make_column_parallel, make_row_parallel, mark_columns
 from jhost.nnx._params import axis_size, check_divides
 
 

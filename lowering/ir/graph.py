@@ -13,12 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Communicate,
-    Stmt,
-    Wait,
-)
+from jhost.lowering.ir.statements import Buffer, Communicate, Stmt, Wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -12,12 +12,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.ranks import AtRanks, Ranks
-from jhost.lowering.ir.statements import (
-    For,
-    GetCurrentStream,
-    SetCurrentStream,
-    Stream,
-)
+from jhost.lowering.ir.statements import For, GetCurrentStream, SetCurrentStream, Stream
 
 StreamKey: TypeAlias = tuple[str, int]
 DEFAULT_STREAM: StreamKey = ("", -1)

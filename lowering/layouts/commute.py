@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import (
-    Collection,
-    Iterable,
-    Mapping,
-    Sequence,
-    Set as AbstractSet,
-)
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
 from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.ir.effects import touched

@@ -21,13 +21,7 @@ from jax import lax
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
-from jhost.lowering.loops.chunk import (
-    MAIN,
-    ChunkLoop,
-    Window,
-    Work,
-    is_narrow,
-)
+from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Window, Work, is_narrow
 from jhost.lowering.loops.collective import INDEX, chunk_size, on_stream, turns
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.streams.parts import Access

@@ -31,10 +31,7 @@ from jhost.lowering.ir.statements import (
     Wait,
     walk,
 )
-from jhost.lowering.layouts.convert import (
-    ConvertToCommunications,
-    linear_rank,
-)
+from jhost.lowering.layouts.convert import ConvertToCommunications, linear_rank
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.loops.lower_streams import LowerStreams

@@ -21,13 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.statements import Communicate, For, walk
-from tests.lowering.on_mesh import (
-    communications,
-    each_size,
-    exact,
-    on,
-    tp,
-)
+from tests.lowering.on_mesh import communications, each_size, exact, on, tp
 from tests.lowering.traced import array, work
 
 
