@@ -20,7 +20,7 @@ TOLERANCES = {
 order, and accelerators may round float32 operands of a matmul to TensorFloat-32."""
 
 _NARROW = 0.125
-"""The same for floats of eight bits and fewer, of which one step may be an eighth."""
+"""The tolerance of floats of eight bits and fewer, where a step may be an eighth."""
 
 
 def tolerance(dtype: Any) -> float:

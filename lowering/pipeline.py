@@ -47,7 +47,7 @@ class Passes:
 
     @property
     def up_to_layouts(self) -> tuple[Pass, ...]:
-        """Those after which every value's layout is settled."""
+        """The passes after which every value's layout is settled."""
         return (*self.before_choice, self.choice, *self.layouts)
 
     @property

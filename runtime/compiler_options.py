@@ -77,7 +77,7 @@ def wanted_options(mesh: AnyMesh | None, adds_up: bool = False) -> dict[str, Any
 
 
 def overlap_options(mesh: AnyMesh | None, adds_up: bool = False) -> dict[str, Any]:
-    """Those of `wanted_options` that XLA takes."""
+    """The `wanted_options` that XLA takes."""
     wanted = wanted_options(mesh, adds_up)
     if not isinstance(mesh, Mesh):
         return wanted

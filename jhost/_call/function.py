@@ -151,7 +151,7 @@ class JitFunction(Generic[P, R]):
         )
 
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
-        """The same function with other arguments of `jhost.jit`.
+        """This function with other arguments of `jhost.jit`.
 
         With another mesh, each `NamedSharding` keeps its spec.
 

@@ -133,7 +133,7 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
 
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
-    """The same of a jaxpr that JAX may have derived, where marks may be left aside."""
+    """The program of a jaxpr that JAX may have derived, where marks may be left out."""
     config = plain(config)
     for tunings in dict.fromkeys((config.tunings, ())):
         try:

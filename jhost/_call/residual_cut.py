@@ -35,7 +35,7 @@ _SOURCE, _SINK = 0, 1
 
 
 def hand_over_least(split: Split) -> Split:
-    """The same two programs, with as few bytes between them as recomputing allows.
+    """The two programs with as few bytes between them as recomputing allows.
 
     An operand of the first costs nothing, as it is there anyway.  Where a policy of
     the user's says what is saved, only marks are applied again.

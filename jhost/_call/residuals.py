@@ -30,7 +30,7 @@ Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
 
 
 def settle_residuals(split: Split, *, config: Config) -> Split:
-    """The same two programs, with few bytes between them, laid out as they are made."""
+    """The two programs with few bytes between them, laid out as they are made."""
     if not split.residuals:
         return split
     rest = split.second, split.residuals, split.kept, split.by_policy

@@ -40,7 +40,7 @@ class Settings:
         return (self.tuning,) if isinstance(self.tuning, Tuning) else (*self.tuning,)
 
     def __str__(self) -> str:
-        """Those that are not the defaults, as one would write them, the mesh first."""
+        """The settings that are not the defaults, as one would write them."""
         given: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -128,7 +128,7 @@ class StaticArguments:
     names: tuple[str, ...]
 
     def positions(self, count: int) -> frozenset[int]:
-        """Those of `count` positional arguments that are static."""
+        """The static ones of `count` positional arguments."""
         return frozenset(num % count for num in self.nums if -count <= num < count)
 
     def without(

@@ -45,7 +45,7 @@ def register_call_primitive_rules(prim: Primitive) -> None:
 
 
 def _without_dead_code(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """That of JAX's own call, but a call without dead code stays what it is."""
+    """JAX's rule for its own call, but a call without dead code stays what it is."""
     like = _core.closed_call_p  # its parameter has the same name
     read, live = _partial_eval.dce_rules[like](used, eqn)
     if live is None or not (all(read) and all(used)):

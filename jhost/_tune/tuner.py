@@ -102,7 +102,7 @@ class Tuner:
     def prepare(
         self, outcomes: Sequence[Outcome], wanted: Any, left_out: list[str]
     ) -> list[_Ready]:
-        """Those that compile here and give the results of the plain function."""
+        """The outcomes that compile here and give what the plain function gives."""
         ready: list[_Ready] = []
         self.bar.grow(len(outcomes))
         for outcome in outcomes:
@@ -152,7 +152,7 @@ def _moves(call: Call) -> bool:
 
 
 def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]:
-    """Those not predicted to take far longer than the best; all, if none is known."""
+    """The outcomes not predicted to take far longer than the best, if any is."""
     best = min((outcome.seconds for outcome in outcomes), default=math.nan)
 
     def is_hopeless(outcome: Outcome) -> bool:

@@ -120,7 +120,7 @@ class CopiedHeads:
     promote_dtype: Callable[..., Any]
 
     def __call__(self, arrays: Sequence[Any], **more: Any) -> tuple[Any, ...]:
-        """Of tokens, a kernel `[features, heads, head]` and a bias or None."""
+        """Takes tokens, a kernel `[features, heads, head]` and a bias or None."""
         inputs, kernel, bias = self.promote_dtype(arrays, **more)
         return inputs, self.copied(kernel), None if bias is None else self.copied(bias)
 

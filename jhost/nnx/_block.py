@@ -77,7 +77,7 @@ class TransformerBlock(nnx.Module):
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of `[batch, sequence, features]`, the same shape."""
+        """Takes and gives `[batch, sequence, features]`."""
         if self.sequence_parallel:
             free = [P.UNCONSTRAINED] * (x.ndim - 2)
             x = shard(x, P(*free, self.mesh_axis, None))

@@ -122,7 +122,7 @@ def _rest(ndim: int, taken: Sequence[int]) -> list[int]:
 
 
 def _spec(x: jax.Array, sharded: dict[int, str], free: Sequence[int] = ()) -> P:
-    """Those dims sharded, the `free` ones as jhost likes, and all others whole."""
+    """A spec with those dims sharded, the `free` ones open, and all others whole."""
     entries: list[Any] = [sharded.get(dim) for dim in range(x.ndim)]
     for dim in free:
         entries[dim] = P.UNCONSTRAINED

@@ -81,6 +81,6 @@ class ShardedTable:
     promote_dtype: Callable[..., Any]
 
     def __call__(self, arrays: Sequence[Any], **more: Any) -> tuple[Any, ...]:
-        """Of what is promoted, the table last."""
+        """The values that are promoted, the table last."""
         *others, table = self.promote_dtype(arrays, **more)
         return (*others, shard(table, self.spec))

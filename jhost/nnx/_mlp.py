@@ -51,7 +51,7 @@ class ParallelMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of `[..., sequence, features]`, the same shape."""
+        """Takes and gives `[..., sequence, features]`."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -97,5 +97,5 @@ class ParallelSwiGLU(nnx.Module):
         self.down = RowParallelLinear(hidden_features, features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of `[..., sequence, features]`, the same shape."""
+        """Takes and gives `[..., sequence, features]`."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

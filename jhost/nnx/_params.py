@@ -41,7 +41,7 @@ def partition_spec(param: Any) -> P:
 
 
 def axis_size(mesh_axis: str) -> int:
-    """Of the mesh under which the layer is made; 1 where there is none."""
+    """The size of an axis of the mesh under which a layer is made; 1 without one."""
     return _mesh().shape.get(mesh_axis, 1)
 
 

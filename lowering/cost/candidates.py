@@ -29,7 +29,7 @@ _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
 
 
-class Step(Protocol):
+class FollowingPass(Protocol):
     """A pass that lowers a candidate further."""
 
     def apply(self, program: Program) -> Program: ...
@@ -63,7 +63,7 @@ class Trial:
         program: Program,
         marks: Sequence[Mark],
         numbers: Sequence[int],
-        following: Sequence[Step],
+        following: Sequence[FollowingPass],
         rates: Rates | None,
         *,
         to_measure: bool = False,
@@ -179,7 +179,7 @@ class Trial:
         return Outcome(candidate, text, total, compute, host_share, program)
 
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
-        """The same on two streams, where that costs nothing and the host is ahead.
+        """The outcome on two streams, where that costs nothing and the host is ahead.
 
         A transfer is then launched an iteration before it is needed, not all of them
         before the first matmul: 0.50 ms instead of 0.59 for gathered queries, keys and

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import Step, Trial
+from jhost.lowering.cost.candidates import FollowingPass, Trial
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
@@ -38,7 +38,7 @@ class ChoosePipelines:
 
     name: ClassVar[str] = "choose_pipelines"
 
-    following: tuple[Step, ...]
+    following: tuple[FollowingPass, ...]
     settings: Settings
     rates: Rates | None = None
     device_kind: str = "unknown"

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
-from jhost.lowering.rules.dim_rule import factors_of, local_shape, shape_of
+from jhost.lowering.rules.dim_rule import factors_of, part_shape, shape_of
 from jhost.lowering.rules.properties import is_barrier
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
@@ -34,7 +34,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Launch:
     """A kernel, and the variables that it reads from memory and writes, by identity."""
 
     kernel: Kernel
@@ -54,11 +54,11 @@ def steps_for(
     mesh: Mapping[str, int],
     at: Mapping[Index, int],
     urgent: Set[int],
-) -> list[Step]:
+) -> list[Launch]:
     """The kernels in an order in which they can run, what `urgent` needs first."""
     steps = list(_Unit(compute, mesh, at).steps())
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
-    ordered: dict[int, Step] = {}
+    ordered: dict[int, Launch] = {}
 
     def place(number: int) -> None:
         # Not by identity: every process has to predict the same.
@@ -98,18 +98,18 @@ class _Unit:
         self.wanted = set(map(self.value, outside))
         self.sources = self.origins()
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Launch]:
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
                 read = set(map(self.value, eqn.invars))
                 written = set(map(id, eqn.outvars))
                 kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
-                yield Step(kernel, frozenset(read), frozenset(written))
+                yield Launch(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
             read = {source for var in fusion for source in self.sources[var]}
             kernel = Kernel(self.traffic(read) + self.traffic(fusion))
-            yield Step(kernel, frozenset(read), frozenset(fusion))
+            yield Launch(kernel, frozenset(read), frozenset(fusion))
 
     def fusions(self) -> list[list[int]]:
         """The values that fusions write, by what must be complete before them.
@@ -183,7 +183,7 @@ class _Unit:
             maps = (*rule.operands, *rule.results)
             for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
                 if not isinstance(var, Literal):
-                    shape = local_shape(dims, shape_of(var), place)
+                    shape = part_shape(dims, shape_of(var), place)
                     found[self.value(var)] = math.prod(shape) * itemsize(var)
         return found
 

@@ -29,7 +29,7 @@ from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.verify.state import StreamKey
 
-Place: TypeAlias = tuple[object, ...]
+Path: TypeAlias = tuple[object, ...]
 """A buffer's name, then the aliases that lead to a part of it."""
 
 
@@ -65,8 +65,8 @@ class _Unrolled(Machine):
         # Every device does as much as this one.
         self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
         self.tasks: list[Task] = []
-        self.aliases: dict[str, tuple[Place, ir.Select]] = {}
-        self.writers: dict[Any, dict[Place, int]] = {}
+        self.aliases: dict[str, tuple[Path, ir.Select]] = {}
+        self.writers: dict[Any, dict[Path, int]] = {}
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
@@ -220,7 +220,7 @@ class _Unrolled(Machine):
 
     # --- Which memory --------------------------------------------------------- #
 
-    def place(self, buffer: ir.Buffer) -> Place:
+    def place(self, buffer: ir.Buffer) -> Path:
         found = self.aliases.get(buffer.name)
         return found[0] if found else (buffer.name,)
 

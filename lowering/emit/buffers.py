@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jhost.lowering.emit.windows import Window, joined, merged, put, take
-from jhost.lowering.ir.regions import Region, overlap, same, whole
+from jhost.lowering.ir.regions import Region, overlap, same, whole_region
 from jhost.lowering.ir.statements import Buffer
 
 
@@ -164,7 +164,7 @@ def new_view(
 ) -> View:
     """A buffer with memory of its own, which a ragged last chunk makes smaller."""
     memory = Memory(shape, buffer.dtype, zero_init, read_whole)
-    return View(memory, whole(shape, mesh_dims), shape)
+    return View(memory, whole_region(shape, mesh_dims), shape)
 
 
 class Snapshot:

@@ -122,7 +122,7 @@ class Order:
         self._join(self.chains.get(stream, ()))
 
     def copy(self) -> Order:
-        """The same state, to go on from in a branch."""
+        """This state, to go on from in a branch."""
         return dataclasses.replace(
             self,
             chains=dict(self.chains),

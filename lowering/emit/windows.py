@@ -105,7 +105,7 @@ def put(value: Any, windows: Sequence[Window], part: Any) -> Any:
 
 
 def merged(windows: Sequence[Window]) -> tuple[Window, ...]:
-    """The same view in as few windows as possible."""
+    """An equal view of as few windows as possible."""
     result: list[Window] = []
     for w in windows:
         composed = _compose(result[-1], w) if result else None

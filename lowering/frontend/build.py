@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import aval_of, fresh_var, source_line
+from jhost._primitives import Spec
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
 from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import Spec
 from jhost.lowering.ir.marks import (
     BarrierMark,
     Mark,
@@ -33,7 +33,7 @@ from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import merge_marks
-from jhost.lowering.rules.dim_rule import DimRule, shape_of, whole
+from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
 from jhost.lowering.rules.elementwise import moves_memory
 from jhost.lowering.rules.properties import IDENTITIES
 from jhost.lowering.rules.table import opaque_reason, rule_of
@@ -237,7 +237,7 @@ class _Builder:
         return self.constrain(eqn, eqn.params["spec"])
 
     def sharding_constraint(self, eqn: JaxprEqn) -> ir.Buffer:
-        """The same, and the shardings of parameters and results."""
+        """The program with marks for the shardings of parameters and results."""
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             text = f"a sharding constraint is no NamedSharding: {sharding}"
@@ -305,7 +305,7 @@ class _Builder:
 def constant_rule(eqn: JaxprEqn) -> DimRule | None:
     """The rule of an equation that reads a literal array, which every device has."""
     if any(isinstance(v, Literal) and shape_of(v) for v in eqn.invars):
-        return dataclasses.replace(whole(eqn), opaque=False)
+        return dataclasses.replace(without_factors(eqn), opaque=False)
     return None
 
 

@@ -51,7 +51,7 @@ def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
 
 
 def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
-    """The same with nothing inlined that JAX's transforms have to know of."""
+    """The equations with no call inlined that JAX's transforms have to know of."""
     return _inlined(closed_jaxpr, _Inliner(PLAIN_CALLS))
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 from jhost import errors
-from jhost.lowering.ir.layout import Spec, repeated_axes, spec_text
+from jhost._primitives import Spec
+from jhost.lowering.ir.layout import repeated_axes, spec_text
 from jhost.lowering.rules.dim_rule import axes_size
 
 Problem: TypeAlias = tuple[type[errors.JhostError], str]

@@ -50,7 +50,7 @@ def _is_symbolic(var: Var) -> bool:
 
 
 def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Of these alone: in a body that stays closed, references are its own business."""
+    """The equations with references, less those in bodies, whose business they are."""
     return [e for e in eqns if not all(map(is_array, (*e.invars, *e.outvars)))]
 
 

@@ -23,7 +23,7 @@ from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.regions import Region, overlap, whole
+from jhost.lowering.ir.regions import Region, overlap, whole_region
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.verify.state import stream_key_text
 
@@ -155,7 +155,7 @@ class _Interpreter(Machine):
         if name in self.aliases:
             return self.aliases[name].region
         shape = self.memories[name].value.shape[len(self.ranks.shape) :]
-        return whole(shape, len(self.ranks.shape))
+        return whole_region(shape, len(self.ranks.shape))
 
     def owner(self, name: str) -> str:
         return self.aliases[name].owner if name in self.aliases else name

@@ -22,21 +22,21 @@ from jhost.lowering.ir.statements import Communicate, Unit
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
-Step: TypeAlias = Callable[..., Any]
+OnDevices: TypeAlias = Callable[..., Any]
 
 
-def stacked(mesh: Mesh, spec: PartitionSpec) -> Step:
+def stacked(mesh: Mesh, spec: PartitionSpec) -> OnDevices:
     """From a global array to what each device holds of it."""
     return _over_mesh(mesh, lambda x: _lead(mesh, x), spec, _leading(mesh))
 
 
-def unstacked(mesh: Mesh, spec: PartitionSpec) -> Step:
+def unstacked(mesh: Mesh, spec: PartitionSpec) -> OnDevices:
     """The global array that the devices hold the parts of."""
     return _over_mesh(mesh, lambda x: _local(mesh, x), _leading(mesh), spec)
 
 
 @cached(256)
-def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> Step:
+def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> OnDevices:
     """(source, start) -> the part of the source."""
 
     def step(x: Any, start: Any) -> Any:
@@ -48,7 +48,7 @@ def select(mesh: Mesh, dim: int, size: int, groups: int, drop: bool) -> Step:
 
 
 @cached(256)
-def update(mesh: Mesh, dim: int, groups: int) -> Step:
+def update(mesh: Mesh, dim: int, groups: int) -> OnDevices:
     """(source, start, part) -> the source with the part changed."""
 
     def step(x: Any, start: Any, part: Any) -> Any:
@@ -64,7 +64,7 @@ def update(mesh: Mesh, dim: int, groups: int) -> Step:
 
 
 @cached(256)
-def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> Step:
+def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> OnDevices:
     """(chunk start, *ins) -> outs; an extent of 0 stands for no chunk."""
 
     def step(start: Any, *ins: Any) -> Any:
@@ -78,19 +78,19 @@ def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> Step
 
 
 @cached(256)
-def combine(mesh: Mesh, reducer: Reducer) -> Step:
+def combine(mesh: Mesh, reducer: Reducer) -> OnDevices:
     """(held, new) -> both combined."""
     return _per_device(mesh, COMBINE[reducer])
 
 
 @cached(256)
-def choose(mesh: Mesh) -> Step:
+def choose(mesh: Mesh) -> OnDevices:
     """(predicate, a, b) -> a where the predicate holds."""
     return _per_device(mesh, lambda p, a, b: jnp.where(p.astype(bool), a, b))
 
 
 @cached(256)
-def permute(mesh: Mesh, sources: tuple[int, ...]) -> Step:
+def permute(mesh: Mesh, sources: tuple[int, ...]) -> OnDevices:
     """(sent,) -> what comes from the device that each receives from."""
     axes = mesh.axis_names
 
@@ -102,7 +102,7 @@ def permute(mesh: Mesh, sources: tuple[int, ...]) -> Step:
 
 
 @cached(256)
-def communicate(mesh: Mesh, stmt: Communicate, root: int, shift: int) -> Step:
+def communicate(mesh: Mesh, stmt: Communicate, root: int, shift: int) -> OnDevices:
     """(source,) -> what each device has of the result."""
     axes, devices = stmt.axes, axes_size(stmt.axes, mesh.shape)
 
@@ -176,7 +176,7 @@ def _product(sizes: list[int]) -> int:
 # --- Devices ------------------------------------------------------------------ #
 
 
-def _per_device(mesh: Mesh, step: Step) -> Step:
+def _per_device(mesh: Mesh, step: OnDevices) -> OnDevices:
     """`step` on the values of each device; all arguments and results are stacked."""
 
     def local(*args: Any) -> Any:
@@ -186,7 +186,9 @@ def _per_device(mesh: Mesh, step: Step) -> Step:
     return _over_mesh(mesh, local, _leading(mesh), _leading(mesh))
 
 
-def _over_mesh(mesh: Mesh, step: Step, in_spec: PartitionSpec, out_specs: Any) -> Step:
+def _over_mesh(
+    mesh: Mesh, step: OnDevices, in_spec: PartitionSpec, out_specs: Any
+) -> OnDevices:
     def call(*args: Any) -> Any:
         return shard_map(step, mesh, (in_spec,) * len(args), out_specs)(*args)
 

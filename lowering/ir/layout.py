@@ -6,20 +6,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from jhost._primitives import Spec
 from jhost.lowering.ir.statements import Buffer, Dim
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim, the mesh axes that shard it, major first."""
 
-Spec: TypeAlias = tuple[tuple[str, ...] | None, ...]
-"""Per dim, its mesh axes (major first), or None where jhost may choose."""
-
 Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
 """The mesh axes over which a value has still to be reduced, each with its reducer."""
 
 
-def whole(rank: int) -> Layout:
+def replicated(rank: int) -> Layout:
     """The layout of a value that every device holds entirely."""
     return ((),) * rank
 

@@ -56,7 +56,7 @@ def program_lines(
     body: tuple[ir.Stmt, ...],
     results: Sequence[ir.Buffer],
 ) -> Iterator[str]:
-    """Those of a whole program: marks, statements, results, and its larger units."""
+    """The lines of a program: its marks, statements, results and larger units."""
     yield header
     yield from (f"{INDENT}{_typed(buffer)}" for buffer in params)
     yield from (f"{INDENT}{_mark_text(mark)}" for mark in marks)

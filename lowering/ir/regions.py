@@ -40,7 +40,7 @@ class Region:
 
 
 @functools.lru_cache(maxsize=4096)
-def whole(shape: tuple[int, ...], mesh_dims: int) -> Region:
+def whole_region(shape: tuple[int, ...], mesh_dims: int) -> Region:
     """Every element of a buffer of `shape`, on a mesh of that many axes."""
     return Region(tuple(_one(n, mesh_dims) for n in shape), tuple(range(len(shape))))
 

@@ -1,4 +1,4 @@
-"""What it means for operands and results that an operation is assigned so or so."""
+"""What an assignment of an operation means for its operands and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Effect:
 
 
 class Effects:
-    """The effects of assignments, each found out once for what is wished for."""
+    """The effects of assignments, each found out once while the wishes stay."""
 
     def __init__(self, wishes: Wishes, costs: Costs) -> None:
         self.wishes = wishes

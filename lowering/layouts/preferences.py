@@ -86,7 +86,7 @@ class Wishes:
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)
 
     def goal(self, name: str, rest: Layout) -> Layout:
-        """What is wished for of a value that rests so, the same where nothing is."""
+        """The layout wished for of a value that is in `rest`; `rest` without a wish."""
         free = self.open.get(name, frozenset())
         return tuple(
             want or tuple(axis for axis in have if axis in free)
@@ -94,7 +94,7 @@ class Wishes:
         )
 
     def about(self, names: Iterable[str]) -> Hashable:
-        """All that is wished for of some values at present."""
+        """All present wishes about some values."""
         return tuple((self.goals.get(n), self.open.get(n)) for n in names)
 
     def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.layout import Layout, whole
+from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
@@ -40,7 +40,7 @@ _ROUNDS = 16
 _TRIALS = 256
 """How many decisions are tried otherwise, at most: each costs a walk of the program."""
 
-Rank: TypeAlias = tuple[Moved, int, int]
+Score: TypeAlias = tuple[Moved, int, int]
 """Bytes moved; then work repeated; then the largest operand that must move."""
 
 
@@ -51,8 +51,8 @@ class Contest:
     A rival puts an axis on a factor that claimed it in vain; None does not divide.
     """
 
-    rank: Rank
-    rivals: Mapping[Claim, Rank | None]
+    rank: Score
+    rivals: Mapping[Claim, Score | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,7 +157,8 @@ class _Solver:
     def forward(self) -> Decisions:
         """Decide in program order, from what is decided already."""
         given = {
-            param.name: self.wishes.goals.get(param.name) or whole(len(param.shape))
+            param.name: self.wishes.goals.get(param.name)
+            or replicated(len(param.shape))
             for param in self.params
         }
         made = Decisions(self.operations, self.effects, self.costs, given)
@@ -181,7 +182,7 @@ class _Solver:
 
         What loops hide does not pay for a reduction that more devices repeat.
         """
-        best: dict[int, tuple[Rank, Assignment]] = {}
+        best: dict[int, tuple[Score, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
             spread = rank[1] if op.reduces else 0
@@ -217,7 +218,7 @@ class _Solver:
         assignment: Assignment,
         layouts: Mapping[str, Layout],
         moves: Container[Move],
-    ) -> Rank:
+    ) -> Score:
         """How good an assignment is, with the way to what the consumers wish for."""
         effect = self.effects.of(op, assignment)
         total, largest = effect.cost + effect.more, 0

@@ -54,7 +54,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Window:
+class Cut:
     """The steps `[start : start + size]` of a dim that a chunk covers.
 
     There are `extent` steps in each of `groups` stretches of the dim, and `most` is the
@@ -89,7 +89,7 @@ class ChunkLoop(abc.ABC):
         """The whole loop, from its allocations to what follows it."""
 
     @abc.abstractmethod
-    def window(self, groups: int) -> Window:
+    def window(self, groups: int) -> Cut:
         """The chunk of a dim of that many groups, in this iteration."""
 
     @abc.abstractmethod
@@ -236,6 +236,6 @@ def is_narrow(buffer: ir.Buffer) -> bool:
     return jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
 
 
-def _scale(buffer: ir.Buffer, access: Access, window: Window) -> int:
+def _scale(buffer: ir.Buffer, access: Access, window: Cut) -> int:
     """The elements of the dim that one step stands for."""
     return buffer.shape[access.dim] // (window.groups * window.extent)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
-from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Window, Work
+from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Cut, Work
 
 INDEX = LoopIndex("i")
 
@@ -30,16 +30,16 @@ class CollectiveLoop(ChunkLoop):
     def statements(self) -> list[ir.Stmt]:
         for node in self.work.nodes:
             self.node(node)
-        wait, work = turns(self.body, self.count, self.work.streams)
+        wait, work = in_turns(self.body, self.count, self.work.streams)
         return [*self.before, ir.GetCurrentStream(stream=MAIN), wait, work, *self.after]
 
-    def window(self, groups: int) -> Window:
+    def window(self, groups: int) -> Cut:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
-        return Window(start, size, self.steps, self.extent, groups)
+        return Cut(start, size, self.steps, self.extent, groups)
 
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
-        """The same collective, on a chunk."""
+        """Append the same collective, on a chunk."""
         out = self.write(node.writes[0], self.work.part(node).writes[0])
         chunked = dataclasses.replace(stmt, out=out, source=source)
         self.body.extend((chunked, *node.stmts[1:]))
@@ -52,7 +52,7 @@ def chunk_size(extent: int, steps: int, number: Index) -> Index:
     return minimum(steps, extent - number * steps)
 
 
-def turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
+def in_turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
     """`body` in `count` iterations that take turns on streams, after the wait for MAIN.
 
     The wait is a loop of its own: inside the one that works it lets nothing overlap.

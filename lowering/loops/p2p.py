@@ -21,8 +21,8 @@ from jax import lax
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
-from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Window, Work, is_narrow
-from jhost.lowering.loops.collective import INDEX, chunk_size, on_stream, turns
+from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Cut, Work, is_narrow
+from jhost.lowering.loops.collective import INDEX, chunk_size, in_turns, on_stream
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.streams.parts import Access
 from jhost.lowering.units.make import unit_of
@@ -61,7 +61,7 @@ class P2PLoop(ChunkLoop):
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
         count = (self.devices - 1) * self.pieces
-        wait, work = turns(remote, count, self.streams)
+        wait, work = in_turns(remote, count, self.streams)
         return [
             *self.before,
             ir.GetCurrentStream(stream=MAIN),
@@ -138,16 +138,16 @@ class P2PLoop(ChunkLoop):
     def remote_piece(self) -> Index:
         return INDEX % self.pieces if self.pieces > 1 else Constant(0)
 
-    def window(self, groups: int) -> Window:
+    def window(self, groups: int) -> Cut:
         start = self.piece * self.steps
         size = chunk_size(self.extent, self.steps, self.piece)
         if groups == 1:
-            return Window(start, size, self.steps, self.extent)
+            return Cut(start, size, self.steps, self.extent)
         owner = self.rank
         if self.step != Constant(0):
             owner = (self.rank + self.step) % self.devices
         start, extent = owner * self.extent + start, self.extent * self.devices
-        return Window(start, size, self.steps, extent)
+        return Cut(start, size, self.steps, extent)
 
     def read(self, buffer: ir.Buffer, access: Access | None) -> ir.Buffer:
         if access is not None and access.groups == 1 and self.pieces == 1:

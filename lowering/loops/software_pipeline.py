@@ -20,7 +20,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 
-Memory: TypeAlias = Callable[[str], Hashable | None]
+MemoryOf: TypeAlias = Callable[[str], Hashable | None]
 """What memory a name stands for outside of the loop, or None where it is new in it."""
 
 
@@ -33,7 +33,7 @@ class Turn:
     last: bool
 
 
-def turns(loop: ir.For, memory: Memory) -> list[Turn]:
+def turns(loop: ir.For, memory: MemoryOf) -> list[Turn]:
     """The stages of all iterations of `loop`, in the order to issue them in."""
     cut = _stages(loop, memory)
     starts: list[int] = []
@@ -69,7 +69,7 @@ def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
 # --- Stages ----------------------------------------------------------------------- #
 
 
-def _stages(loop: ir.For, memory: Memory) -> list[tuple[ir.Stmt, ...]]:
+def _stages(loop: ir.For, memory: MemoryOf) -> list[tuple[ir.Stmt, ...]]:
     """The body, cut where iterations can be staggered."""
     if not _takes_turns(loop):
         return [loop.body]
@@ -132,7 +132,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 class _Touches:
     """What memory from outside the statements of a loop's body touch."""
 
-    def __init__(self, loop: ir.For, memory: Memory) -> None:
+    def __init__(self, loop: ir.For, memory: MemoryOf) -> None:
         self.loop = loop
         self.memory = memory
         self.aliases = Aliases(loop.body)

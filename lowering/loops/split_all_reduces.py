@@ -59,7 +59,7 @@ class SplitAllReduces:
     def all_reduces(
         self, program: Program
     ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
-        """Those that p2p streams meet, with the streamed dim and what asked for it."""
+        """The all-reduces on p2p streams, with the streamed dim and its choice."""
         graph, plan = plan_program(program)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]

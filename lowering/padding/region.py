@@ -60,7 +60,7 @@ class Operands:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class PaddedRegion:
     """How many times as large each key becomes.
 
     `asks` has the first ask of all that belongs together, with the sizes of its dim
@@ -83,7 +83,7 @@ class Region:
         return self.ratios.get((number, factor), Fraction(1))
 
 
-def plan_region(program: Program, asks: Sequence[Ask]) -> Region:
+def plan_region(program: Program, asks: Sequence[Ask]) -> PaddedRegion:
     """The region around the dims of `asks` that do not come in equal parts."""
     growth = _Growth(program, asks)
     growth.run()
@@ -243,7 +243,7 @@ class _Growth:
         assert op is not None
         return op.steps[second]
 
-    def finish(self, asks: Sequence[Ask]) -> Region:
+    def finish(self, asks: Sequence[Ask]) -> PaddedRegion:
         """What belongs together grows alike, so far that all asks are met."""
         steps: dict[Key, int] = {}
         devices: dict[Key, int] = {}
@@ -269,7 +269,7 @@ class _Growth:
         for leader, ask in told.items():
             size = self.buffers[ask.buffer].shape[ask.dim]
             sizes[ask] = size, int(size * grown[leader])
-        return Region(self.statements, ratios, sizes)
+        return PaddedRegion(self.statements, ratios, sizes)
 
 
 def can_be_padded(buffer: Buffer) -> bool:

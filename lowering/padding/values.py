@@ -23,7 +23,7 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
-from jhost.lowering.padding.region import Ask, Operands, Region, plan_region
+from jhost.lowering.padding.region import Ask, Operands, PaddedRegion, plan_region
 from jhost.lowering.rules.dim_rule import Dims, Reducer, identity, shape_of
 from jhost.lowering.units.make import computes_of
 
@@ -39,7 +39,7 @@ def pad_program(program: Program, asks: Sequence[Ask]) -> Program:
 
 
 class _Padder:
-    def __init__(self, program: Program, region: Region) -> None:
+    def __init__(self, program: Program, region: PaddedRegion) -> None:
         self.program = program
         self.region = region
         self.mesh = dict(program.mesh.shape)

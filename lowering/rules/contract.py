@@ -19,8 +19,8 @@ from jhost.lowering.rules.dim_rule import (
     bind_same,
     rule,
     shape_of,
-    whole,
     without,
+    without_factors,
 )
 
 # As in `lax.dot_general`: ((lhs, rhs) contracted dims, (lhs, rhs) batch dims).
@@ -44,7 +44,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     """As `dot_general`; the ragged dim and that of the groups stay whole."""
     group_sizes, (result,) = eqn.invars[2], eqn.outvars
     if len(shape_of(group_sizes)) != 1:
-        return whole(eqn)
+        return without_factors(eqn)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     factors = Factors()
     lhs, rhs, out = _product(

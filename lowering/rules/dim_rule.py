@@ -188,7 +188,7 @@ def opaque(reason: str, *primitives: str) -> None:
 def rule_of(eqn: JaxprEqn) -> DimRule:
     """The factors of `eqn`; every dim whole where its primitive has no rule."""
     registered = _rules.get(eqn.primitive.name)
-    return registered(eqn) if registered else whole(eqn)
+    return registered(eqn) if registered else without_factors(eqn)
 
 
 def opaque_reason(primitive: str) -> str:
@@ -214,7 +214,7 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
 
 
-def whole(eqn: JaxprEqn) -> DimRule:
+def without_factors(eqn: JaxprEqn) -> DimRule:
     """No factors: operands and results whole."""
     return DimRule(
         sizes=(),
@@ -298,13 +298,13 @@ def rebind_local(parameter: str, dims: Dims) -> Rebind:
     """The rebind of equations whose `parameter` has the sizes of `dims`."""
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        sizes = local_shape(dims, eqn.params[parameter], place)
+        sizes = part_shape(dims, eqn.params[parameter], place)
         return bind(eqn, args, **{parameter: sizes})
 
     return rebind
 
 
-def local_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+def part_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:
     """The shape that `place` leaves of a value of `shape` mapped by `dims`."""
     return tuple(
         size if dim is None else place.size(dim.factor) * dim.scale

@@ -15,7 +15,7 @@ from jhost.lowering.rules.dim_rule import (
     Place,
     rule,
     shape_of,
-    whole,
+    without_factors,
 )
 
 _ARITHMETIC = (
@@ -134,7 +134,7 @@ ELEMENTWISE = (
 CHEAP = frozenset(
     {*_ARITHMETIC, *_TRANSCENDENTAL, *_LOGICAL, *_IDENTITIES, "erf", "erfc", "erf_inv"}
 )
-"""Of these, the ones that take less time than to read their operands from memory."""
+"""The elementwise ones that take less time than to read their operands."""
 
 
 @rule(*ELEMENTWISE)
@@ -174,7 +174,7 @@ def _pass_on(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]:
 def optimization_barrier(eqn: JaxprEqn) -> DimRule:
     """Each operand has factors of its own, which its result shares."""
     if len(eqn.invars) != len(eqn.outvars):  # a ref among the operands has no result
-        return whole(eqn)
+        return without_factors(eqn)
     factors = Factors()
     maps = [factors.dims(shape_of(v)) for v in eqn.invars]
     return factors.rule(maps, maps)
@@ -183,7 +183,7 @@ def optimization_barrier(eqn: JaxprEqn) -> DimRule:
 @rule("device_put")
 def device_put(eqn: JaxprEqn) -> DimRule:
     """From memory to memory each device moves its part; between devices, all of it."""
-    return optimization_barrier(eqn) if moves_memory(eqn) else whole(eqn)
+    return optimization_barrier(eqn) if moves_memory(eqn) else without_factors(eqn)
 
 
 def moves_memory(eqn: JaxprEqn) -> bool:

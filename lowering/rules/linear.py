@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import Reducer
 
-Group: TypeAlias = frozenset[int]
+OperandSet: TypeAlias = frozenset[int]
 """Operands, by position, over whose reduction together an equation distributes."""
 
 _ARRANGING = (
@@ -51,7 +51,7 @@ _REDUCTIONS: Mapping[str, Reducer] = {
 }
 
 
-def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[Group, ...]:
+def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[OperandSet, ...]:
     """The groups of operands over whose reduction `eqn` distributes."""
     name = eqn.primitive.name
     if name in _ARRANGING or _REDUCTIONS.get(name) == reducer:
@@ -68,16 +68,16 @@ def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[Group, ...]:
 # --- Sums --------------------------------------------------------------------- #
 
 
-def _alone(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _alone(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     del eqn
     return (frozenset({0}),)
 
 
-def _together(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _together(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     return (frozenset(range(len(eqn.invars))),)
 
 
-def _product(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _product(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     """Either factor, the other one held; a wider result would not wrap round alike."""
     dtypes = [aval_of(atom).dtype for atom in (*eqn.invars[:2], *eqn.outvars)]
     if not all(_keeps_sums(dtype, dtypes[-1]) for dtype in dtypes):
@@ -85,7 +85,7 @@ def _product(eqn: JaxprEqn) -> tuple[Group, ...]:
     return frozenset({0}), frozenset({1})
 
 
-def _quotient(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     """The dividend, where the divisor is not 0, unless integers are rounded."""
     divisor = eqn.invars[1]
     exact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
@@ -93,12 +93,12 @@ def _quotient(eqn: JaxprEqn) -> tuple[Group, ...]:
     return (frozenset({0}),) if exact and known else ()
 
 
-def _conversion(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     source, target = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
     return (frozenset({0}),) if _keeps_sums(source, target) else ()
 
 
-def _padding(eqn: JaxprEqn) -> tuple[Group, ...]:
+def _padding(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
     """With zeros: each device adds its own padding."""
     value = eqn.invars[1]
     zeros = isinstance(value, Literal) and value.val == 0
@@ -121,7 +121,7 @@ def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
     return False
 
 
-_LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[Group, ...]]] = {
+_LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "add": _together,
     "add_any": _together,
     "conj": _alone,

@@ -26,7 +26,7 @@ CALLS = INLINED | {"jhost"}
 """All that it replaces so."""
 
 PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
-"""Of these, the ones that mean their bodies and no more to every transform of JAX's.
+"""The calls that mean their bodies and no more to every transform of JAX's.
 
 The others say how they are differentiated, or what is kept for that.
 """

@@ -16,7 +16,7 @@ from jhost.lowering.rules.dim_rule import (
     Factors,
     Place,
     along,
-    local_shape,
+    part_shape,
     rebind_local,
     rule,
     shape_of,
@@ -168,7 +168,7 @@ def iota(eqn: JaxprEqn) -> DimRule:
         # the start of a part would be rounded or wrap round.
         del args
         count = place.positions(dims[counted].factor)
-        local = local_shape(dims, shape, place)
+        local = part_shape(dims, shape, place)
         count = lax.broadcast_in_dim(count, local, (counted,))
         return [lax.convert_element_type(count, eqn.params["dtype"])]
 

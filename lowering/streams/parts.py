@@ -56,7 +56,7 @@ class Part:
         return written.groups / read.groups
 
     def scaled(self, by: Fraction) -> Part:
-        """The same part with `by` times as many groups."""
+        """This part with `by` times as many groups."""
 
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
             return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}

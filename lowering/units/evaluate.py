@@ -12,7 +12,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import user_context
 from jhost.lowering.ir.statements import Unit, UnitEqn
-from jhost.lowering.rules.dim_rule import Dims, axes_size, local_shape, shape_of
+from jhost.lowering.rules.dim_rule import Dims, axes_size, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.units.callbacks import call_once
 
@@ -127,4 +127,4 @@ def _type(
     var: Var, dims: Dims, place: UnitPlace, accumulator: np.dtype | None
 ) -> ArrayType:
     dtype = accumulator or getattr(var.aval, "dtype", np.dtype(object))
-    return ArrayType(local_shape(dims, shape_of(var), place), dtype)
+    return ArrayType(part_shape(dims, shape_of(var), place), dtype)

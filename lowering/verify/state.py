@@ -19,7 +19,7 @@ from jhost.lowering.ir.machine import (
 from jhost.lowering.ir.printer import statement_text, stream_text, type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks
-from jhost.lowering.ir.regions import Region, is_empty, overlap, whole
+from jhost.lowering.ir.regions import Region, is_empty, overlap, whole_region
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class State(Machine):
     def define(self, buffer: ir.Buffer, shape: tuple[int, ...], root: Root) -> None:
         """Make `buffer` exist with memory of its own."""
         self.check_new(buffer)
-        region = whole(shape, len(self.ranks.sizes))
+        region = whole_region(shape, len(self.ranks.sizes))
         known = Known(buffer=buffer, root=root, region=region, shape=shape)
         self.known[buffer.name] = known
         self.scopes[-1].names.append(buffer.name)
@@ -246,7 +246,10 @@ class State(Machine):
         root = known.root
         if root.allocated_in_loop and not known.is_alias and not root.writes:
             self.check_shape(known.buffer, shape)
-            known.shape, known.region = shape, whole(shape, len(self.ranks.sizes))
+            known.shape, known.region = (
+                shape,
+                whole_region(shape, len(self.ranks.sizes)),
+            )
         if known.shape != shape:
             self.fail(
                 f"{known.buffer.name} of shape {shape}",

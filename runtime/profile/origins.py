@@ -17,7 +17,7 @@ Activity: TypeAlias = Literal["communication", "computation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
+class DeviceOperation:
     """An instruction: what it does, and the statement and iteration it is from.
 
     Loops, branches and calls do nothing (None) but hold others that do.
@@ -31,8 +31,8 @@ class Operations:
     """What the instructions of a module do."""
 
     def __init__(self, module: Module) -> None:
-        self._by_name: dict[str, Operation] = {}
-        self._started: dict[str, Operation] = {}
+        self._by_name: dict[str, DeviceOperation] = {}
+        self._started: dict[str, DeviceOperation] = {}
         for instruction in itertools.chain(*module.computations.values()):
             found = _operation(module, instruction, self._by_name)
             self._by_name[instruction.name] = found
@@ -40,7 +40,7 @@ class Operations:
             if op_name and instruction.opcode.endswith("-start"):
                 self._started[op_name] = found
 
-    def find(self, name: str, op_name: str, kernel: str) -> Operation:
+    def find(self, name: str, op_name: str, kernel: str) -> DeviceOperation:
         """What ran as `kernel` for an instruction of that name and metadata.
 
         Where an instruction is asynchronous, what runs is one inside it, of a name that
@@ -49,7 +49,7 @@ class Operations:
         if found := self._by_name.get(name) or self._started.get(op_name):
             return found
         activity = "communication" if _MOVES.search(kernel) else "computation"
-        return Operation(activity, origin_of(op_name))
+        return DeviceOperation(activity, origin_of(op_name))
 
 
 # NCCL's kernels, and copies between GPUs.
@@ -57,16 +57,16 @@ _MOVES = re.compile(r"nccl|P2P", re.IGNORECASE)
 
 
 def _operation(
-    module: Module, instruction: Instruction, before: Mapping[str, Operation]
-) -> Operation:
+    module: Module, instruction: Instruction, before: Mapping[str, DeviceOperation]
+) -> DeviceOperation:
     if instruction.opcode in CONTROL:
-        return Operation(activity=None, origin=None)
+        return DeviceOperation(activity=None, origin=None)
     if instruction.opcode.endswith(("-done", "-update")):
         started = before.get(instruction.operands[0] if instruction.operands else "")
         if started is not None:
             return started
     moves = any(collectives(module, instruction))
-    return Operation(
+    return DeviceOperation(
         activity="communication" if moves else "computation",
         origin=next(_origins(module, instruction), None),
     )

@@ -113,7 +113,7 @@ def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
 
 
 def statement_overlaps(timeline: Timeline) -> Iterator[StatementOverlap]:
-    """Those with spans, in the order of the program; then what has no statement."""
+    """The rows with spans, in the order of the program; then what has no statement."""
     count = len(timeline.devices)
     ordered = sorted(timeline.spans, key=_key)
     for (*_, activity), spans in itertools.groupby(ordered, key=_key):

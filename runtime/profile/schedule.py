@@ -103,7 +103,7 @@ CONTROL = frozenset({"call", "while", "conditional"})
 def _communications(
     module: Module, computation: str
 ) -> Iterator[ScheduledCommunication]:
-    """Those of a computation, and of what it calls, in the order of their starts."""
+    """The communications of a computation and of what it calls, as they start."""
     instructions = module.computations[computation]
     for position, instruction in enumerate(instructions):
         if instruction.opcode in CONTROL:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from jhost import errors
 from jhost.runtime.profile.intervals import Cover, Interval, subtract, union
-from jhost.runtime.profile.origins import Activity, Operation, Operations
+from jhost.runtime.profile.origins import Activity, DeviceOperation, Operations
 from jhost.runtime.profile.trace import Event, Trace, in_lanes
 
 
@@ -64,7 +64,7 @@ class Timeline:
         ]
 
     def streams(self, device: int) -> tuple[str, ...]:
-        """Those of a device, in the order of their numbers."""
+        """The spans of a device, in the order of their numbers."""
         found = {span.stream for span in self.of_device(device)}
         return tuple(sorted(found, key=lambda stream: (len(stream), stream)))
 
@@ -75,7 +75,7 @@ class Timeline:
         return self.statements[span.statement]
 
     def only(self, devices: Collection[int] | None) -> Timeline:
-        """The same call on some of its devices; None is all.
+        """This call on some of its devices; None is all.
 
         Raises:
             OptionError: a device that ran nothing.
@@ -184,11 +184,11 @@ def _spans(call: Sequence[Event], operations: Operations) -> list[Span]:
     ]
 
 
-def _operation(event: Event, operations: Operations) -> Operation:
+def _operation(event: Event, operations: Operations) -> DeviceOperation:
     return operations.find(event.operation, event.op_name, event.name)
 
 
-def _span(event: Event, operation: Operation, first: float) -> Span:
+def _span(event: Event, operation: DeviceOperation, first: float) -> Span:
     assert operation.activity is not None
     origin = operation.origin
     return Span(

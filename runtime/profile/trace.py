@@ -91,7 +91,7 @@ def read_trace(profile: Any) -> Trace:
 
 
 def _events(profile: Any) -> tuple[list[Event], list[Event]]:
-    """Those of GPUs, and those of the host's threads."""
+    """The lanes of GPUs, and those of the host's threads."""
     of_gpus: list[Event] = []
     of_host: list[Event] = []
     for plane in profile.planes:

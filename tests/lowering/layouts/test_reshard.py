@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jhost.lowering.ir.layout import Layout, Partial, local_shape, used_axes, whole
+from jhost.lowering.ir.layout import Layout, Partial, local_shape, replicated, used_axes
 from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
 from jhost.lowering.rules.dim_rule import Reducer, axes_size
 from tests.lowering.traced import reshard_bytes
@@ -354,5 +354,5 @@ def test_the_other_axes_make_every_step_cheaper() -> None:
 def test_two_axes_are_one_larger_ring() -> None:
     mesh, shape = {"dp": 2, "tp": 4}, (16, 24)
     partial: Partial = (("dp", "sum"), ("tp", "sum"))
-    cost = reshard_bytes(whole(2), whole(2), partial, shape, 4, mesh)
+    cost = reshard_bytes(replicated(2), replicated(2), partial, shape, 4, mesh)
     assert cost == 2 * 16 * 24 * 4 * 7 // 8
