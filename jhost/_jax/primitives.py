@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core
 from jax._src import checkify, core
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax.experimental import jet
 from jax.extend.core import Primitive
 
@@ -48,9 +48,23 @@ def define_call_primitive(name: str) -> Primitive:
 
         v010.register_call_primitive_rules(prim)
     register_split_rules(prim, _as_it_is)
+    rule = partial_eval.dce_rules[prim]
+    partial_eval.dce_rules[prim] = partial(_without_dead_code, rule)
     checkify.error_checks[prim] = partial(_checkify_call, prim)
     jet.jet_rules[prim] = _refuse_jet
     return prim
+
+
+def _without_dead_code(
+    rule: Callable[..., Any], used: list[bool], *rest: Any
+) -> tuple[list[bool], Any]:
+    """By JAX's rule, but a call without dead code stays what it is: lowered once."""
+    read, live = rule(used, *rest)
+    *_, eqn = rest  # from JAX 0.12 on behind the operands that are live
+    if live is None or not (all(read) and all(used)):
+        return read, live
+    before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
+    return read, eqn if len(before) == len(after) else live
 
 
 def _as_it_is(split: Split, **_: Any) -> Split:

@@ -41,17 +41,7 @@ def register_call_primitive_rules(prim: Primitive) -> None:
     _ad.primitive_jvps[prim] = partial(_jvp, prim)
     _ad.fancy_transposes[prim] = partial(_transpose, prim)
     _batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
-    _partial_eval.dce_rules[prim] = _without_dead_code
-
-
-def _without_dead_code(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """JAX's rule for its own call, but a call without dead code stays what it is."""
-    like = _core.closed_call_p  # its parameter has the same name
-    read, live = _partial_eval.dce_rules[like](used, eqn)
-    if live is None or not (all(read) and all(used)):
-        return read, live
-    before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
-    return read, eqn if len(before) == len(after) else live
+    _partial_eval.dce_rules[prim] = _partial_eval.dce_rules[_core.closed_call_p]
 
 
 def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:

@@ -86,16 +86,15 @@ class Tuner:
         outcomes = trial.measurable(mark)
         left_out = list(trial.refusals)
         ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
-        candidates = self.ranked(ready)
-        if candidates:
-            best = candidates[0]
-            chosen = next(r.outcome.mark for r in ready if r.outcome.text == best.text)
-            settle(self.marks, numbers, chosen)
+        ranked = self.ranked(ready)
+        if ranked:
+            best, _ = ranked[0]
+            settle(self.marks, numbers, best.outcome.mark)
         return TunedStream(
             where=mark.where,
             axis=mark.dim,
             marks=numbers,
-            candidates=tuple(candidates),
+            candidates=tuple(candidate for _, candidate in ranked),
             left_out=tuple(left_out),
         )
 
@@ -129,8 +128,8 @@ class Tuner:
         compiled = function.lower(*operands).compile()
         return lambda: compiled(*operands)
 
-    def ranked(self, ready: Sequence[_Ready]) -> list[Candidate]:
-        """The candidates by their times, the chosen one first."""
+    def ranked(self, ready: Sequence[_Ready]) -> list[tuple[_Ready, Candidate]]:
+        """What each took, by their times, the chosen one first."""
         self.bar.grow(self.rounds)
         times = take_turns(
             {each.outcome.text: each.run for each in ready},
@@ -143,7 +142,8 @@ class Tuner:
             _candidate(each.outcome, _slowest(times[each.outcome.text]).tolist())
             for each in ready
         ]
-        return best_first(measured)
+        made = {id(each): one for each, one in zip(measured, ready, strict=True)}
+        return [(made[id(each)], each) for each in best_first(measured)]
 
 
 def _moves(call: Call) -> bool:

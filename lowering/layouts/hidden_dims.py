@@ -13,6 +13,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import PipelineKind
 from jhost.lowering.layouts.reshard import Step
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -28,7 +29,7 @@ class StreamedDim:
     """
 
     dim: int
-    pipeline: str
+    pipeline: PipelineKind
     axes: frozenset[str]
 
     def hides(self, step: Step) -> bool:
