@@ -51,7 +51,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
 def relative_errors(given: Any, wanted: Any) -> list[float]:
     """For each array of two trees, the largest distance as a part of the largest value.
 
-    Of other dtypes than floats it is 1 if anything differs, and else 0.
+    For other dtypes than floats it is 1 if anything differs, and else 0.
     """
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
     return [float(np.asarray(_error(a, _beside(b, a)))) for a, b in pairs]

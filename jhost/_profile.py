@@ -41,7 +41,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
         **kwargs: likewise.
 
     Returns:
-        Of each device the seconds of the call, of computation, of communication, how
+        For each device the seconds of the call, of computation, of communication, how
         much of the latter was hidden and exposed, idle time, the efficiency of the
         overlap, and what the cost model predicted.  For each statement of the Host IR
         program, how long its chunks took and what of it was exposed.  Prints as a

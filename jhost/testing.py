@@ -277,8 +277,7 @@ def assert_program(
 ) -> None:
     """What jhost makes of a function has these loops and communications.
 
-    Those of all programs count together: of a gradient, the forward's and the
-    backward's.
+    All programs count together: for a gradient, the forward's and the backward's.
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.

@@ -55,7 +55,7 @@ class Outcome:
 class Trial:
     """The candidates for one of the marks, or some alike, the others as they are.
 
-    Those that are `to_measure` include what cannot win by prediction.
+    Candidates that are `to_measure` include what cannot win by prediction.
     """
 
     def __init__(

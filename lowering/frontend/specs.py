@@ -30,7 +30,7 @@ def check_spec(
 ) -> Iterator[Problem]:
     """What is wrong with `spec` for a value of `shape`, in words.
 
-    Of an `uneven` one, which is padded, the axes need not divide the dims.
+    The axes of an `uneven` one need not divide the dims, which are padded.
     """
     if len(spec) > len(shape):
         yield (

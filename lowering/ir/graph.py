@@ -20,7 +20,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Stmt, Wait
 class Node:
     """A statement, or a communication with its wait, and the buffers it touches.
 
-    Of a piece of a barrier, `barrier` names the operands of them all.
+    Where it is a piece of a barrier, `barrier` names the operands of all pieces.
     """
 
     stmts: tuple[Stmt, ...]

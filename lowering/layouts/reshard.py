@@ -54,7 +54,7 @@ def plan_reshard(
 ) -> tuple[Step, ...]:
     """The steps that turn a value from `source` into `target`, reducing `partial`.
 
-    Of all ways the one with the fewest bytes received, then the fewest communications.
+    They receive the fewest bytes of all ways, and then are the fewest communications.
     """
     return _cheapest(source, target, partial, tuple(mesh.items()))
 
