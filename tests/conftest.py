@@ -95,10 +95,10 @@ def quick_xla() -> Iterator[None]:
 @pytest.fixture
 def options_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Missed options are warned of, whatever tests before asked for and were told."""
-    from jhost.runtime import compiler_options as overlap_options
+    from jhost.runtime import compiler_options
 
-    monkeypatch.setattr(overlap_options, "_asked_for", False)
-    overlap_options._warn_once.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(compiler_options, "_asked_for", False)
+    compiler_options._warn_once.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture

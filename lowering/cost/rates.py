@@ -61,9 +61,9 @@ class Rates:
     def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
         """A matmul by the tile that suits it best, in one wave of them or more.
 
-        The last wave counts by as much as there is of it: near the power limit those that
-        still multiply have what the others leave (1.7 waves took 83 us, and 3.4 took
-        168, where two and four would have taken 101 and 202).
+        The last wave counts by as much as there is of it: near the power limit, tiles
+        that still multiply have what the others leave (1.7 waves took 83 us, and 3.4
+        took 168, where two and four would have taken 101 and 202).
         """
         each = self.matmul / self.multiprocessors
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
-from jhost.runtime import compiler_options as overlap_options
+from jhost.runtime import compiler_options
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -31,7 +31,7 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
 @pytest.fixture(autouse=True)
 def nothing_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of other tests may have the names of these."""
-    monkeypatch.setattr(overlap_options, "_missed", {})
+    monkeypatch.setattr(compiler_options, "_missed", {})
 
 
 def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:

@@ -12,16 +12,16 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 import jhost
-from jhost.runtime import compiler_options as overlap_options
+from jhost.runtime import compiler_options
 from jhost.runtime.devices import Devices
 
 
 def test_nothing_is_asked_of_a_cpu(
     make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
 ) -> None:
-    assert overlap_options.overlap_options(make_mesh((4,), ("tp",))) == {}
-    assert overlap_options.overlap_options(AbstractMesh((4,), ("tp",))) == {}
-    assert overlap_options.overlap_options(None) == {}
+    assert compiler_options.overlap_options(make_mesh((4,), ("tp",))) == {}
+    assert compiler_options.overlap_options(AbstractMesh((4,), ("tp",))) == {}
+    assert compiler_options.overlap_options(None) == {}
 
 
 def test_options_for_an_outer_jit_are_taken_by_it() -> None:
@@ -31,7 +31,7 @@ def test_options_for_an_outer_jit_are_taken_by_it() -> None:
 
 def test_an_option_that_xla_does_not_know_is_found_out() -> None:
     device = jax.devices()[0]
-    accepts = overlap_options._accepts  # pyright: ignore[reportPrivateUsage]
+    accepts = compiler_options._accepts  # pyright: ignore[reportPrivateUsage]
     assert accepts(device, "xla_gpu_dot_merger_threshold_mb", 0)
     assert not accepts(device, "xla_gpu_there_is_no_such_option", 0)
 
@@ -39,7 +39,7 @@ def test_an_option_that_xla_does_not_know_is_found_out() -> None:
 def test_a_trial_is_apart_from_the_mesh_that_is_set(
     make_mesh: Callable[..., Mesh],
 ) -> None:
-    accepts = overlap_options._accepts  # pyright: ignore[reportPrivateUsage]
+    accepts = compiler_options._accepts  # pyright: ignore[reportPrivateUsage]
     with jax.set_mesh(make_mesh((4,), ("tp",))):
         assert accepts(jax.devices()[1], "xla_gpu_dot_merger_threshold_mb", 0)
 
@@ -47,10 +47,10 @@ def test_a_trial_is_apart_from_the_mesh_that_is_set(
 @pytest.mark.usefixtures("options_not_asked_for")
 def test_missed_options_are_told_once() -> None:
     with pytest.warns(UserWarning, match="told_once .* misses .* xla_option=4"):
-        overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
+        compiler_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        overlap_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
+        compiler_options.warn_of_missed_options("told_once", None, {"xla_option": 4})
 
 
 @pytest.mark.usefixtures("options_not_asked_for")
@@ -58,7 +58,7 @@ def test_who_asked_for_the_options_is_not_warned() -> None:
     jhost.compiler_options()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        overlap_options.warn_of_missed_options("not_warned", None, {"xla_option": 4})
+        compiler_options.warn_of_missed_options("not_warned", None, {"xla_option": 4})
 
 
 @pytest.mark.usefixtures("options_not_asked_for")
@@ -83,14 +83,14 @@ def test_copies_in_one_process_and_symmetric_buffers_between_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh = make_mesh((4,), ("tp",))
-    monkeypatch.setattr(overlap_options, "devices_of", lambda mesh: GPUS)
-    alone = overlap_options.wanted_options(mesh)
+    monkeypatch.setattr(compiler_options, "devices_of", lambda mesh: GPUS)
+    alone = compiler_options.wanted_options(mesh)
     assert alone["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
     several = dataclasses.replace(GPUS, processes=4)
-    monkeypatch.setattr(overlap_options, "devices_of", lambda mesh: several)
-    between = overlap_options.wanted_options(mesh)
+    monkeypatch.setattr(compiler_options, "devices_of", lambda mesh: several)
+    between = compiler_options.wanted_options(mesh)
     assert "xla_gpu_enable_triton_gemm" not in between
-    adding = overlap_options.wanted_options(mesh, adds_up=True)
+    adding = compiler_options.wanted_options(mesh, adds_up=True)
     assert adding == between | {"xla_gpu_enable_triton_gemm": False}
     assert "xla_gpu_collective_permute_mode" not in between
     assert between["xla_gpu_experimental_enable_nccl_symmetric_buffers"] is True
@@ -103,17 +103,17 @@ def test_what_became_of_the_options_is_explained(
 ) -> None:
     mesh = make_mesh((4,), ("tp",))
     wanted = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_there_is_no_such": 1}
-    monkeypatch.setattr(overlap_options, "wanted_options", lambda *_: wanted)
+    monkeypatch.setattr(compiler_options, "wanted_options", lambda *_: wanted)
     with pytest.warns(UserWarning, match="explained_options"):
-        overlap_options.warn_of_missed_options("explained_options", mesh, {"a": 1})
-    assert overlap_options.options_report("explained_options", mesh) == (
+        compiler_options.warn_of_missed_options("explained_options", mesh, {"a": 1})
+    assert compiler_options.options_report("explained_options", mesh) == (
         "applied: xla_gpu_dot_merger_threshold_mb=0",
         "refused by this XLA: xla_gpu_there_is_no_such=1",
         "missed inside an outer jax.jit: a=1",
     )
     # Nothing is said of a namesake elsewhere.
     elsewhere = make_mesh((2,), ("tp",))
-    found = overlap_options.options_report("explained_options", elsewhere)
+    found = compiler_options.options_report("explained_options", elsewhere)
     assert not [line for line in found if "missed" in line]
 
     @jhost.jit(mesh=mesh, in_shardings=P("tp"), chunks=2, compiler_options={})
