@@ -13,7 +13,7 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import Settings, Tunings
+from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts
@@ -57,7 +57,7 @@ class Passes:
 
 def passes(
     *,
-    settings: Settings,
+    settings: StreamDefaults,
     streams: int,
     strict: bool = True,
     rates: Rates | None = None,

@@ -34,7 +34,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import REFUSALS, Settings
+from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
 from jhost.runtime import dump
@@ -234,8 +234,8 @@ def _passes(config: Config, strict: bool) -> Passes:
     )
 
 
-def _settings(config: Config) -> Settings:
-    return Settings(config.chunks, config.pipeline)
+def _settings(config: Config) -> StreamDefaults:
+    return StreamDefaults(config.chunks, config.pipeline)
 
 
 def _lower(

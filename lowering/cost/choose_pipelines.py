@@ -18,7 +18,7 @@ from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import (
-    Settings,
+    StreamDefaults,
     Tuned,
     Tunings,
     marks_alike,
@@ -39,7 +39,7 @@ class ChoosePipelines:
     name: ClassVar[str] = "choose_pipelines"
 
     following: tuple[FollowingPass, ...]
-    settings: Settings
+    settings: StreamDefaults
     rates: Rates | None = None
     device_kind: str = "unknown"
     tuned: Tunings = dataclasses.field(default_factory=dict[str, Mapping[int, Tuned]])

@@ -8,7 +8,18 @@ from jhost.lowering.ir.statements import PipelineKind, node
 
 
 @node
-class StreamRequest:
+class OnLines:
+    """What stands on some lines of the user's."""
+
+    lines: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.lines)
+
+
+@node
+class StreamRequest(OnLines):
     """`jhost.stream` on a buffer's dim, as it was written.
 
     What it leaves open (None) the settings of the function say; `"auto"` leaves it to
@@ -19,15 +30,10 @@ class StreamRequest:
     dim: int
     chunks: int | Literal["auto"] | None
     pipeline: PipelineKind | Literal["auto"] | None
-    lines: tuple[str, ...]
-
-    @property
-    def where(self) -> str:
-        return ", ".join(self.lines)
 
 
 @node
-class StreamChoice:
+class StreamChoice(OnLines):
     """What a request for a stream comes to: `choose_pipelines` makes one of each.
 
     A `pipeline` of None was neither asked for nor chosen: the value takes part in a
@@ -41,16 +47,11 @@ class StreamChoice:
     dim: int
     chunks: int | None
     pipeline: PipelineKind | None
-    lines: tuple[str, ...]
     by_name: bool = True
     streams: int | None = None
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def where(self) -> str:
-        return ", ".join(self.lines)
 
 
 @node

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from jhost._text import seconds_text
+from jhost.lowering.ir.marks import OnLines
 from jhost.lowering.ir.statements import PipelineKind, node
 
 
@@ -39,7 +40,7 @@ class LayoutReport:
 
 
 @node
-class StreamReport:
+class StreamReport(OnLines):
     """One stream: what was asked for, what was chosen, and why.
 
     `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
@@ -55,13 +56,8 @@ class StreamReport:
     chunks: int
     extent: int
     reason: str
-    lines: tuple[str, ...]
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def where(self) -> str:
-        return ", ".join(self.lines)
 
     @property
     def text(self) -> str:

@@ -16,7 +16,7 @@ REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
+class StreamDefaults:
     """What holds for requests that do not say: arguments of `jhost.jit`."""
 
     chunks: int | Literal["auto"] = "auto"

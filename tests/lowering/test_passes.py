@@ -17,7 +17,7 @@ import jhost
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import Settings
+from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import (
     Allocate,
     Communicate,
@@ -44,7 +44,7 @@ from jhost.lowering.verify.program import verify
 from tests.lowering.traced import asked, built, loops
 
 Golden = Callable[..., None]
-SEQUENCE = passes(settings=Settings(), streams=4).all
+SEQUENCE = passes(settings=StreamDefaults(), streams=4).all
 
 
 def mlp(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
@@ -209,7 +209,7 @@ def test_iterations_take_turns_on_as_many_streams_as_given(streams: int) -> None
 
 def test_marks_that_do_not_say_take_the_functions_chunks() -> None:
     program = built(lambda x: jhost.stream(jnp.tanh(x), axis=0), (8,))
-    (loop,) = loops(LowerStreams().apply(Settings(chunks=8).applied_to(program)))
+    (loop,) = loops(LowerStreams().apply(StreamDefaults(chunks=8).applied_to(program)))
     assert loop.extent == 8
 
 

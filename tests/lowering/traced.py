@@ -17,7 +17,7 @@ from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark
-from jhost.lowering.ir.requests import Settings
+from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
@@ -94,12 +94,12 @@ def built(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
 
 def asked(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     """What `built` gives, its marks as they are where nothing chooses for them."""
-    return Settings().applied_to(built(fun, *args, **mesh))
+    return StreamDefaults().applied_to(built(fun, *args, **mesh))
 
 
 def lowered(fun: Callable[..., Any], *args: Any, **mesh: int) -> Program:
     """The finished program of `fun`, which nothing runs."""
-    sequence = passes(settings=Settings(), streams=4).all
+    sequence = passes(settings=StreamDefaults(), streams=4).all
     return run_passes(built(fun, *args, **mesh), sequence)
 
 

@@ -18,7 +18,7 @@ from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction, StreamReport
-from jhost.lowering.ir.requests import Settings
+from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.traced import built, chunk_counts, loops, remarks
 
@@ -43,7 +43,7 @@ def lowered(
     **settings: Any,
 ) -> Program:
     sequence = passes(
-        settings=Settings(**settings),
+        settings=StreamDefaults(**settings),
         streams=4,
         strict=strict,
         rates=rates,
