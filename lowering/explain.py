@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from jhost._text import bytes_text
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import all_remarks, programs
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
@@ -21,7 +22,8 @@ from jhost.lowering.rules.dim_rule import axes_size
 class CommunicationReport:
     """One communication of the program; `bytes` is what each device receives in all.
 
-    `chunks` is how many pieces it goes in (1 outside a loop).
+    `chunks` is how many pieces it goes in (1 outside a loop over chunks), and `times`
+    how often it does in a `lax.scan`.
     """
 
     kind: str
@@ -29,12 +31,14 @@ class CommunicationReport:
     value: str
     bytes: int
     chunks: int
+    times: int = 1
 
     def __str__(self) -> str:
-        times = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        times = f", {self.times} times" if self.times > 1 else ""
         return (
             f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{bytes_text(self.bytes)} a device{times}"
+            f"{bytes_text(self.bytes)} a device{chunks}{times}"
         )
 
 
@@ -78,43 +82,57 @@ def explain_program(program: Program) -> Explanation:
             kind=stmt.kind,
             axes=stmt.axes,
             value=stmt.source.name,
-            bytes=int(_received(stmt, mesh) * worth),
+            bytes=int(_received(stmt, mesh) * worth) * times,
             chunks=math.ceil(worth),
+            times=times,
         )
-        for stmt, worth in _communications(program.body, Fraction(1))
+        for stmt, worth, times in _communications(program.body, Fraction(1), 1)
     )
     return Explanation(
         name=program.name,
         loops=count_loops(program),
-        streams=tuple(r for r in program.remarks if isinstance(r, StreamReport)),
-        layouts=tuple(r for r in program.remarks if isinstance(r, LayoutReport)),
+        streams=tuple(r for r in all_remarks(program) if isinstance(r, StreamReport)),
+        layouts=tuple(r for r in all_remarks(program) if isinstance(r, LayoutReport)),
         communications=communications,
-        notes=tuple(str(r) for r in program.remarks if isinstance(r, Note)),
+        notes=tuple(str(r) for r in all_remarks(program) if isinstance(r, Note)),
     )
 
 
 def count_loops(program: Program) -> int:
     """The loops of `program` over chunks: none, where nothing is pipelined."""
-    return sum(isinstance(s, ir.For) and _works(s) for s in program.body)
+    return sum(
+        isinstance(stmt, ir.For) and _works(stmt)
+        for each in programs(program)
+        for stmt in each.body
+    )
 
 
 def adds_up_in_loops(program: Program) -> bool:
     """Whether a loop adds to a sum chunk by chunk."""
-    return any(isinstance(s, ir.Compute) and s.reducer for s in ir.walk(program.body))
+    return any(
+        isinstance(stmt, ir.Compute) and stmt.reducer
+        for each in programs(program)
+        for stmt in ir.walk(each.body)
+    )
 
 
 def _communications(
-    body: Sequence[ir.Stmt], repeats: Fraction
-) -> Iterator[tuple[ir.Communicate, Fraction]]:
-    """Each communication, and how many of its first chunk it moves altogether."""
+    body: Sequence[ir.Stmt], repeats: Fraction, times: int
+) -> Iterator[tuple[ir.Communicate, Fraction, int]]:
+    """Each communication, how many of its first chunk it moves, and how often."""
     for stmt in body:
         match stmt:
             case ir.Communicate():
-                yield stmt, repeats
+                yield stmt, repeats, times
             case ir.For():
-                yield from _communications(stmt.body, repeats * _chunks_worth(stmt))
+                worth = repeats * _chunks_worth(stmt)
+                yield from _communications(stmt.body, worth, times)
             case ir.If(then=then, otherwise=otherwise):
-                yield from _communications((*then, *otherwise), repeats)
+                yield from _communications((*then, *otherwise), repeats, times)
+            case ir.Scan() | ir.While() | ir.Cond():
+                length = stmt.length if isinstance(stmt, ir.Scan) else 1
+                for inner in stmt.bodies:
+                    yield from _communications(inner.body, repeats, times * length)
             case _:
                 pass
 

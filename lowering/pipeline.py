@@ -16,6 +16,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
+from jhost.lowering.layouts.partial_carry import CarryPartialSums
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
@@ -72,7 +73,11 @@ def passes(
     a mark of the user's that fits the one need not fit the other.
     """
     # What each device holds, and what must move.
-    layouts: tuple[Pass, ...] = (PropagateLayouts(), DelayReductions())
+    layouts: tuple[Pass, ...] = (
+        PropagateLayouts(),
+        CarryPartialSums(),
+        DelayReductions(),
+    )
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),

@@ -22,6 +22,7 @@ import jhost
 from jhost import errors
 from jhost.lowering.ir import requests
 from tests.lowering.hand_built import mesh_of
+from tests.random_bodies import Draw, holding
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 
 MESHES = {
@@ -212,6 +213,19 @@ def mark(
     )
 
 
+def _marking(mesh: dict[str, int]) -> Draw:
+    """Draws a mark, or where there is no dim to mark another step."""
+
+    def drawn(
+        draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds
+    ) -> tuple[str, Step]:
+        if not any(shapes):
+            return elementwise(draw, shapes, kinds)
+        return mark(draw, shapes, mesh)
+
+    return drawn
+
+
 @st.composite
 def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
@@ -225,9 +239,13 @@ def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
         of_inputs.append(draw(st.sampled_from(["number", "array"])))
     shapes = list(inputs)
     steps: list[tuple[str, Step]] = []
+    flat: list[Draw] = [elementwise, alone, contraction, _marking(mesh)]
+    inner: list[Draw] = [*flat, lambda d, s, k: holding(d, s, k, flat)]
     for _ in range(draw(st.integers(1, most_steps))):
-        kind = draw(st.sampled_from([elementwise, alone, contraction, None, None]))
-        made = kind(draw, shapes, kinds) if kind else mark(draw, shapes, mesh)
+        drawn = draw(st.sampled_from([*flat, _marking(mesh), None]))
+        made = (
+            drawn(draw, shapes, kinds) if drawn else holding(draw, shapes, kinds, inner)
+        )
         result = jax.eval_shape(
             lambda *values, made=made: made[1](list(values)),
             *(jax.ShapeDtypeStruct(s, kinds.dtype) for s in shapes),

@@ -287,6 +287,8 @@ def contraction(
 ) -> tuple[str, Step]:
     """A dot_general over dims of equal size, with batch dims where they are too."""
     ranked = [i for i, shape in enumerate(shapes) if shape]
+    if not ranked:
+        return elementwise(draw, shapes, kinds)
     i = draw(st.sampled_from(ranked))
     dim = draw(st.integers(0, len(shapes[i]) - 1))
     fitting = [

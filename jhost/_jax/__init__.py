@@ -38,6 +38,8 @@ from jhost._jax.eqns import (
     new_jaxpr as new_jaxpr,
     resized_var as resized_var,
     rewritten as rewritten,
+    scan_counts as scan_counts,
+    with_each_eqn as with_each_eqn,
     without_dead_code as without_dead_code,
 )
 from jhost._jax.primitives import (

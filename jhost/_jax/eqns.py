@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax._src import core
@@ -82,6 +82,42 @@ def calls(jaxpr: Any, primitive: Primitive) -> bool:
         or any(calls(inner, primitive) for inner in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
+
+
+def with_each_eqn(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
+    """A jaxpr, open or closed, with equations changed, also in all that it holds.
+
+    Where `change` gives None, what the equation holds is changed.
+    """
+    closed = close(jaxpr)
+    eqns = [change(eqn) or _with_each_inside(eqn, change) for eqn in closed.eqns]
+    if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
+        return jaxpr
+    new = closed.jaxpr.replace(eqns=eqns)
+    return _closed(new, closed) if isinstance(jaxpr, ClosedJaxpr) else new
+
+
+def _with_each_inside(
+    eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn | None]
+) -> JaxprEqn:
+    def changed(value: Any) -> Any:
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            return with_each_eqn(value, change)
+        if isinstance(value, tuple) and any(isinstance(v, ClosedJaxpr) for v in value):
+            return tuple(map(changed, value))
+        return value
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    same = all(params[name] is value for name, value in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried."""
+    if "num_consts" in eqn.params:  # up to 0.10
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+    return consts, carry
 
 
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

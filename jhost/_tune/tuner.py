@@ -28,6 +28,7 @@ from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
 from jhost.errors import first_line
 from jhost.lowering.cost.candidates import GAIN, Outcome
 from jhost.lowering.emit.program import spec_of
+from jhost.lowering.ir.bodies import all_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
@@ -61,7 +62,7 @@ class Tuner:
         self.plan = plan
         self.rounds = rounds
         self.bar = bar
-        self.marks: list[Mark] = list(plan.program.marks)
+        self.marks: list[Mark] = all_marks(plan.program)
 
     def tuned_program(self) -> TunedProgram:
         groups = marks_alike(self.plan.program) if _moves(self.call) else []

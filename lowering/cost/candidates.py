@@ -14,6 +14,7 @@ from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.bodies import all_remarks, with_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport
@@ -153,7 +154,7 @@ class Trial:
         last = self.outcomes[-1] if self.outcomes else None
         if last is None or last.mark.pipeline != "p2p":
             return None
-        for report in last.program.remarks:
+        for report in all_remarks(last.program):
             if isinstance(report, StreamReport) and report.pipeline == "p2p":
                 if set(last.mark.lines) <= set(report.lines):
                     return report.chunks
@@ -163,7 +164,7 @@ class Trial:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
         settle(marks, self.numbers, candidate)
-        program = dataclasses.replace(self.program, marks=tuple(marks))
+        program = with_marks(self.program, marks)
         text = _text(candidate)
         try:
             for step in self.following:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from jhost.lowering.cost.candidates import FollowingPass, Trial
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -46,7 +47,7 @@ class ChoosePipelines:
 
     def apply(self, program: Program) -> Program:
         program = self.settings.applied_to(program)
-        marks, tuned = list(program.marks), self.tuned_marks(program)
+        marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones = open_marks(program)
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
@@ -55,7 +56,7 @@ class ChoosePipelines:
             if others := [number for number in group if number not in known]:
                 choice = self.choice(program, marks, others)
                 settle(marks, others, choice)
-        return dataclasses.replace(program, marks=tuple(marks))
+        return with_marks(program, marks)
 
     def choice(
         self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]

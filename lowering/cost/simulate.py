@@ -10,6 +10,7 @@ takes as long as its devices or its launches, whichever is more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.tasks import Task, unrolled
@@ -19,16 +20,22 @@ from jhost.lowering.ir.remarks import Prediction
 
 def predict(program: Program, rates: Rates) -> Prediction:
     """How long `program` takes on devices of those rates."""
-    tasks = unrolled(program, rates)
-    compute = [task for task in tasks if not task.transfer]
+    tasks = unrolled(program, rates, partial(predict, rates=rates))
     meeting = program.mesh.size * max((task.meet for task in tasks), default=0.0)
     host = meeting + sum(task.host for task in tasks)
+    parts = [task.inside or _alone(task) for task in tasks]
     return Prediction(
         total=max(_finish(tasks), host),
-        compute=sum(task.seconds for task in compute),
-        communication=sum(task.seconds for task in tasks if task.transfer),
+        compute=sum(part.compute for part in parts),
+        communication=sum(part.communication for part in parts),
         host=host,
     )
+
+
+def _alone(task: Task) -> Prediction:
+    if task.transfer:
+        return Prediction(communication=task.seconds)
+    return Prediction(compute=task.seconds)
 
 
 # --- When it is done ---------------------------------------------------------- #

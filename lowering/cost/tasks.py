@@ -7,7 +7,7 @@ that made what it reads, and those before it on its stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from typing import Any, TypeAlias
 
 from jhost.lowering.cost.kernels import (
@@ -20,10 +20,12 @@ from jhost.lowering.cost.kernels import (
 )
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import ITERATIONS
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
@@ -38,7 +40,8 @@ class Task:
     """One statement of one iteration; `after` are the numbers of those it waits for.
 
     `seconds` on the device and `host` on its launching thread; `delay` and `meet` are a
-    link's.  `alone`: a transfer beside which nothing computes.
+    link's.  `alone`: a transfer beside which nothing computes.  `inside` is what the
+    bodies of control flow come to.
     """
 
     seconds: float
@@ -48,18 +51,24 @@ class Task:
     meet: float = 0.0
     transfer: bool = False
     alone: bool = False
+    inside: Prediction | None = None
 
 
-def unrolled(program: Program, rates: Rates) -> list[Task]:
-    """The tasks of a program, in its order."""
-    return _Unrolled(program, rates).tasks
+Predict: TypeAlias = Callable[[Program], Prediction]
+"""How long a body takes."""
+
+
+def unrolled(program: Program, rates: Rates, predict: Predict) -> list[Task]:
+    """The tasks of a program, in its order; a body in it is one."""
+    return _Unrolled(program, rates, predict).tasks
 
 
 class _Unrolled(Machine):
     """A device's walk through the program, which notes what there is to do."""
 
-    def __init__(self, program: Program, rates: Rates) -> None:
+    def __init__(self, program: Program, rates: Rates, predict: Predict) -> None:
         super().__init__(program.mesh.shape)
+        self.predict = predict
         self.rates = rates
         self.mesh = self.ranks.sizes
         # Every device does as much as this one.
@@ -103,6 +112,8 @@ class _Unrolled(Machine):
                     self.join({self.in_flight[name]})
                 case ir.GetCurrentStream() | ir.SetCurrentStream():
                     self.switch(stmt)
+                case ir.Scan() | ir.While() | ir.Cond():
+                    self.control_flow(stmt)
                 case ir.Synchronize(stream=stream):
                     self.join(self.chains.get(self.stream_key(stream), frozenset()))
                 case _:
@@ -122,6 +133,20 @@ class _Unrolled(Machine):
             ):
                 self.run(turn.body)
         self.depth -= 1
+
+    def control_flow(self, stmt: ir.ControlFlow) -> None:
+        """All iterations, when all operands are there; XLA overlaps inside of them."""
+        predicted = [self.predict(body) for body in stmt.bodies]
+        match stmt:
+            case ir.Scan(length=length):
+                inside = predicted[0] * length
+            case ir.While():
+                inside = sum(predicted, Prediction()) * ITERATIONS
+            case ir.Cond():
+                inside = max(predicted, key=lambda each: each.total)
+        after = frozenset[int]().union(*map(self.makers, stmt.ins))
+        task = Task(seconds=inside.total, host=inside.host, after=after, inside=inside)
+        self.add(task, stmt.outs)
 
     def static(self, index: Index, what: str = "index") -> int:
         """Its value on the one device, and with it on all."""

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jhost import errors
 from jhost.lowering.emit.buffers import Memory, Snapshot, View, new_view
 from jhost.lowering.emit.collectives import communicate, transfer
+from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
@@ -73,11 +74,12 @@ class _Own:
 class _Emitter(Machine):
     """The state of one evaluation: values by name, streams, loop indices."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, scopes: Scopes | None = None) -> None:
         super().__init__(program.mesh.shape)
         self.program = program
         self.read_whole = _read_whole(program)
-        self.scopes = Scopes(program)
+        self.scopes = scopes or Scopes(program)
+        self.is_body = scopes is not None
         self.views: dict[str, View] = {}
         self.moving: frozenset[str] = frozenset()
         self.order = Order(self)
@@ -87,7 +89,8 @@ class _Emitter(Machine):
         for buffer, value in zip(self.program.params, params, strict=True):
             self.write(buffer, value)
         self.body(self.program.body)
-        with jax.named_scope(self.scopes.results):
+        end = nullcontext() if self.is_body else jax.named_scope(self.scopes.results)
+        with end:
             return tuple(self.read(buffer) for buffer in self.program.results)
 
     def body(self, body: Iterable[ir.Stmt]) -> None:
@@ -128,6 +131,8 @@ class _Emitter(Machine):
                 self.loop(stmt)
             case ir.If():
                 self.branch(stmt)
+            case ir.Scan() | ir.While() | ir.Cond():
+                self.control_flow(stmt)
 
     # --- Values --------------------------------------------------------------- #
 
@@ -266,6 +271,16 @@ class _Emitter(Machine):
         """Run `body`; what it defines ends with it."""
         with set_aside(self.views, {}):
             self.body(body)
+
+    def control_flow(self, stmt: ir.ControlFlow) -> None:
+        """`lax`'s own, whose bodies are programs on one device like this one."""
+
+        def run(body: Program, *args: jax.Array) -> tuple[jax.Array, ...]:
+            return _Emitter(body, self.scopes).run(args)
+
+        values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
+        for buffer, value in zip(stmt.outs, values, strict=True):
+            self.write(buffer, value)
 
     def memory(self, name: str) -> int | None:
         """The memory that a name stands for, if it exists."""

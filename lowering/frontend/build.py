@@ -18,7 +18,12 @@ from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import aval_of, fresh_var, source_line
 from jhost._primitives import Spec
-from jhost.lowering.frontend.inline_calls import FlatJaxpr
+from jhost.lowering.frontend.control_flow import (
+    control_flow,
+    has_programs,
+    out_names,
+)
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.ir import statements as ir
@@ -46,8 +51,9 @@ def build(
     mesh: AbstractMesh,
     param_names: Sequence[str],
     result_names: Sequence[str],
+    is_body: bool = False,
 ) -> Program:
-    """The straight-line program of `flat`, with its marks.
+    """The straight-line program of `flat`, with its marks, and those of its bodies.
 
     Raises:
         SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
@@ -58,8 +64,11 @@ def build(
     """
     named = dict(zip(param_names, flat.invars, strict=True))
     check_supported(name, mesh.shape, named, flat.eqns)
-    builder = _Builder(flat, mesh, dict(zip(flat.outvars, result_names, strict=True)))
+    builder = _Builder(
+        flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True))
+    )
     params = builder.params(flat.invars, param_names)
+    builder.given = {param.name for param in params} if is_body else set()
     for eqn in flat.eqns:
         builder.equation(eqn)
     for pieces in flat.barriers:
@@ -79,8 +88,13 @@ def build(
 
 class _Builder:
     def __init__(
-        self, flat: FlatJaxpr, mesh: AbstractMesh, result_names: Mapping[Var, str]
+        self,
+        flat: FlatJaxpr,
+        name: str,
+        mesh: AbstractMesh,
+        result_names: Mapping[Var, str],
     ) -> None:
+        self.name = name
         self.mesh = mesh
         self.mesh_shape = {axis: n for axis, n in mesh.shape.items() if n > 1}
         self.names = Names()
@@ -90,6 +104,9 @@ class _Builder:
         self.problems: list[tuple[str, Problem]] = []
         self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()
+        # What a body is given is laid out as outside: a weight of which a body wants
+        # more than a device has is gathered in each iteration, not whole before.
+        self.given: set[str] = set()
         self.reads = _Reads(flat)
         self.result_names = dict(result_names)
         for eqn in reversed(flat.eqns):
@@ -152,6 +169,8 @@ class _Builder:
         marker = self.markers.get(eqn.primitive.name)
         if marker is not None:
             self.buffers[eqn.outvars[0]] = marker(eqn)
+        elif has_programs(eqn):
+            self.control_flow(eqn)
         else:
             self.compute(eqn)
 
@@ -182,6 +201,26 @@ class _Builder:
             self.marks |= {
                 (SerialMark, b.name): SerialMark(buffer=b.name) for b in outs
             }
+
+    def control_flow(self, eqn: JaxprEqn) -> None:
+        ins = [self.buffers[as_var(atom)] for atom in eqn.invars]
+        names = out_names(eqn)
+        outs = [
+            self.define(var, self.result_names.get(var, name))
+            for var, name in zip(eqn.outvars, names, strict=True)
+        ]
+        self.body.append(control_flow(eqn, ins, outs, self.body_program))
+
+    def body_program(self, jaxpr: Any, what: str, names: Sequence[str]) -> Program:
+        """The program of a body, with marks of its own."""
+        return build(
+            inline_calls(jaxpr),
+            name=f"{self.name}.{what}",
+            mesh=self.mesh,
+            param_names=names,
+            result_names=["y"] * len(jaxpr.out_avals),
+            is_body=True,
+        )
 
     def remark_opaque(self, eqn: JaxprEqn) -> None:
         primitive = eqn.primitive.name
@@ -278,7 +317,8 @@ class _Builder:
         there = self.marks.get((ShardMark, buffer.name))
         if isinstance(there, ShardMark) and there.spec == spec:
             return buffer
-        if there is not None or self.reads[as_var(eqn.invars[0])] > 1:
+        read_again = self.reads[as_var(eqn.invars[0])] > 1
+        if there is not None or read_again or buffer.name in self.given:
             buffer = self.set(buffer, eqn.outvars[0])
         mark = ShardMark(buffer=buffer.name, spec=spec, where=where)
         self.marks[ShardMark, buffer.name] = mark

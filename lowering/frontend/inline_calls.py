@@ -1,7 +1,8 @@
 """A jaxpr without calls: the equations of `jit`, `remat` and custom rules in place.
 
 Dim rules, streams and layouts then see through every call.  Control flow (`scan`,
-`while`, `cond`) stays one equation.  This is the first step of lowering, after JAX's
+`while`, `cond`) stays one equation, whose bodies are lowered by themselves.
+This is the first step of lowering, after JAX's
 own transforms have done their work on the calls.  A program that has still to be
 transformed keeps the calls that mean something to them.
 """
@@ -16,10 +17,11 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import aval_of, fresh_var, user_context
+from jhost._jax import aval_of, fresh_var, user_context, with_each_eqn
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
     CALLS,
+    CONTROL_FLOW,
     IDENTITIES,
     PLAIN_CALLS,
     called_body,
@@ -47,7 +49,7 @@ def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
 
     What comes of it is lowered: no transform of JAX's may follow.
     """
-    return _inlined(closed_jaxpr, _Inliner(CALLS, splits_barriers=True))
+    return _inlined(closed_jaxpr, _Inliner(CALLS, for_programs=True))
 
 
 def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
@@ -76,9 +78,15 @@ def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn,
 
 
 class _Inliner:
-    def __init__(self, calls: Collection[str], splits_barriers: bool = False) -> None:
+    """Appends equations to `eqns`; those `for_programs` have a form of their own.
+
+    There a barrier is an equation for each operand, and what takes buffers takes
+    variables.
+    """
+
+    def __init__(self, calls: Collection[str], for_programs: bool = False) -> None:
         self.calls = calls
-        self.splits_barriers = splits_barriers
+        self.for_programs = for_programs
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[int, Var] = {}
         self.barriers: list[tuple[JaxprEqn, ...]] = []
@@ -99,9 +107,10 @@ class _Inliner:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        if eqn.primitive.name in IDENTITIES:
+        takes_buffers = self.for_programs and eqn.primitive.name in CONTROL_FLOW
+        if takes_buffers or eqn.primitive.name in IDENTITIES:
             args = [self.as_variable(atom) for atom in args]
-        if self.splits_barriers and _comes_apart(eqn):
+        if self.for_programs and _comes_apart(eqn):
             return self.barrier(eqn, args)
         if eqn.primitive.name not in self.calls:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
@@ -112,6 +121,8 @@ class _Inliner:
             # forward's values again and keeps them instead of computing them twice.
             args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
+        if eqn.primitive.name == "jhost":
+            body = _with_own_settings(body, eqn.params["config"])
         return self.run(body, getattr(body, "consts", ()), args)
 
     def constant(self, literal: Literal) -> Any:
@@ -158,6 +169,21 @@ class _Inliner:
         with user_context(where):
             closed_jaxpr = jax.make_jaxpr(function)(avals)
         return self.run(closed_jaxpr, closed_jaxpr.consts, args)
+
+
+def _with_own_settings(body: Any, config: Any) -> Any:
+    """The body of a jhost function, whose marks keep what that function was given."""
+    own = {"chunks": config.chunks, "pipeline": config.pipeline}
+
+    def settled(eqn: JaxprEqn) -> JaxprEqn | None:
+        if eqn.primitive.name == "jhost":
+            return eqn  # has settings of its own
+        if eqn.primitive.name != "stream":
+            return None
+        given = {name: eqn.params[name] or value for name, value in own.items()}
+        return eqn.replace(params={**eqn.params, **given})
+
+    return with_each_eqn(body, settled)
 
 
 def _comes_apart(eqn: JaxprEqn) -> bool:

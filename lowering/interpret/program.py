@@ -142,6 +142,8 @@ class _Interpreter(Machine):
                 self.loop(stmt)
             case ir.If():
                 self.branch(stmt)
+            case ir.Scan() | ir.While() | ir.Cond():
+                self.control_flow(stmt)
 
     # --- Buffers -------------------------------------------------------------- #
 
@@ -243,6 +245,25 @@ class _Interpreter(Machine):
         for value in range(stmt.extent):
             with self.iteration(stmt, value):
                 self.scoped(stmt.body)
+
+    def control_flow(self, stmt: ir.ControlFlow) -> None:
+        """`lax`'s own on the values of all devices; a body is recorded once."""
+        seen: list[Program] = []
+
+        def run(body: Program, *args: Any) -> list[Any]:
+            inner = _Interpreter(body, self.mesh)
+            for buffer, value in zip(body.params, args, strict=True):
+                inner.memories[buffer.name] = _Memory(value, written=True)
+            inner.body(body.body)
+            if body not in seen:  # JAX may trace it again
+                seen.append(body)
+                self.trace += inner.trace
+            return [inner.read(buffer.name) for buffer in body.results]
+
+        ins = [self.read(buffer.name) for buffer in stmt.ins]
+        outs = steps.control_flow(self.mesh, stmt, ins, run)
+        for buffer, value in zip(stmt.outs, outs, strict=True):
+            self.write(buffer.name, value)
 
     def scoped(self, body: Sequence[ir.Stmt]) -> None:
         memories, aliases = set(self.memories), set(self.aliases)

@@ -7,7 +7,7 @@ is one thing only: every device gathers what all have, and takes its part.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,8 +17,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jhost._jax import cached
 from jhost.lowering.emit.collectives import dim_of, reducer_of, swapped_ranks
+from jhost.lowering.emit.control_flow import RunBody, call_control_flow
 from jhost.lowering.emit.shard_map import shard_map
-from jhost.lowering.ir.statements import Communicate, Unit
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import (
+    Communicate,
+    Cond,
+    ControlFlow,
+    Scan,
+    Unit,
+    While,
+)
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
@@ -99,6 +108,34 @@ def permute(mesh: Mesh, sources: tuple[int, ...]) -> OnDevices:
         return _every(x, axes)[mine]
 
     return _per_device(mesh, step)
+
+
+def control_flow(
+    mesh: Mesh, stmt: ControlFlow, ins: Sequence[Any], run: RunBody
+) -> Sequence[Any]:
+    """The results of `stmt`; of what is stacked, the mesh's dims come second.
+
+    What decides is the same on all devices, and is asked of the first.
+    """
+    dims, first = len(mesh.axis_names), (0,) * len(mesh.axis_names)
+    values = list(ins)
+    match stmt:
+        case Scan(xs=xs, carried=carried):
+            count = len(values) - len(xs)
+            values[count:] = [jnp.moveaxis(x, dims, 0) for x in values[count:]]
+            outs = call_control_flow(stmt, values, run)
+            ys = (jnp.moveaxis(y, 0, dims) for y in outs[len(carried) :])
+            return *outs[: len(carried)], *ys
+        case While(condition=condition):
+
+            def asking_the_first(body: Program, *args: Any) -> Sequence[Any]:
+                results = run(body, *args)
+                return [results[0][first]] if body is condition else results
+
+            return call_control_flow(stmt, values, asking_the_first)
+        case Cond():
+            values[0] = values[0][first]
+            return call_control_flow(stmt, values, run)
 
 
 @cached(256)

@@ -10,6 +10,8 @@ from jhost.lowering.ir import statements as ir
 def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
     match stmt:
+        case ir.Scan() | ir.While() | ir.Cond():
+            return [*stmt.ins], [*stmt.outs]
         case ir.Compute(ins=ins, outs=outs, reducer=reducer):
             return [*ins, *(outs if reducer else ())], [*outs]
         case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():

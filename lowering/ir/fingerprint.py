@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jhost._jax import Atom, ClosedJaxpr, close, is_tracing
+from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, walk
 
@@ -36,7 +37,7 @@ def fingerprint_lines(program: Program) -> list[str]:
     """
     _, *statements = str(program).splitlines()
     lines = [line.strip() for line in statements if line.strip()]
-    for stmt in walk(program.body):
+    for stmt in (s for each in programs(program) for s in walk(each.body)):
         if isinstance(stmt, Compute):
             outs = ", ".join(buffer.name for buffer in stmt.outs)
             eqns = [unit_eqn.eqn for unit_eqn in stmt.unit.eqns]

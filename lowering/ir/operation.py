@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial
-from jhost.lowering.ir.statements import Compute, Set
+from jhost.lowering.ir.statements import Compute, ControlFlow, Set
 from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
@@ -17,15 +17,24 @@ Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims."""
+    """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims.
 
-    stmt: Compute | Set
+    Or a value that crosses the border of control flow `stmt`, from or to a body.  If
+    it `hands_on`, its one operand is moved to where its result rests.  `taking` says
+    that its operand's layout decides, whatever is wished for, and `like` names a value
+    whose layout does.
+    """
+
+    stmt: Compute | Set | ControlFlow
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
+    hands_on: bool = False
+    taking: bool = False
+    like: str | None = None
 
     @property
     def reduces(self) -> bool:
@@ -46,6 +55,22 @@ class Operation:
             for axis in axes
         )
         return _induced(self.results[result], assignment), partial
+
+    def handed_on(self, rest: Layout) -> Layout:
+        """The layout of the operand that is handed on to rest in that layout."""
+        spread = list(nowhere(self))
+        for dim, axes in zip(self.results[0], rest, strict=True):
+            if dim is not None:
+                spread[dim.factor] = axes
+        return _induced(self.operands[0], tuple(spread))
+
+    def following(self, layout: Layout) -> Assignment:
+        """The assignment that lays its operand out so."""
+        spread = list(nowhere(self))
+        for dim, axes in zip(self.operands[0], layout, strict=True):
+            if dim is not None:
+                spread[dim.factor] = axes
+        return tuple(spread)
 
     @property
     def makes_any_part(self) -> bool:
@@ -73,8 +98,8 @@ def _induced(dims: Dims, assignment: Assignment) -> Layout:
     return tuple(() if dim is None else assignment[dim.factor] for dim in dims)
 
 
-def operation(stmt: Compute | Set) -> Operation:
-    """What `stmt` reads and writes, and the factors in between."""
+def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
+    """What `stmt` reads and writes, under names with a prefix, and factors between."""
     if isinstance(stmt, Set):
         factors = Factors()
         dims = factors.dims(stmt.out.shape)
@@ -87,12 +112,13 @@ def operation(stmt: Compute | Set) -> Operation:
         operands = tuple(by_var[id(var)] for var in stmt.unit.invars)
     return Operation(
         stmt=stmt,
-        ins=tuple(buffer.name for buffer in ins),
-        outs=tuple(buffer.name for buffer in outs),
+        ins=tuple(prefix + buffer.name for buffer in ins),
+        outs=tuple(prefix + buffer.name for buffer in outs),
         operands=operands,
         results=rule.results,
         sizes=rule.sizes,
         reducers=rule.reducers,
+        hands_on=isinstance(stmt, Set),
     )
 
 

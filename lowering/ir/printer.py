@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -26,6 +26,9 @@ from jhost.lowering.ir.marks import (
     StreamRequest,
 )
 from jhost.lowering.rules.dim_rule import shape_of
+
+if TYPE_CHECKING:
+    from jhost.lowering.ir.program import Program
 
 INDENT = "  "
 _COMBINE = {
@@ -68,6 +71,19 @@ def program_lines(
         yield from _unit_lines(unit)
 
 
+def _inner_lines(what: str, program: Program, indent: str) -> Iterator[str]:
+    """The lines of a body of control flow: `what` it is, and all that it does."""
+    params = ", ".join(map(_typed, program.params))
+    inner = indent + INDENT
+    yield f"{indent}{what}({params}):"
+    yield from (f"{inner}{_mark_text(mark)}" for mark in program.marks)
+    known = {buffer.name for buffer in program.params}
+    yield from _body_lines(program.body, known, inner)
+    yield f"{inner}return {_names(program.results)}".rstrip()
+    for unit in _shared_units(program.body):
+        yield from (f"{inner}{line}" for line in _unit_lines(unit))
+
+
 def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
     """One statement on one line; `known` are the buffers that exist before it."""
     match stmt:
@@ -106,6 +122,8 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
         case ir.If(predicate=predicate):
             shown = predicate.name if isinstance(predicate, ir.Buffer) else predicate
             return f"if {shown}:"
+        case ir.Scan() | ir.While() | ir.Cond():
+            return _control_text(stmt, known)
 
 
 def type_text(buffer: ir.Buffer) -> str:
@@ -145,6 +163,14 @@ def _body_lines(body: Sequence[ir.Stmt], known: set[str], indent: str) -> Iterat
                 known |= {b.name for s in (*then, *otherwise) for b in written(s)}
             case ir.StartCoalescing():
                 indent = inner
+            case ir.Scan(body=program):
+                yield from _inner_lines("body", program, inner)
+            case ir.While(condition=condition, body=program):
+                yield from _inner_lines("condition", condition, inner)
+                yield from _inner_lines("body", program, inner)
+            case ir.Cond(branches=branches):
+                for number, program in enumerate(branches):
+                    yield from _inner_lines(f"branch {number}", program, inner)
             case _:
                 pass
 
@@ -170,6 +196,25 @@ def _compute_text(stmt: ir.Compute, known: Collection[str]) -> str:
         call = f"compute {stmt.unit.name}({', '.join(ins)})"
     target = _target(stmt.outs, known, stmt.reducer and _COMBINE[stmt.reducer])
     return f"{target} {call}{_chunk_text(stmt.chunk) if stmt.chunk else ''}"
+
+
+def _control_text(stmt: ir.ControlFlow, known: Collection[str]) -> str:
+    match stmt:
+        case ir.Scan(consts=consts, carry=carry, xs=xs):
+            parts = [f"{stmt.length} times", *_named("consts", consts)]
+            parts += [*_named("carry", carry), *_named("xs", xs)]
+            parts += ["reverse"] if stmt.reverse else []
+        case ir.While(consts=consts, carry=carry):
+            parts = [*_named("condition_consts", stmt.condition_consts)]
+            parts += [*_named("consts", consts), *_named("carry", carry)]
+        case ir.Cond(index=index, operands=operands):
+            parts = [index.name, *_named("operands", operands)]
+    kind = type(stmt).__name__
+    return f"{_target(stmt.outs, known)} {kind}({', '.join(parts)}):".lstrip()
+
+
+def _named(name: str, buffers: Sequence[ir.Buffer]) -> list[str]:
+    return [f"{name}=[{_names(buffers)}]"] if buffers else []
 
 
 def _chunk_text(chunk: ir.Chunk) -> str:

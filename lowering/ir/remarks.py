@@ -80,10 +80,26 @@ class Prediction:
     that nothing hides.
     """
 
-    total: float
-    compute: float
-    communication: float
-    host: float
+    total: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Prediction) -> Prediction:
+        return Prediction(
+            total=self.total + other.total,
+            compute=self.compute + other.compute,
+            communication=self.communication + other.communication,
+            host=self.host + other.host,
+        )
+
+    def __mul__(self, times: int) -> Prediction:
+        return Prediction(
+            total=self.total * times,
+            compute=self.compute * times,
+            communication=self.communication * times,
+            host=self.host * times,
+        )
 
     def __str__(self) -> str:
         return (

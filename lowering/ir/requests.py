@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
+from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, PipelineKind
@@ -35,12 +36,12 @@ class StreamDefaults:
         )
 
     def applied_to(self, program: Program) -> Program:
-        """`program` with a choice for each request."""
+        """`program` with a choice for each request, in bodies too."""
         marks = [
             self.applied(mark) if isinstance(mark, StreamRequest) else mark
-            for mark in program.marks
+            for mark in all_marks(program)
         ]
-        return dataclasses.replace(program, marks=tuple(marks))
+        return with_marks(program, marks)
 
 
 def stream_choices(program: Program) -> list[StreamChoice]:
@@ -90,10 +91,10 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 
 def open_marks(program: Program) -> dict[int, StreamChoice]:
-    """The stream marks that leave something open, by their number among all."""
+    """The stream marks that leave something open, by their number in `all_marks`."""
     return {
         number: mark
-        for number, mark in enumerate(program.marks)
+        for number, mark in enumerate(all_marks(program))
         if isinstance(mark, StreamChoice) and not _is_settled(mark)
     }
 
@@ -103,15 +104,10 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
 
     So the layers of a model, written one after another by a loop, have one choice.
     """
-    makers = {
-        buffer.name: stmt
-        for stmt in program.body
-        if isinstance(stmt, Compute)
-        for buffer in stmt.outs
-    }
+    makers = [maker for each in programs(program) for maker in _makers(each)]
     groups: dict[Any, list[int]] = {}
     for number, mark in open_marks(program).items():
-        maker = makers.get(mark.buffer)
+        maker = makers[number]
         made = maker and (
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
@@ -119,6 +115,17 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
         key = (mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
         groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
+
+
+def _makers(program: Program) -> Iterator[Compute | None]:
+    """The computation that makes the value of each mark of one program."""
+    makers = {
+        buffer.name: stmt
+        for stmt in program.body
+        if isinstance(stmt, Compute)
+        for buffer in stmt.outs
+    }
+    return (makers.get(mark.buffer) for mark in program.marks)
 
 
 def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:

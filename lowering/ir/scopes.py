@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import programs, statements
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.names import buffer_names
 from jhost.lowering.ir.printer import statement_text
@@ -21,18 +22,18 @@ _SCOPE = re.compile(r"\bhost_ir\.(\d+)((?:\[\d+\])*)\.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """A statement, by its place in `walk`, in one iteration of the loops around it."""
+    """A statement, by its place in `statements`, in one iteration of chunk loops."""
 
     statement: int
     iterations: tuple[int, ...]
 
 
 class Scopes:
-    """The scopes of a program's statements."""
+    """The scopes of the statements of a program, and of the bodies in it."""
 
     def __init__(self, program: Program) -> None:
-        self._places = {id(stmt): n for n, stmt in enumerate(ir.walk(program.body))}
-        self.results = f"host_ir.{len(list(ir.walk(program.body)))}.return"
+        self._places = {id(stmt): n for n, stmt in enumerate(statements(program))}
+        self.results = f"host_ir.{len(list(statements(program)))}.return"
 
     def name(self, stmt: ir.Stmt, iterations: Sequence[int]) -> str:
         """What `stmt` is emitted under in these iterations; "" if it only orders."""
@@ -55,13 +56,13 @@ def origin_of(op_name: str) -> Origin | None:
 
 
 def statement_texts(program: Program) -> tuple[str, ...]:
-    """Each statement of `walk` on one line, then the return of the results.
+    """Each of `statements` on one line, then the return of the results.
 
     A group of transfers is one statement, its end.
     """
     results = ", ".join(buffer.name for buffer in program.results)
-    known = buffer_names(program)
-    return (*_texts(ir.walk(program.body), known), f"return {results}")
+    known = set[str]().union(*map(buffer_names, programs(program)))
+    return (*_texts(statements(program), known), f"return {results}")
 
 
 def _texts(stmts: Iterator[ir.Stmt], known: set[str]) -> Iterator[str]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.rules.dim_rule import DimRule, Reducer
+
+if TYPE_CHECKING:
+    from jhost.lowering.ir.program import Program
 
 PipelineKind: TypeAlias = Literal["off", "collective", "p2p"]
 CommunicationKind: TypeAlias = Literal[
@@ -299,6 +302,94 @@ class If:
     otherwise: tuple[Stmt, ...] = ()
 
 
+# --- Control flow of the user's ----------------------------------------------- #
+
+
+@node
+class Scan:
+    """Run `body` `length` times (`lax.scan`).
+
+    The body takes the `consts`, what it handed on (at first `carry`), and a slice of
+    each of `xs`; it gives what it hands on (in the end `carried`), and a slice of each
+    of `ys`.  `xs` and `ys` have a leading dim that the body's values lack.
+    """
+
+    body: Program
+    consts: tuple[Buffer, ...]
+    carry: tuple[Buffer, ...]
+    xs: tuple[Buffer, ...]
+    carried: tuple[Buffer, ...]
+    ys: tuple[Buffer, ...]
+    length: int
+    reverse: bool = False
+    unroll: int = 1
+    where: str = ""
+
+    @property
+    def ins(self) -> tuple[Buffer, ...]:
+        """What stands for each param of the body."""
+        return (*self.consts, *self.carry, *self.xs)
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        """What stands for each result of the body."""
+        return (*self.carried, *self.ys)
+
+    @property
+    def bodies(self) -> tuple[Program, ...]:
+        return (self.body,)
+
+
+@node
+class While:
+    """Run `body` as long as `condition` gives true (`lax.while_loop`).
+
+    The condition takes `condition_consts` and what is handed on, the body `consts` and
+    that; it gives what it hands on, at first `carry` and in the end `carried`.
+    """
+
+    condition: Program
+    body: Program
+    condition_consts: tuple[Buffer, ...]
+    consts: tuple[Buffer, ...]
+    carry: tuple[Buffer, ...]
+    carried: tuple[Buffer, ...]
+    where: str = ""
+
+    @property
+    def ins(self) -> tuple[Buffer, ...]:
+        return (*self.condition_consts, *self.consts, *self.carry)
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        return self.carried
+
+    @property
+    def bodies(self) -> tuple[Program, ...]:
+        return self.condition, self.body
+
+
+@node
+class Cond:
+    """Run one of `branches`, by `index`, on `operands` (`lax.switch`)."""
+
+    index: Buffer
+    branches: tuple[Program, ...]
+    operands: tuple[Buffer, ...]
+    outs: tuple[Buffer, ...]
+    where: str = ""
+
+    @property
+    def ins(self) -> tuple[Buffer, ...]:
+        return (self.index, *self.operands)
+
+    @property
+    def bodies(self) -> tuple[Program, ...]:
+        return self.branches
+
+
+ControlFlow: TypeAlias = Scan | While | Cond
+
 Stmt: TypeAlias = (
     Allocate
     | Deallocate
@@ -317,11 +408,17 @@ Stmt: TypeAlias = (
     | Synchronize
     | For
     | If
+    | Scan
+    | While
+    | Cond
 )
 
 
 def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
-    """Every statement of `body`, loops and branches before what they hold."""
+    """Every statement of `body`, loops and branches before what they hold.
+
+    The bodies of control flow are programs of their own: see `ir/bodies.py`.
+    """
     for stmt in body:
         yield stmt
         match stmt:

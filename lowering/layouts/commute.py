@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import (
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
 from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.ir.effects import touched
@@ -153,6 +160,48 @@ def _groups(stmt: Compute, body: Body) -> list[frozenset[int]]:
         for group in groups
         if None not in group
     ]
+
+
+def reduced_last(
+    name: str,
+    body: Body,
+    fixed: AbstractSet[str],
+    mesh: Mapping[str, int],
+    names: Names,
+) -> Reshard | None:
+    """The reduction of a sum that is the last thing done to make a value, if it can be.
+
+    Reductions of what the value is made of are carried behind all that is done to them,
+    whatever that costs; where it cannot be, some of them may have been.
+    """
+    maker = body.makers.get(name)
+    if maker is None or len(body.readers.get(name, ())) > 1:
+        return None
+    if isinstance(maker, Compute):
+        for positions in _sums(maker):
+            operands = [maker.ins[position].name for position in positions]
+            if len(set(operands)) < len(operands):
+                continue  # both would be one reader, and it is read twice
+            parts = [reduced_last(n, body, fixed, mesh, names) for n in operands]
+            changes = behind(maker, body, fixed, mesh, names) if all(parts) else None
+            if changes is not None:
+                body.replace(changes)
+                maker = body.makers[name]
+                break
+    if not is_reduction(maker) or layout_of(maker.source) != layout_of(maker.out):
+        return None
+    return maker if {r for _, r in maker.source.partial} == {"sum"} else None
+
+
+def _sums(stmt: Compute) -> Iterator[list[int]]:
+    """The groups of operands over whose sums a computation distributes."""
+    (unit_eqn,) = stmt.unit.eqns
+    position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
+    atoms = unit_eqn.eqn.invars
+    for group in distributes(unit_eqn.eqn, "sum"):
+        found = [position.get(id(atoms[number])) for number in sorted(group)]
+        if None not in found:
+            yield [number for number in found if number is not None]
 
 
 class _Carrier:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import dims_of, layout_of
 from jhost.lowering.ir.names import Names
@@ -18,12 +19,12 @@ from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ConvertToCommunications:
+class ConvertToCommunications(EachProgram):
     """`Reshard` -> `Communicate` and `Wait`, or a `Select` by rank."""
 
     name: ClassVar[str] = "convert_to_communications"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         converter = _Converter(program)
         body = tuple(new for stmt in program.body for new in converter.convert(stmt))
         return dataclasses.replace(program, body=body)

@@ -26,6 +26,9 @@ class Moved:
     def __sub__(self, other: Moved) -> Moved:
         return Moved(self.exposed - other.exposed, self.hidden - other.hidden)
 
+    def __mul__(self, times: int) -> Moved:
+        return self if times == 1 else Moved(self.exposed * times, self.hidden * times)
+
     @property
     def all(self) -> int:
         return self.exposed + self.hidden
@@ -37,7 +40,8 @@ NOTHING = Moved()
 class Costs:
     """The costs of resharding the values of one program, of global shapes.
 
-    What is `made_anywhere`, such as a fill, is not moved but made again.
+    What is `made_anywhere`, such as a fill, is not moved but made again.  A value of a
+    body is moved as often as the body `repeats`.
     """
 
     def __init__(
@@ -46,11 +50,13 @@ class Costs:
         mesh: Mapping[str, int],
         streamed: Mapping[str, StreamedDim],
         made_anywhere: Collection[str] = (),
+        repeats: Mapping[str, int] | None = None,
     ) -> None:
         self.buffers = buffers
         self.mesh = mesh
         self.streamed = streamed
         self.made_anywhere = made_anywhere
+        self.repeats = repeats or {}
         self.known: dict[tuple[str, Layout, Layout, Partial], Moved] = {}
 
     def reshard(
@@ -67,7 +73,11 @@ class Costs:
     def count(self, name: str, have: Layout, want: Layout, partial: Partial) -> Moved:
         steps = plan_reshard(have, want, partial, self.mesh)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
-        return moved_by(steps, have, buffer, self.mesh, streamed)
+        return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
+
+    def times(self, name: str) -> int:
+        """How often the program runs in which a value is."""
+        return self.repeats.get(name, 1)
 
 
 def moved_by(

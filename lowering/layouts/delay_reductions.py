@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import layout_of, spec_text
 from jhost.lowering.ir.marks import (
@@ -36,7 +37,7 @@ from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DelayReductions:
+class DelayReductions(EachProgram):
     """Reductions of partial values -> fewer or smaller ones, behind what is linear.
 
     What a pipeline hides does not give way to what it does not.
@@ -44,7 +45,7 @@ class DelayReductions:
 
     name: ClassVar[str] = "delay_reductions"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         program = _Delayer(program, streamed_dims(program)).delay()
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.ir.statements import Set
 from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
 
@@ -53,7 +52,7 @@ class Effects:
             settled = settled and have == rest and not partial
             rests.append((name, rest))
         wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
-        if isinstance(op.stmt, Set):
+        if op.hands_on:
             # Its source is moved, once for the copy and for those that want it so.
-            wants, cost = [(op.ins[0], rests[0][1])], NOTHING
+            wants, cost = [(op.ins[0], op.handed_on(rests[0][1]))], NOTHING
         return Effect(tuple(wants), tuple(rests), cost, more, settled)

@@ -8,18 +8,30 @@ their local shapes, and where a value must change its layout stands a `Reshard`,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jhost._jax import fresh_var
+from jhost.lowering.ir.bodies import with_bodies
 from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.marks import BarrierMark, Mark, ShardMark
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
-from jhost.lowering.layouts.hidden_dims import streamed_dims
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Compute,
+    Cond,
+    ControlFlow,
+    Reshard,
+    Scan,
+    Set,
+    Stmt,
+    While,
+)
+from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
+from jhost.lowering.layouts.levels import Crossing, Level, flattened, local_name
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import StepKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution, solve_layouts
@@ -44,43 +56,72 @@ class PropagateLayouts:
     name: ClassVar[str] = "propagate_layouts"
 
     def apply(self, program: Program) -> Program:
-        shardings = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
-        streamed = streamed_dims(program)
         if not program.mesh.shape:
             return program
+        _, level = flattened(program)
+        shardings: dict[str, ShardMark] = {}
+        streamed: dict[str, StreamedDim] = {}
+        for each in level.walk():
+            marks = [m for m in each.program.marks if isinstance(m, ShardMark)]
+            shardings |= {each.prefix + mark.buffer: mark for mark in marks}
+            dims = streamed_dims(each.program)
+            streamed |= {each.prefix + name: dim for name, dim in dims.items()}
         solution = solve_layouts(program, shardings, streamed)
         remarks = LayoutRemarks(solution, shardings, dict(program.mesh.shape))
-        return _Rewriter(program, solution, remarks).rewrite()
+        return _Rewriter(solution.level, solution, remarks).rewrite()
 
 
 class _Rewriter:
+    """Writes the layouts of one level into its program, and those of its bodies."""
+
     def __init__(
-        self, program: Program, solution: Solution, explain: LayoutRemarks
+        self, level: Level, solution: Solution, explain: LayoutRemarks
     ) -> None:
-        self.program = program
+        self.program, self.prefix = level.program, level.prefix
+        self.level = level
         self.solution = solution
         self.explain = explain
         self.remarks: list[LayoutReport | None] = []
-        self.mesh = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.mesh = dict(self.program.mesh.shape)
+        self.names = Names.of(self.program)
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
         self.produced: dict[str, str] = {}
-        kept = {result.name for result in program.results}
-        kept |= {s.source.name for s in program.body if isinstance(s, Set)}
-        makers = (op for op in solution.operations if op.makes_any_part)
-        self.fills = {op.outs[0]: op for op in makers if op.outs[0] not in kept}
+        kept = {self.prefix + result.name for result in self.program.results}
+        kept |= {
+            self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
+        }
+        numbers = (step for step in level.steps if isinstance(step, int))
+        makers = (op for op in map(solution.operations.__getitem__, numbers))
+        self.fills = {
+            op.outs[0]: op
+            for op in makers
+            if op.makes_any_part and op.outs[0] not in kept
+        }
 
-    def rewrite(self) -> Program:
-        """The program with local shapes, and a `Reshard` wherever a layout changes."""
+    def rewrite(self, leaves: Sequence[int] | None = None) -> Program:
+        """The program with local shapes, and a `Reshard` wherever a layout changes.
+
+        Results of a body are as they leave it, by the operations `leaves`.
+        """
         params = tuple(self.at_rest(param) for param in self.program.params)
-        for number, op in enumerate(self.solution.operations):
-            if isinstance(op.stmt, Set):
-                self.copy(op.stmt)
-            elif self.fills.keys().isdisjoint(op.outs):
-                self.compute(number, op, op.stmt)
-        results = tuple(self.buffers[result.name] for result in self.program.results)
+        for stmt, step in zip(self.program.body, self.level.steps, strict=True):
+            if isinstance(step, Crossing):
+                assert isinstance(stmt, Scan | While | Cond)
+                self.control_flow(stmt, step)
+            elif isinstance(stmt, Set):
+                assert step is not None
+                self.copy(step, stmt)
+            elif isinstance(stmt, Compute):
+                assert step is not None
+                if self.fills.keys().isdisjoint(self.solution.operations[step].outs):
+                    self.compute(step, stmt)
+        if leaves is None:
+            names = (self.prefix + result.name for result in self.program.results)
+            results = tuple(self.buffers[name] for name in names)
+        else:
+            results = tuple(self.leaving(number) for number in leaves)
         return dataclasses.replace(
             self.program,
             params=params,
@@ -90,21 +131,52 @@ class _Rewriter:
             remarks=(*self.program.remarks, *filter(None, self.remarks)),
         )
 
+    # --- Control flow --------------------------------------------------------- #
+
+    def control_flow(self, stmt: ControlFlow, crossing: Crossing) -> None:
+        """`stmt` on operands as its bodies want them, its bodies rewritten."""
+        ins = [
+            tuple(self.required(number) for number in enters)
+            for enters in crossing.enters
+        ]
+        bodies = [
+            _Rewriter(level, self.solution, self.explain).rewrite(leaves)
+            for level, leaves in zip(crossing.levels, crossing.leaves, strict=True)
+        ]
+        leaving = crossing.leaves[0 if isinstance(stmt, Cond) else -1]
+        outs, moved = self.results(leaving, stmt.outs)
+        self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
+        self.body.extend(moved)
+
+    def leaving(self, number: int) -> Buffer:
+        """A result of a body, in the layout in which it leaves it."""
+        return self.required(number)
+
+    def required(self, number: int) -> Buffer:
+        """The one operand of an operation, in the layout that it wants."""
+        op = self.solution.operations[number]
+        assignment = self.solution.assignments[number]
+        layout = op.required(0, assignment)
+        if op.hands_on:
+            layout = op.handed_on(self.solution.layouts[op.outs[0]])
+        return self.operand(number, 0, layout)
+
     def marks(self) -> Iterator[Mark]:
         """The marks: a barrier's on what it makes, a fill's on all made of it."""
         for mark in self.program.marks:
-            names = [mark.buffer]
+            names, value = [mark.buffer], self.prefix + mark.buffer
             if isinstance(mark, BarrierMark):
                 names = [self.produced.get(mark.buffer, mark.buffer)]
-            if mark.buffer in self.fills:
+            if value in self.fills:
                 made = self.resharded.items()
-                names = [copy.name for (value, _), copy in made if value == mark.buffer]
+                names = [copy.name for (name, _), copy in made if name == value]
             yield from (dataclasses.replace(mark, buffer=name) for name in names)
 
     def at_rest(self, buffer: Buffer) -> Buffer:
         """`buffer` in the layout that the solution gives it."""
-        placed = self.place(buffer, self.solution.layouts[buffer.name])
-        self.buffers[buffer.name] = placed
+        name = self.prefix + buffer.name
+        placed = self.place(buffer, self.solution.layouts[name])
+        self.buffers[name] = placed
         return placed
 
     def place(
@@ -118,27 +190,48 @@ class _Rewriter:
             partial=partial,
         )
 
-    def copy(self, stmt: Set) -> None:
+    def copy(self, number: int, stmt: Set) -> None:
         """A copy, of what an operation has had moved there if there is such a value."""
-        name, out = stmt.source.name, self.at_rest(stmt.out)
+        name, out = self.prefix + stmt.source.name, self.at_rest(stmt.out)
         source = self.resharded.get((name, layout_of(out)), self.buffers[name])
-        self.remarks.append(self.explain.copy(stmt, layout_of(source)))
+        self.remarks.append(self.explain.copy(number, layout_of(source)))
         alike = layout_of(source) == layout_of(out) and not source.partial
         kind = Set if alike else Reshard
         self.body.append(kind(out=out, source=source))
 
-    def compute(self, number: int, op: Operation, stmt: Compute) -> None:
-        assignment = self.solution.assignments[number]
+    def compute(self, number: int, stmt: Compute) -> None:
+        op, assignment = (
+            self.solution.operations[number],
+            self.solution.assignments[number],
+        )
         said = len(self.remarks)
         ins = tuple(
             self.operand(number, position, op.required(position, assignment))
             for position in range(len(stmt.ins))
         )
+        outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
+        if not any(self.remarks[said:]):
+            self.remarks.append(self.explain.left_whole(number))
+        (unit_eqn,) = stmt.unit.eqns
+        unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
+        unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
+        self.body.append(dataclasses.replace(stmt, unit=unit, ins=ins, outs=outs))
+        self.body.extend(moved)
+
+    def results(
+        self, numbers: Sequence[int], buffers: Sequence[Buffer]
+    ) -> tuple[tuple[Buffer, ...], list[Reshard]]:
+        """Results as the operations of those numbers make them, on the way to rest."""
         outs: list[Buffer] = []
         moved: list[Reshard] = []
-        for position, buffer in enumerate(stmt.outs):
+        for number, buffer in zip(numbers, buffers, strict=True):
+            op = self.solution.operations[number]
+            position = op.outs.index(self.prefix + buffer.name)
             rest = self.at_rest(buffer)
+            assignment = self.solution.assignments[number]
             produced = self.place(buffer, *op.produced(position, assignment))
+            if op.hands_on:
+                produced = rest
             if produced != rest:
                 suffix = "partial" if produced.partial else "produced"
                 name = self.names.fresh(f"{buffer.name}_{suffix}")
@@ -147,15 +240,7 @@ class _Rewriter:
                 moved.append(Reshard(out=rest, source=produced))
                 self.remarks.append(self.explain.result(number, position, produced))
             outs.append(produced)
-        if not any(self.remarks[said:]):
-            self.remarks.append(self.explain.left_whole(number))
-        (unit_eqn,) = stmt.unit.eqns
-        unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
-        unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
-        self.body.append(
-            dataclasses.replace(stmt, unit=unit, ins=ins, outs=tuple(outs))
-        )
-        self.body.extend(moved)
+        return tuple(outs), moved
 
     def operand(self, number: int, position: int, layout: Layout) -> Buffer:
         """An operand in `layout`, made or copied once however many read it so."""
@@ -168,7 +253,8 @@ class _Rewriter:
             return source
         else:
             (*_, last) = plan_reshard(have, layout, (), self.mesh)
-            name = self.names.fresh(f"{value}_{_RESHARDED[last.kind]}")
+            name = local_name(value)
+            name = self.names.fresh(f"{name}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
             target = self.place(whole, layout, name=name)
             self.body.append(Reshard(out=target, source=source))
@@ -188,3 +274,32 @@ class _Rewriter:
         target = self.place(out, layout, name=self.names.fresh(out.name))
         self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
         return target
+
+
+def _with_values(
+    stmt: ControlFlow, ins: Sequence[tuple[Buffer, ...]], outs: tuple[Buffer, ...]
+) -> ControlFlow:
+    """`stmt` on other operands, those of each of its bodies, and with other results."""
+    match stmt:
+        case Scan(consts=consts, carry=carry, carried=carried):
+            first, last = len(consts), len(consts) + len(carry)
+            return dataclasses.replace(
+                stmt,
+                consts=ins[0][:first],
+                carry=ins[0][first:last],
+                xs=ins[0][last:],
+                carried=outs[: len(carried)],
+                ys=outs[len(carried) :],
+            )
+        case While(condition_consts=condition_consts, consts=consts):
+            return dataclasses.replace(
+                stmt,
+                condition_consts=ins[0][: len(condition_consts)],
+                consts=ins[1][: len(consts)],
+                carry=ins[1][len(consts) :],
+                carried=outs,
+            )
+        case Cond():
+            return dataclasses.replace(
+                stmt, index=ins[0][0], operands=ins[0][1:], outs=outs
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,8 +12,10 @@ from jhost.lowering.ir.layout import Layout, layout_of, spec_text
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Buffer, Compute, Set
-from jhost.lowering.layouts.costs import NOTHING, Moved
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
+from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
+from jhost.lowering.layouts.levels import local_name
+from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import whole_reason
@@ -72,17 +75,18 @@ class LayoutRemarks:
             name, before, spec_text(rest), moved, _said(reasons), where
         )
 
-    def copy(self, stmt: Set, have: Layout) -> LayoutReport | None:
+    def copy(self, number: int, have: Layout) -> LayoutReport | None:
         """A copy of a value in another layout, which is what the user asked for."""
-        name = stmt.out.name
+        op = self.solution.operations[number]
+        (source,), (name,) = op.ins, op.outs
         rest = self.solution.layouts[name]
         moved = self.solution.costs.reshard(name, have, rest)
         if moved == NOTHING:
             return None
         where = self.given_at(name)
         before, after = spec_text(have), spec_text(rest)
-        value, reasons = stmt.source.name, [*self.given(name)]
-        return layout_remark(value, before, after, moved, _said(reasons), where)
+        reasons = [*self.given(name)]
+        return layout_remark(source, before, after, moved, _said(reasons), where)
 
     def left_whole(self, number: int) -> LayoutReport | None:
         """That a dim is whole because its axes do not divide it, and nothing moves."""
@@ -161,6 +165,7 @@ def layout_remark(
     where: str,
 ) -> LayoutReport:
     """The remark on one value."""
+    name = local_name(name)
     text = f"{name}: {before} -> {after}: {_moved_text(moved)}"
     return LayoutReport(
         value=name,
@@ -170,6 +175,26 @@ def layout_remark(
         reason=reason,
         text=f"{text}; {reason}" if reason else text,
         where=where,
+    )
+
+
+def reduced_behind_remark(
+    stmt: Reshard, where: str, mesh: Mapping[str, int]
+) -> LayoutReport:
+    """The remark on a sum that a scan carries without reducing it."""
+    layout = layout_of(stmt.out)
+    shards = [axes_size(axes, mesh) for axes in layout]
+    shape = [size * n for size, n in zip(stmt.out.shape, shards, strict=True)]
+    whole = dataclasses.replace(stmt.out, shape=tuple(shape))
+    steps = plan_reshard(layout, layout, stmt.source.partial, mesh)
+    axes = ", ".join(axis for axis, _ in stmt.source.partial)
+    return layout_remark(
+        stmt.out.name,
+        f"partial sum over {axes} by scan",
+        spec_text(layout),
+        moved_by(steps, layout, whole, mesh, None),
+        "reduced once, behind all iterations",
+        where,
     )
 
 
@@ -203,6 +228,8 @@ def made_text(made: Buffer, op: Operation) -> str:
 def _title(op: Operation) -> str:
     if isinstance(op.stmt, Set):
         return "copy"
+    if not isinstance(op.stmt, Compute):
+        return type(op.stmt).__name__.lower()
     (unit_eqn,) = op.stmt.unit.eqns
     return unit_eqn.eqn.primitive.name
 
@@ -211,13 +238,16 @@ def line_of(op: Operation) -> str:
     """The user's line of `op`, or nothing."""
     if isinstance(op.stmt, Set):
         return ""
+    if not isinstance(op.stmt, Compute):
+        return op.stmt.where
     (unit_eqn,) = op.stmt.unit.eqns
     line = source_line(unit_eqn.eqn)
     return "" if line == NO_LINE else line
 
 
 def _whole_reason(op: Operation, dim: int) -> str:
-    assert isinstance(op.stmt, Compute), "a copy needs no dim whole"
+    if not isinstance(op.stmt, Compute):
+        return f"each iteration of the {_title(op)} takes a part of dim {dim}"
     (unit_eqn,) = op.stmt.unit.eqns
     if unit_eqn.rule.opaque:  # a remark of its own has the reason
         return f"{unit_eqn.eqn.primitive.name} works on whole arrays"

@@ -24,14 +24,13 @@ from jhost.lowering.ir.operation import (
     Operation,
     assignments_by,
     claims_of,
-    operation,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Compute, Set
 from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
 from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.levels import Level, buffers_of, flattened, repeats_of
 from jhost.lowering.layouts.preferences import Wishes
 
 _ROUNDS = 16
@@ -60,6 +59,7 @@ class Solution:
     """Layouts by buffer name; an assignment and a contest for each operation."""
 
     operations: tuple[Operation, ...]
+    level: Level
     layouts: Mapping[str, Layout]
     assignments: tuple[Assignment, ...]
     contests: tuple[Contest, ...]
@@ -71,9 +71,10 @@ def solve_layouts(
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
 ) -> Solution:
-    """The layouts that meet `marks` and move few bytes elsewhere.
+    """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
-    What the loops over `streamed` dims hide counts after all that they do not.
+    What the loops over `streamed` dims hide counts after all that they do not.  Marks
+    and dims are those of values by their names in `flattened`.
     """
     solver = _Solver(program, marks, streamed)
     best = solver.improved(solver.settled())
@@ -82,7 +83,8 @@ def solve_layouts(
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)
     ]
     return Solution(
-        operations=tuple(solver.operations),
+        operations=solver.operations,
+        level=solver.level,
         layouts=best.layouts,
         assignments=best.in_order(),
         contests=tuple(contests),
@@ -99,21 +101,25 @@ class _Solver:
     ) -> None:
         # What is computed again begins with what was kept, not with a copy laid out
         # otherwise, which would be kept as well.
-        barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
-        self.barriers = {mark.buffer for mark in barriers}
+        self.operations, self.level = flattened(program)
+        self.barriers = {
+            level.prefix + mark.buffer
+            for level in self.level.walk()
+            for mark in level.program.marks
+            if isinstance(mark, BarrierMark)
+        }
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
-        statements = [stmt for stmt in program.body if isinstance(stmt, Compute | Set)]
-        self.operations = [operation(stmt) for stmt in statements]
-        self.buffers = {buffer.name: buffer for buffer in _buffers(program)}
+        self.buffers = buffers_of(self.level)
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
-        self.costs = Costs(self.buffers, self.mesh, streamed, fills)
+        repeats = repeats_of(self.level)
+        self.costs = Costs(self.buffers, self.mesh, streamed, fills, repeats)
         self.wishes = Wishes(self.buffers, marks, self.mesh)
         self.effects = Effects(self.wishes, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(self.operations):
-            for name in op.ins:
+            for name in _decided_by(op):
                 self.readers.setdefault(name, []).append(number)
 
     def settled(self) -> Decisions:
@@ -169,7 +175,7 @@ class _Solver:
     def cheapest(self, number: int, made: Decisions) -> Assignment:
         """The assignment that moves the fewest bytes; found once for the same case."""
         op, moves = self.operations[number], made.known(number)
-        layouts = {name: made.layouts[name] for name in op.ins}
+        layouts = {name: made.layouts[name] for name in _decided_by(op)}
         case = number, moves, *layouts.values(), self.wishes.about(op.outs)
         if case not in self.found:
             self.found[case] = self.find_cheapest(op, layouts, moves)
@@ -197,6 +203,9 @@ class _Solver:
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterator[Assignment]:
+        if op.like is not None:
+            yield op.following(layouts[op.like])
+            return
         claims = self.claims(op, layouts)
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
@@ -206,11 +215,13 @@ class _Solver:
 
     def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
         """What its operands claim, and its results' goals unless it only follows."""
+        if op.like is not None:
+            return []
         return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
 
     def follows(self, op: Operation) -> bool:
-        """Whether it is of a barrier, which binds no layouts."""
-        return not self.barriers.isdisjoint(op.outs)
+        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
+        return op.taking or not self.barriers.isdisjoint(op.outs)
 
     def rank(
         self,
@@ -315,10 +326,8 @@ class _Solver:
         return Contest(self.rank(op, assignment, layouts, set()), rivals)
 
 
-def _buffers(program: Program) -> Iterator[Buffer]:
-    yield from program.params
-    for stmt in program.body:
-        if isinstance(stmt, Compute):
-            yield from stmt.outs
-        elif isinstance(stmt, Set):
-            yield stmt.out
+def _decided_by(op: Operation) -> Iterator[str]:
+    """The values whose layouts bear on what an operation is assigned to."""
+    yield from op.ins
+    if op.like is not None:
+        yield op.like

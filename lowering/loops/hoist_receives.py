@@ -10,18 +10,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Select, Stmt, Wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReceiveEarly:
+class ReceiveEarly(EachProgram):
     """Loops of which each iteration issues what it receives at its start."""
 
     name: ClassVar[str] = "receive_early"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         if not any(isinstance(stmt, For) for stmt in program.body):
             return program
         return dataclasses.replace(program, body=_in_loops(program.body))

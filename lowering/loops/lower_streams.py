@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from jhost import errors
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import Node, merge_groups
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
@@ -26,7 +27,7 @@ from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LowerStreams:
+class LowerStreams(EachProgram):
     """Straight-line statements with stream marks -> statements and loops.
 
     `streams` is the number of streams that a loop's iterations take turns on.  What
@@ -38,7 +39,7 @@ class LowerStreams:
     streams: int = 4
     strict: bool = True
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         asked = stream_choices(program)
         marks = [mark for mark in asked if mark.pipeline != "off"]
         left_out = [mark for mark in asked if mark.pipeline == "off"]

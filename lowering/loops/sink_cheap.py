@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
@@ -19,7 +20,7 @@ from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ComputeLate:
+class ComputeLate(EachProgram):
     """Straight-line programs with streams, what can wait right before its readers.
 
     A contraction is work that may hide a transfer, and stays where it is.
@@ -27,7 +28,7 @@ class ComputeLate:
 
     name: ClassVar[str] = "compute_late"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         if not stream_choices(program):
             return program
         places = _places(program)

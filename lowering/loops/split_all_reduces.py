@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import Names
@@ -24,12 +25,12 @@ from jhost.lowering.streams.plan import plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SplitAllReduces:
+class SplitAllReduces(EachProgram):
     """AllReduce of a value with a p2p stream -> ReduceScatter and AllGather."""
 
     name: ClassVar[str] = "split_all_reduces"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         if "p2p" not in {mark.pipeline for mark in stream_choices(program)}:
             return program
         mesh = dict(program.mesh.shape)

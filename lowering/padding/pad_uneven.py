@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.marks import possible_marks
@@ -19,12 +20,12 @@ from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PadUneven:
+class PadUneven(EachProgram):
     """Global shapes that shardings need not divide -> shapes that they do."""
 
     name: ClassVar[str] = "pad_uneven"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         mesh = dict(program.mesh.shape)
         asks = [
             Ask(

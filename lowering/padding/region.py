@@ -20,10 +20,19 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Select, Set, Stmt
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Communicate,
+    Compute,
+    ControlFlow,
+    Select,
+    Set,
+    Stmt,
+)
 from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
 
 Key: TypeAlias = tuple[int, int] | tuple[str, int]
@@ -94,6 +103,8 @@ def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
     """The factors of `stmt`, if it has any business with the dims of values."""
     if isinstance(stmt, Compute):
         return _of_compute(stmt, mesh)
+    if isinstance(stmt, CONTROL_FLOW):
+        return _whole(stmt)
     if not isinstance(stmt, Set | Select | Communicate):
         return None
     moved = {getattr(stmt, "dim", None), getattr(stmt, "source_dim", None)}
@@ -107,6 +118,19 @@ def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
         results=(dims,),
         steps=tuple(factors.sizes),
         reducers=(None,) * count,
+        counted=frozenset(),
+    )
+
+
+def _whole(stmt: ControlFlow) -> Operands:
+    """Nothing is padded across the border of a body."""
+    return Operands(
+        reads=stmt.ins,
+        writes=stmt.outs,
+        operands=tuple((None,) * len(buffer.shape) for buffer in stmt.ins),
+        results=tuple((None,) * len(buffer.shape) for buffer in stmt.outs),
+        steps=(),
+        reducers=(),
         counted=frozenset(),
     )
 

@@ -80,7 +80,8 @@ class _Padder:
             stmt = self.resized(number, stmt)
             self.body.append(dataclasses.replace(stmt, ins=tuple(reads), outs=outs))
         else:
-            replaced[op.reads[0].name] = reads[0]
+            before = (buffer.name for buffer in op.reads)
+            replaced |= dict(zip(before, reads, strict=True))
             self.body.append(replace_buffers(stmt, replaced))
         for buffer in op.writes:
             if self.kept[buffer.name].name != buffer.name:

@@ -37,6 +37,9 @@ MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
 IDENTITIES = MARKS | {"copy"}
 """Equations that hand their operand on; lowering speaks of the value itself."""
 
+CONTROL_FLOW = frozenset({"cond", "scan", "while"})
+"""What has programs for bodies."""
+
 VIEWS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
 """What computes nothing: XLA makes it where it is read."""
 

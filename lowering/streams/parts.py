@@ -8,7 +8,16 @@ from fractions import Fraction
 
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.operation import operation
-from jhost.lowering.ir.statements import Communicate, Compute, Reshard, Select, Set
+from jhost.lowering.ir.statements import (
+    Communicate,
+    Compute,
+    Cond,
+    Reshard,
+    Scan,
+    Select,
+    Set,
+    While,
+)
 from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
 from jhost.lowering.rules.table import opaque_reason
 
@@ -90,6 +99,9 @@ def part_of(
             return Part(stream, size, access.groups, {0: access}, {0: access})
         case Communicate() | Select() as stmt:
             return _communicate_part(stmt, stream, writes, access, mesh)
+        case Scan() | While() | Cond() as stmt:
+            kind = type(stmt).__name__.lower()
+            return f"no stream goes through a {kind}; mark a value in its body"
         case _:
             return "it is not a computation"
 

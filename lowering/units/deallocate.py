@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.program import Program
 
@@ -19,12 +20,12 @@ _GROUP = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class InsertDeallocations:
+class InsertDeallocations(EachProgram):
     """A program without `Deallocate` -> each buffer lives as long as needed."""
 
     name: ClassVar[str] = "insert_deallocations"
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         aliases = Aliases(program.body)
         kept = {b.name for b in (*program.params, *program.results)} | {
             *aliases.selects

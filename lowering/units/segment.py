@@ -16,6 +16,7 @@ from typing import ClassVar
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
@@ -37,14 +38,14 @@ def merge_computations(one: Group, other: Group) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(EachProgram):
     """Computations of one equation -> units of as many as the predicate lets merge."""
 
     name: ClassVar[str] = "segment"
 
     should_merge: ShouldMerge = merge_computations
 
-    def apply(self, program: Program) -> Program:
+    def change(self, program: Program) -> Program:
         segmenter = _Segmenter(program, self.should_merge)
         return dataclasses.replace(program, body=segmenter.body(program.body))
 

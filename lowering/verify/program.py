@@ -22,6 +22,7 @@ from jhost.lowering.verify.communication import (
     check_send_or_recv,
     check_wait,
 )
+from jhost.lowering.verify.control_flow import check_control_flow
 from jhost.lowering.verify.memory import (
     check_allocate,
     check_deallocate,
@@ -32,8 +33,10 @@ from jhost.lowering.verify.memory import (
 from jhost.lowering.verify.state import Root, State
 
 
-def verify(program: Program, after: str = "") -> None:
+def verify(program: Program, after: str = "", *, is_body: bool = False) -> None:
     """Check `program`, the result of the pass named `after`.
+
+    What a body of control flow is given, and gives, may be partial: outside it is too.
 
     Raises:
         VerifyError: an invariant does not hold; the printed program is a note.
@@ -41,8 +44,10 @@ def verify(program: Program, after: str = "") -> None:
     """
     state = State(program, after)
     try:
+        if not is_body:
+            _check_ends(state)
         for param in program.params:
-            _param(state, param)
+            state.define(param, param.shape, Root(name=param.name, is_param=True))
         _body(state, program.body)
         _end(state)
     except (errors.VerifyError, errors.IndexRangeError) as error:
@@ -97,14 +102,20 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
             _for(state, stmt)
         case ir.If():
             _if(state, stmt)
+        case ir.Scan() | ir.While() | ir.Cond():
+            check_control_flow(state, stmt)
+            for body in stmt.bodies:
+                verify(body, state.after, is_body=True)
 
 
 # --- The program's ends ------------------------------------------------------- #
 
 
-def _param(state: State, param: ir.Buffer) -> None:
-    _check_not_partial(state, param, "parameter")
-    state.define(param, param.shape, Root(name=param.name, is_param=True))
+def _check_ends(state: State) -> None:
+    for param in state.program.params:
+        _check_not_partial(state, param, "parameter")
+    for result in state.program.results:
+        _check_not_partial(state, result, "result")
 
 
 def _end(state: State) -> None:
@@ -117,7 +128,6 @@ def _end(state: State) -> None:
             "every communication is waited for exactly once",
         )
     for result in state.program.results:
-        _check_not_partial(state, result, "result")
         known = state.read(result)
         if known.shape != result.shape:
             state.fail(

@@ -96,5 +96,5 @@ def test_it_does_not_depend_on_the_order_of_hashes() -> None:
         ).stdout
         for seed in ("1", "2", "3")
     ]
-    assert "scan" in texts[0]
+    assert "Scan(" in texts[0]
     assert texts[0] == texts[1] == texts[2]

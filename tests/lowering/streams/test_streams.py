@@ -106,7 +106,7 @@ def test_a_stream_stops_where_its_dim_is_whole(name: str) -> None:
     assert "loop(sin)" in work(program.body)
     assert chunk_counts(program) == [2]
     (stop,) = notes(program, "streams stop")
-    assert "streams stop before v" in stop
+    assert "streams stop before" in stop
     assert name in stop
 
 

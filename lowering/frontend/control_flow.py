@@ -1,0 +1,106 @@
+"""Control flow as statements, each of whose bodies is a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jhost._jax import arg_names, close, is_array, scan_counts, source_line
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.properties import CONTROL_FLOW
+
+BuildBody: TypeAlias = Callable[[Any, str, Sequence[str]], Program]
+"""From a jaxpr, what body it is, and the names of its params to its program."""
+
+
+def has_programs(eqn: JaxprEqn) -> bool:
+    """Whether it is control flow whose bodies can be programs.
+
+    Of the branches for several platforms XLA compiles one, and no other need compile.
+    """
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return False
+    return not (eqn.params.get("branches_platforms") or _has_references(eqn))
+
+
+def _has_references(eqn: JaxprEqn) -> bool:
+    """Whether something in it is changed where it is."""
+    if not all(map(is_array, (*eqn.invars, *eqn.outvars))):
+        return True
+    bodies = jaxprs_in_params(eqn.params)
+    return any(_has_references(inner) for body in bodies for inner in body.eqns)
+
+
+def out_names(eqn: JaxprEqn) -> list[str]:
+    """Names for its results: that of what is handed on in its place, or `y`."""
+    match eqn.primitive.name:
+        case "scan":
+            body, (first, count) = eqn.params["jaxpr"], scan_counts(eqn)
+        case "while":
+            body, first = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+            count = len(eqn.outvars)
+        case _:
+            return ["y"] * len(eqn.outvars)
+    carried = param_names(close(body))[first : first + count]
+    return [*carried, *["y"] * (len(eqn.outvars) - count)]
+
+
+def param_names(body: Any) -> list[str]:
+    """The user's names of the params of a body, or `x`."""
+    names = arg_names(body)
+    return [name or "x" for name in names] or ["x"] * len(body.in_avals)
+
+
+def control_flow(
+    eqn: JaxprEqn,
+    ins: Sequence[ir.Buffer],
+    outs: Sequence[ir.Buffer],
+    build_body: BuildBody,
+) -> ir.ControlFlow:
+    """The statement of an equation, on the buffers of its operands and results."""
+
+    def built(jaxpr: Any, what: str) -> Program:
+        body = close(jaxpr)
+        return build_body(body, what, param_names(body))
+
+    params, where = eqn.params, source_line(eqn)
+    ins, outs = tuple(ins), tuple(outs)
+    match eqn.primitive.name:
+        case "scan":
+            first, count = scan_counts(eqn)
+            return ir.Scan(
+                body=built(params["jaxpr"], "scan"),
+                consts=ins[:first],
+                carry=ins[first : first + count],
+                xs=ins[first + count :],
+                carried=outs[:count],
+                ys=outs[count:],
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+                where=where,
+            )
+        case "while":
+            first = params["cond_nconsts"]
+            last = first + params["body_nconsts"]
+            return ir.While(
+                condition=built(params["cond_jaxpr"], "while_condition"),
+                body=built(params["body_jaxpr"], "while"),
+                condition_consts=ins[:first],
+                consts=ins[first:last],
+                carry=ins[last:],
+                carried=outs,
+                where=where,
+            )
+        case _:
+            branches = [built(branch, "branch") for branch in params["branches"]]
+            return ir.Cond(
+                index=ins[0],
+                branches=tuple(branches),
+                operands=ins[1:],
+                outs=outs,
+                where=where,
+            )

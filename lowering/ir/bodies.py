@@ -1,0 +1,109 @@
+"""Programs in programs: the bodies of control flow, and one way to walk them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.marks import Mark
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Remark
+
+CONTROL_FLOW = (ir.Scan, ir.While, ir.Cond)
+
+ITERATIONS = 8
+"""How often a `while` is taken to go round, which nothing says beforehand."""
+
+
+def programs(program: Program) -> Iterator[Program]:
+    """A program and all bodies in it, each before those that it holds."""
+    yield program
+    for body in _bodies(program):
+        yield from programs(body)
+
+
+def statements(program: Program) -> Iterator[ir.Stmt]:
+    """Every statement of a program, loops and bodies before what they hold."""
+    for stmt in ir.walk(program.body):
+        yield stmt
+        for body in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
+            yield from statements(body)
+
+
+def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:
+    """`program` with each of its bodies, and then itself, changed."""
+    if any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):
+        body = tuple(_rebuilt_stmt(stmt, change) for stmt in program.body)
+        program = dataclasses.replace(program, body=body)
+    return change(program)
+
+
+class EachProgram(abc.ABC):
+    """A pass that sees one program at a time: bodies first, then what holds them."""
+
+    __slots__ = ()
+
+    def apply(self, program: Program) -> Program:
+        """`program` after the pass, with all bodies in it."""
+        return rebuilt(program, self.change)
+
+    @abc.abstractmethod
+    def change(self, program: Program) -> Program:
+        """One program after the pass, whatever its bodies hold."""
+
+
+def _rebuilt_stmt(stmt: ir.Stmt, change: Callable[[Program], Program]) -> ir.Stmt:
+    if not isinstance(stmt, CONTROL_FLOW):
+        return stmt
+    return with_bodies(stmt, [rebuilt(body, change) for body in stmt.bodies])
+
+
+def with_bodies(stmt: ir.ControlFlow, bodies: Sequence[Program]) -> ir.ControlFlow:
+    """`stmt` with other bodies."""
+    match stmt:
+        case ir.Scan():
+            (body,) = bodies
+            return dataclasses.replace(stmt, body=body)
+        case ir.While():
+            condition, body = bodies
+            return dataclasses.replace(stmt, condition=condition, body=body)
+        case ir.Cond():
+            return dataclasses.replace(stmt, branches=tuple(bodies))
+
+
+def _bodies(program: Program) -> Iterator[Program]:
+    # Chunk loops hold no control flow: it has no part in a stream.
+    for stmt in program.body:
+        if isinstance(stmt, CONTROL_FLOW):
+            yield from stmt.bodies
+
+
+# --- What is said of values, wherever they are -------------------------------------- #
+
+
+def all_marks(program: Program) -> list[Mark]:
+    """The marks of a program and of all bodies in it."""
+    return [mark for each in programs(program) for mark in each.marks]
+
+
+def with_marks(program: Program, marks: Sequence[Mark]) -> Program:
+    """`program` with others in the place of `all_marks`, one for each."""
+    return _with_marks(program, iter(marks))
+
+
+def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
+    own = tuple(next(marks) for _ in program.marks)
+    body = tuple(
+        with_bodies(stmt, [_with_marks(body, marks) for body in stmt.bodies])
+        if isinstance(stmt, CONTROL_FLOW)
+        else stmt
+        for stmt in program.body
+    )
+    return dataclasses.replace(program, marks=own, body=body)
+
+
+def all_remarks(program: Program) -> list[Remark]:
+    """The remarks on a program and on all bodies in it."""
+    return [remark for each in programs(program) for remark in each.remarks]

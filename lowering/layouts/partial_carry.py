@@ -1,0 +1,282 @@
+"""Sums that a scan carries stay partial in it, and are reduced once behind it.
+
+Gradients of microbatches are added up so: one reduction a step over the axes of data
+parallelism, instead of one a microbatch.  That is legal where the carry is only added
+to, and costs no memory where the reduction leaves the layout as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import ClassVar, TypeGuard
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.layout import Partial
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import LayoutReport, Remark
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
+from jhost.lowering.layouts.commute import Body, is_reduction, reduced_last
+from jhost.lowering.layouts.remarks import reduced_behind_remark
+from jhost.lowering.units.make import unit_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CarryPartialSums(EachProgram):
+    """Scans that reduce in each iteration what they add up -> that reduce it behind."""
+
+    name: ClassVar[str] = "carry_partial_sums"
+
+    def change(self, program: Program) -> Program:
+        if not any(isinstance(stmt, Scan) for stmt in program.body):
+            return program
+        names, zeros = Names.of(program), set[str]()
+        body: list[Stmt] = []
+        remarks: list[Remark] = []
+        mesh = dict(program.mesh.shape)
+        for stmt in program.body:
+            if isinstance(stmt, Scan) and (partial := _with_partial_carry(stmt)):
+                new = _reduced_behind(*partial, zeros, names)
+                reduced = (each for each in new if isinstance(each, Reshard))
+                remarks += (
+                    reduced_behind_remark(each, stmt.where, mesh) for each in reduced
+                )
+                body += new
+            else:
+                zeros |= {stmt.outs[0].name} if _is_zero(stmt) else set()
+                body.append(stmt)
+        remarks = [*program.remarks, *remarks]
+        return dataclasses.replace(program, body=tuple(body), remarks=tuple(remarks))
+
+
+def _is_zero(stmt: Stmt) -> TypeGuard[Compute]:
+    """Whether a statement fills an array with zeros."""
+    if not isinstance(stmt, Compute) or stmt.ins:
+        return False
+    (unit_eqn,) = stmt.unit.eqns
+    values = [v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal)]
+    fills = unit_eqn.eqn.primitive.name == "broadcast_in_dim"
+    return fills and not np.any(np.asarray(values))
+
+
+def _with_partial_carry(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
+    """The scan with sums partial in its carry, and over what each is; None without.
+
+    What a scan inside gives for each of its iterations may be reduced behind that one,
+    where it is then carried on.
+    """
+    stacked: set[str] | None = None
+    while True:
+        body, behind = _reducing_behind(stmt.body, stacked)
+        tried = _tried(dataclasses.replace(stmt, body=body))
+        if tried is None:
+            return None
+        left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
+        if not behind & left:
+            return tried
+        stacked = behind - left  # nothing is gained for the others
+
+
+def _tried(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
+    """The scan with each carry partial that can stay so, over what is summed in it."""
+    kept: dict[int, Partial] = {}
+    partials = [
+        tuple(sorted(each.source.partial))
+        for each in stmt.body.body
+        if is_reduction(each)
+    ]
+    for partial in dict.fromkeys(partials):
+        trial = _Trial(stmt, partial)
+        kept |= dict.fromkeys(trial.kept, partial)
+        stmt = trial.finish()
+    return (stmt, kept) if kept else None
+
+
+class _Trial:
+    """A scan whose body begins with the reduction of partial sums that it carries.
+
+    Where that can be done as well behind all that is added, it need not be done in each
+    iteration.
+    """
+
+    def __init__(self, stmt: Scan, partial: Partial) -> None:
+        self.stmt, self.partial = stmt, partial
+        self.names = Names.of(stmt.body)
+        self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
+        self.begun = {
+            number: Reshard(
+                out=dataclasses.replace(
+                    param, name=self.names.fresh(f"{param.name}_reduced")
+                ),
+                source=dataclasses.replace(param, partial=partial),
+            )
+            for number, param in enumerate(self.params)
+            if not param.partial
+        }
+        begun = {each.source.name: each.out for each in self.begun.values()}
+        stmts = (replace_buffers(each, begun) for each in stmt.body.body)
+        needed = {result.name for result in stmt.body.results}
+        marked = {mark.buffer for mark in stmt.body.marks}
+        self.body = Body([*self.begun.values(), *stmts], needed, marked)
+        marks = (m for m in stmt.body.marks if isinstance(m, ShardMark))
+        self.fixed = {mark.buffer for mark in marks}
+        self.kept = [number for number in self.begun if self.stays_partial(number)]
+
+    def stays_partial(self, number: int) -> bool:
+        """Whether a carry can be reduced after all; its statements are changed if so."""
+        count, begun = len(self.body.changed), self.begun[number]
+        result = self.stmt.body.results[number].name
+        mesh = dict(self.stmt.body.mesh.shape)
+        last = reduced_last(result, self.body, self.fixed, mesh, self.names)
+        if (
+            last is not None
+            and set(last.source.partial) == set(self.partial)
+            and result not in self.body.readers
+            and begun.out.name not in self.body.readers
+        ):
+            return True
+        self.body.take_back(count)
+        return False
+
+    def finish(self) -> Scan:
+        """The scan with what is kept partial, and all else as it was."""
+        body = self.stmt.body
+        params, results = list(body.params), list(body.results)
+        dropped = [each.out.name for each in self.begun.values()]
+        for number in self.kept:
+            last = self.body.makers[results[number].name]
+            assert isinstance(last, Reshard)
+            dropped.append(last.out.name)
+            results[number] = dataclasses.replace(last.source, partial=self.partial)
+            params[len(self.stmt.consts) + number] = self.begun[number].source
+        whole = {each.out.name: self.params[n] for n, each in self.begun.items()}
+        stmts = itertools.chain(*self.body.places)
+        body = with_statements(
+            body, [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)]
+        )
+        body = dataclasses.replace(body, params=tuple(params), results=tuple(results))
+        return dataclasses.replace(self.stmt, body=body)
+
+
+def with_statements(program: Program, stmts: Sequence[Stmt]) -> Program:
+    """`program` with other statements, without remarks on reductions that are gone."""
+    left = {each.out.name for each in stmts if is_reduction(each)}
+    gone = {each.out.name for each in program.body if is_reduction(each)} - left
+    remarks = (
+        remark
+        for remark in program.remarks
+        if not (isinstance(remark, LayoutReport) and remark.value in gone)
+    )
+    return dataclasses.replace(program, body=tuple(stmts), remarks=tuple(remarks))
+
+
+def _makes(stmt: Stmt, names: Container[str]) -> bool:
+    return isinstance(stmt, Reshard) and stmt.out.name in names
+
+
+# --- Around a scan ---------------------------------------------------------------- #
+
+
+def _reducing_behind(
+    program: Program, chosen: Container[str] | None
+) -> tuple[Program, set[str]]:
+    """A program whose scans leave the reduction of what they stack to it.
+
+    Returns:
+        The program, and the names of the stacked values, of all or of those `chosen`.
+    """
+    names, behind = Names.of(program), set[str]()
+    body: list[Stmt] = []
+    for stmt in program.body:
+        if isinstance(stmt, Scan):
+            wanted = [y for y in stmt.ys if chosen is None or y.name in chosen]
+            stmt, reshards = _stacking_partial(stmt, wanted, names)
+            behind |= {each.out.name for each in reshards}
+            body += [stmt, *reshards]
+        else:
+            body.append(stmt)
+    return dataclasses.replace(program, body=tuple(body)), behind
+
+
+def _stacking_partial(
+    stmt: Scan, wanted: Sequence[Buffer], names: Names
+) -> tuple[Scan, list[Reshard]]:
+    """A scan that stacks partial sums, as far as it can, and their reductions."""
+    program = stmt.body
+    needed = {result.name for result in program.results}
+    body = Body(program.body, needed, {mark.buffer for mark in program.marks})
+    fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
+    inner, mesh = Names.of(program), dict(program.mesh.shape)
+    results, ys = list(program.results), list(stmt.ys)
+    reshards: list[Reshard] = []
+    dropped: list[str] = []
+    for number, out in enumerate(stmt.ys):
+        position, count = len(stmt.carried) + number, len(body.changed)
+        name = results[position].name
+        last = reduced_last(name, body, fixed, mesh, inner) if out in wanted else None
+        if last is None or name in body.readers:
+            body.take_back(count)
+            continue
+        terms = dataclasses.replace(
+            out, name=names.fresh(f"{out.name}_partial"), partial=last.source.partial
+        )
+        results[position], ys[number] = last.source, terms
+        reshards.append(Reshard(out=out, source=terms))
+        dropped.append(name)
+    if not reshards:
+        return stmt, []
+    stmts = [s for s in itertools.chain(*body.places) if not _makes(s, dropped)]
+    program = with_statements(program, stmts)
+    program = dataclasses.replace(program, results=tuple(results))
+    return dataclasses.replace(stmt, body=program, ys=tuple(ys)), reshards
+
+
+def _reduced_behind(
+    stmt: Scan, found: Mapping[int, Partial], zero: Container[str], names: Names
+) -> list[Stmt]:
+    """Sums begin with 0 on each device; what they began with is added once, behind."""
+    before: list[Stmt] = []
+    behind: list[Stmt] = []
+    carry, carried = list(stmt.carry), list(stmt.carried)
+    for number, partial in found.items():
+        begin, out = carry[number], carried[number]
+        name = names.fresh(f"{out.name}_zeros")
+        zeros = dataclasses.replace(begin, name=name, partial=partial)
+        name = names.fresh(f"{out.name}_partial")
+        terms = dataclasses.replace(out, name=name, partial=partial)
+        before.append(_computed(names, "zeros", _zeros(zeros), [], zeros))
+        carry[number], carried[number] = zeros, terms
+        if begin.name in zero:
+            behind.append(Reshard(out=out, source=terms))
+            continue
+        total = dataclasses.replace(out, name=names.fresh(f"{out.name}_total"))
+        behind.append(Reshard(out=total, source=terms))
+        behind.append(_computed(names, "add", lax.add, [begin, total], out))
+    stmt = dataclasses.replace(stmt, carry=tuple(carry), carried=tuple(carried))
+    return [*before, stmt, *behind]
+
+
+def _zeros(buffer: Buffer) -> Callable[[], jax.Array]:
+    # A scalar alone would be a literal, and no unit computes it.
+    return lambda: lax.squeeze(lax.full((1, *buffer.shape), 0, buffer.dtype), (0,))
+
+
+def _computed(
+    names: Names,
+    what: str,
+    function: Callable[..., jax.Array],
+    ins: Sequence[Buffer],
+    out: Buffer,
+) -> Compute:
+    types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
+    unit = unit_of(names.fresh(what), function, *types)
+    return Compute(unit=unit, ins=tuple(ins), outs=(out,))
