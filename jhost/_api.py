@@ -45,6 +45,7 @@ def jit(
     pipeline: Pipeline = "auto",
     streams: int = 4,
     interpret: bool = False,
+    replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
 ) -> Any:
@@ -69,6 +70,9 @@ def jit(
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.
         streams: how many streams the iterations of a loop take turns on.
         interpret: run the Host IR statement by statement, for debugging.
+        replication_limit: the bytes that a device may receive for an operation that
+            all devices repeat, on values that were spread over them, without a
+            `jhost.errors.ReplicationWarning`.
         compiler_options: XLA options for this function's executables.
         tuning: what `jhost.tune` measured of this function, once or on several
             arguments; it decides what marks and settings leave open.  One that does
@@ -78,7 +82,8 @@ def jit(
         The compiled function, with `lower` as `jax.jit`'s has.
 
     Raises:
-        OptionError: a pipeline that there is not, or fewer than one stream.
+        OptionError: a pipeline that there is not, fewer than one stream, or a limit
+            below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument of another type.
         NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
@@ -105,6 +110,7 @@ def jit(
         pipeline=pipeline,
         streams=streams,
         interpret=interpret,
+        replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,
     )

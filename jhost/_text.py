@@ -17,3 +17,11 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
+
+
+def flops_text(count: int) -> str:
+    """`count` operations as one would say them."""
+    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} FLOP"

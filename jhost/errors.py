@@ -119,6 +119,13 @@ class VerifyError(JhostError, RuntimeError):
     """A Host IR program breaks an invariant, through jhost's fault or its author's."""
 
 
+class ReplicationWarning(UserWarning):
+    """An operation gathers what was spread over the devices, and all of them repeat it.
+
+    `jhost.jit(replication_limit=...)` says from how many bytes on.
+    """
+
+
 def first_line(error: BaseException) -> str:
     """What is wrong, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0]

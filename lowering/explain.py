@@ -13,7 +13,12 @@ from jhost.lowering.ir.bodies import all_remarks, programs
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport, Note, StreamReport
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    Note,
+    ReplicationReport,
+    StreamReport,
+)
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.dim_rule import axes_size
 
@@ -94,7 +99,11 @@ def explain_program(program: Program) -> Explanation:
         streams=tuple(r for r in all_remarks(program) if isinstance(r, StreamReport)),
         layouts=tuple(r for r in all_remarks(program) if isinstance(r, LayoutReport)),
         communications=communications,
-        notes=tuple(str(r) for r in all_remarks(program) if isinstance(r, Note)),
+        notes=tuple(
+            str(remark)
+            for remark in all_remarks(program)
+            if isinstance(remark, Note | ReplicationReport)
+        ),
     )
 
 

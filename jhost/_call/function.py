@@ -287,6 +287,7 @@ class JitFunction(Generic[P, R]):
             pipeline=settings.pipeline,
             streams=settings.streams,
             interpret=settings.interpret,
+            replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),
             tunings=settings.tunings,
         )

@@ -21,6 +21,7 @@ from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._jax import (
     arg_names,
+    cached,
     cached_by_jaxpr,
     calls,
     close,
@@ -31,9 +32,11 @@ from jhost._jax import (
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import ReplicationReport
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
@@ -57,6 +60,7 @@ class Config:
     pipeline: Pipeline
     streams: int
     interpret: bool
+    replication_limit: int
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()
     embedded: bool = False
@@ -175,7 +179,30 @@ def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
     sequence, after_pass = _passes(config, strict).all, dump.pass_dumper(config.name)
     program = _lower(call_jaxpr, config, sequence, after_pass)
     dump.dump_host_ir(config.name, program)
+    _warn_of_replication(program, config.replication_limit)
     return program
+
+
+def _warn_of_replication(program: Program, limit: int) -> None:
+    """Says once a line what every device repeats, if it has to receive much for it."""
+    for report in all_remarks(program):
+        if isinstance(report, ReplicationReport) and report.bytes >= limit:
+            if report.where in _warned_lines():
+                continue
+            _warned_lines().add(report.where)
+            warnings.warn(
+                f"{program.name}: {report}. Shard another dim of it, or call it in a "
+                "jax.shard_map, whose specs say how its operands lie. "
+                "jhost.jit(replication_limit=...) says from how many bytes on this is "
+                "worth a warning.",
+                errors.ReplicationWarning,
+                stacklevel=2,
+            )
+
+
+@cached(1)
+def _warned_lines() -> set[str]:
+    return set()
 
 
 class Planned(NamedTuple):

@@ -29,6 +29,7 @@ class Settings:
     pipeline: Pipeline = "auto"
     streams: int = 4
     interpret: bool = False
+    replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
 
@@ -70,6 +71,7 @@ class Options(TypedDict, total=False):
     pipeline: Pipeline
     streams: int
     interpret: bool
+    replication_limit: int
     compiler_options: Mapping[str, Any] | None
     tuning: Tuning | Sequence[Tuning] | None
 
@@ -88,6 +90,12 @@ def check(settings: Settings) -> None:
         raise errors.OptionError(
             f"jhost.jit got pipeline={settings.pipeline!r}, which is none of "
             f"{', '.join(map(repr, get_args(Pipeline)))}."
+        )
+    limit = as_int(settings.replication_limit)
+    if limit is None or limit < 0:
+        raise errors.OptionError(
+            f"jhost.jit got replication_limit={settings.replication_limit!r}, but "
+            "needs a number of bytes, of at least 0."
         )
     streams = as_int(settings.streams)
     if streams is None or streams < 1:

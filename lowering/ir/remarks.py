@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from jhost._text import seconds_text
+from jhost._text import bytes_text, flops_text, seconds_text
 from jhost.lowering.ir.marks import OnLines
 from jhost.lowering.ir.statements import PipelineKind, node
 
@@ -68,7 +68,30 @@ class StreamReport(OnLines):
         return f"{self.text} [{self.where}]"
 
 
-Remark: TypeAlias = Note | LayoutReport | StreamReport
+@node
+class ReplicationReport:
+    """Work that every device repeats, on what was spread over the devices before.
+
+    `bytes` is what each of them receives for it, of all operands, and `flops` is what
+    it computes.
+    """
+
+    primitive: str
+    values: tuple[str, ...]
+    reason: str
+    bytes: int
+    flops: int
+    where: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.primitive} is repeated on every device, which receives "
+            f"{bytes_text(self.bytes)} of {' and '.join(self.values)} for it and "
+            f"computes {flops_text(self.flops)}: {self.reason}"
+        ) + (f" [{self.where}]" if self.where else "")
+
+
+Remark: TypeAlias = Note | LayoutReport | ReplicationReport | StreamReport
 """What a pass says of its decisions, for `jhost.explain`."""
 
 

@@ -132,7 +132,7 @@ class _Trial:
         self.kept = [number for number in self.begun if self.stays_partial(number)]
 
     def stays_partial(self, number: int) -> bool:
-        """Whether a carry can be reduced after all; its statements are changed if so."""
+        """Whether a carry can be reduced after all; if so, its statements change."""
         count, begun = len(self.body.changed), self.begun[number]
         result = self.stmt.body.results[number].name
         mesh = dict(self.stmt.body.mesh.shape)

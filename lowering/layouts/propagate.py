@@ -18,7 +18,7 @@ from jhost.lowering.ir.marks import BarrierMark, Mark, ShardMark
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import (
     Buffer,
     Compute,
@@ -81,7 +81,7 @@ class _Rewriter:
         self.level = level
         self.solution = solution
         self.explain = explain
-        self.remarks: list[LayoutReport | None] = []
+        self.remarks: list[Remark | None] = []
         self.mesh = dict(self.program.mesh.shape)
         self.names = Names.of(self.program)
         self.body: list[Stmt] = []
@@ -212,6 +212,7 @@ class _Rewriter:
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
         if not any(self.remarks[said:]):
             self.remarks.append(self.explain.left_whole(number))
+        self.remarks.append(self.explain.replication(number))
         (unit_eqn,) = stmt.unit.eqns
         unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))

@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
 from jhost._text import bytes_text
-from jhost.lowering.ir.layout import Layout, layout_of, spec_text
+from jhost.lowering.ir.layout import Layout, layout_of, spec_text, used_axes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
-from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.levels import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.rules.work import flops_of
 from jhost.lowering.streams.parts import whole_reason
 
 
@@ -55,6 +56,36 @@ class LayoutRemarks:
             return None
         before, after = spec_text(have), f"{spec_text(want)} for {_title(op)}"
         return layout_remark(name, before, after, moved, _said(reasons), line_of(op))
+
+    def replication(self, number: int) -> ReplicationReport | None:
+        """That an operation gathers what it can only work on whole, on all devices."""
+        op, assignment = (
+            self.solution.operations[number],
+            self.solution.assignments[number],
+        )
+        moved, names, reasons = NOTHING, dict[str, None](), dict[str, None]()
+        for position, name in enumerate(op.ins):
+            have, want = self.solution.layouts[name], op.required(position, assignment)
+            for dim, axes in enumerate(have):
+                # What goes to another dim leaves each device a part of the work.
+                lost = set(axes) - used_axes(want)
+                if lost and op.operands[position][dim] is None:
+                    reasons[_whole_reason(op, dim)] = None
+                    names[local_name(name)] = None
+            if local_name(name) in names:
+                moved += self.solution.costs.reshard(name, have, want)
+        if moved == NOTHING or not isinstance(op.stmt, Compute):
+            return None
+        (unit_eqn,) = op.stmt.unit.eqns
+        devices = axes_size([axis for axes in assignment for axis in axes], self.mesh)
+        return ReplicationReport(
+            primitive=unit_eqn.eqn.primitive.name,
+            values=tuple(names),
+            reason="; ".join(reasons),
+            bytes=moved.all,
+            flops=flops_of(unit_eqn.eqn) // devices,
+            where=line_of(op),
+        )
 
     def result(self, number: int, position: int, made: Buffer) -> LayoutReport | None:
         """A result that does not rest as it is made."""

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar
 
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
 from jhost import errors
+from jhost._jax import source_line
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import Node, merge_groups
 from jhost.lowering.ir.marks import StreamChoice
@@ -22,6 +25,7 @@ from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.rules.table import opaque_reason
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -43,6 +47,8 @@ class LowerStreams(EachProgram):
         asked = stream_choices(program)
         marks = [mark for mark in asked if mark.pipeline != "off"]
         left_out = [mark for mark in asked if mark.pipeline == "off"]
+        if self.strict:
+            check_no_mark_is_lost(program)
         if not program.marks:
             return program
         graph, plan = plan_program(program)
@@ -101,6 +107,32 @@ def check_marks(
             "chunks. Stream another dim, or mark a value before or after.",
             list(dict.fromkeys(offenders)),
         )
+
+
+def check_no_mark_is_lost(program: Program) -> None:
+    """Refuse marks in what stays one equation, which nobody would take up."""
+    computes = [stmt for stmt in program.body if isinstance(stmt, Compute)]
+    eqns = [each.eqn for stmt in computes for each in stmt.unit.eqns]
+    offenders = [
+        f"axis={mark.params['axis']} at {source_line(mark)}: inside "
+        f"{eqn.primitive.name} ({opaque_reason(eqn.primitive.name)})"
+        for eqn in eqns
+        for mark in _marks_in(eqn)
+    ]
+    if offenders:
+        raise errors.StreamDimError(
+            f"{program.name} asks for streams inside of what works on whole arrays. "
+            "Leave the marks there out.",
+            list(dict.fromkeys(offenders)),
+        )
+
+
+def _marks_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    for body in jaxprs_in_params(eqn.params):
+        for inner in body.eqns:
+            if inner.primitive.name == "stream":
+                yield inner
+            yield from _marks_in(inner)
 
 
 def _made_whole(

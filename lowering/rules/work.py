@@ -1,0 +1,28 @@
+"""How much an equation computes."""
+
+from __future__ import annotations
+
+import math
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jhost.lowering.rules.dim_rule import shape_of
+
+
+def flops_of(eqn: JaxprEqn) -> int:
+    """The operations of an equation on whole arrays, of all iterations in it.
+
+    A contraction multiplies and adds; of anything else it is taken that there is one
+    operation for each element that it reads or makes, whichever are more.
+    """
+    if eqn.primitive.name == "dot_general":
+        ((contracted, _), _) = eqn.params["dimension_numbers"]
+        shape = shape_of(eqn.invars[0])
+        terms = math.prod(shape[dim] for dim in contracted)
+        return 2 * terms * math.prod(shape_of(eqn.outvars[0]))
+    bodies = list(jaxprs_in_params(eqn.params))
+    if bodies:
+        inside = sum(flops_of(inner) for body in bodies for inner in body.eqns)
+        return inside * eqn.params.get("length", 1)
+    sizes = (math.prod(shape_of(atom)) for atom in (*eqn.invars, *eqn.outvars))
+    return max(sizes, default=0)
