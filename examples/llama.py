@@ -146,10 +146,9 @@ def attention(config: Config, x: jax.Array, w: Params) -> jax.Array:
         projected = constrain(jhost.stream(x @ weight, axis=1), FEATURES)
         return projected.reshape(*x.shape[:2], -1, config.width // config.heads)
 
-    query, key = rotary(heads(w["query"])), rotary(heads(w["key"]))
-    value, how = heads(w["value"]), config.attention
+    q, k, v = (heads(w[name]) for name in ("query", "key", "value"))
     mixed = jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, implementation=how
+        rotary(q), rotary(k), v, is_causal=True, implementation=config.attention
     )
     mixed = constrain(mixed.reshape(*x.shape[:2], -1), FEATURES)
     return constrain(jhost.stream(mixed @ w["out"], axis=1), TOKENS)
@@ -268,7 +267,8 @@ def train(config: Config, mesh: Mesh, plain: bool) -> list[float]:
         donate_argnums=0,
     )
     text, losses = standard_library(), list[float]()
-    for number in (bar := tqdm(range(position["step"], config.steps))):
+    steps = range(position["step"], config.steps)
+    for number in (bar := tqdm(steps, initial=steps.start, total=steps.stop)):
         begin = time.perf_counter()
         batch = batch_at(position, text, config)
         batch = jax.device_put(batch, NamedSharding(mesh, MICROBATCHES))
