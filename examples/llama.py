@@ -288,8 +288,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plain", action="store_true", help="train by jax.jit alone")
     for name, default in dataclasses.asdict(Config()).items():
-        option, kind = "--" + name.replace("_", "-"), type(default)
-        parser.add_argument(option, type=kind, default=default, help=f"or {default!r}")
+        option, text = "--" + name.replace("_", "-"), f"default: {default}"
+        parser.add_argument(option, type=type(default), default=default, help=text)
     given = vars(parser.parse_args(argv))
     plain, mesh = given.pop("plain"), mesh_of(given["mesh"])
     with jax.set_mesh(mesh):
