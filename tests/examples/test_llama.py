@@ -64,12 +64,6 @@ def test_losses_are_the_same_on_every_mesh() -> None:
     np.testing.assert_allclose(one, other, rtol=BFLOAT16 / 4)
 
 
-# Strict: it fails once it passes, and then this mark goes.
-@pytest.mark.xfail(
-    raises=ValueError,
-    reason="in a scan inside a jhost function with_sharding_constraint is refused: its "
-    "body is one device's, where all mesh axes are manual",
-)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_are_the_same_with_jhost(mesh: str) -> None:
     losses = losses_of("--mesh", mesh)
