@@ -24,7 +24,6 @@ opaque(
     "composite",
     "compute_on",
     "fused_call",
-    "custom_partitioning",
     "custom_vmap_call",
     "program_order",
     "xla_metadata_call",

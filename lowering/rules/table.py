@@ -9,6 +9,7 @@ from jhost.lowering.rules import (
     elementwise,
     index,
     opaque,
+    partitioning,
     random,
     shape,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "known_primitives",
     "opaque",
     "opaque_reason",
+    "partitioning",
     "random",
     "reason_of",
     "rule_of",
