@@ -135,7 +135,7 @@ class DimRule:
     follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
     names.  `counted` are the factors whose positions in the whole it asks for.
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
-    none, where its primitive does not.  `matmul` is of a kernel that multiplies
+    none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel that multiplies
     matrices inside: what its work comes to, as batch, m, n and k.
     """
 

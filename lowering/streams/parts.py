@@ -142,7 +142,8 @@ def whole_reason(stmt: Compute, dim: int) -> str:
             f"the reshape {shape_of(operand)} -> {shape_of(result)} neither splits "
             f"nor merges dim {dim} at its outermost"
         )
-    return f"{primitive} needs dim {dim} whole"
+    because = f" ({unit_eqn.rule.reason})" if unit_eqn.rule.reason else ""
+    return f"{primitive} needs dim {dim} whole{because}"
 
 
 def _communicate_part(
