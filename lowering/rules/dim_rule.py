@@ -4,8 +4,8 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py` and `index.py`; `table.py` has
-them all.
+`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `random.py`,
+`attention.py` and `partitioning.py`; `table.py` has them all.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class DimRule:
     follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
     names.  `counted` are the factors whose positions in the whole it asks for.
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
-    none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel that multiplies
-    matrices inside: what its work comes to, as batch, m, n and k.
+    none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
+    that multiplies matrices inside: what its work comes to, as batch, m, n and k.
     """
 
     sizes: tuple[int, ...]

@@ -328,3 +328,26 @@ def test_a_stream_over_the_batch_goes_through_attention(how: tuple[str, int]) ->
     _, backward = programs(both, cotangent, *args)
     texts = [w for w in work(backward.body) if w.startswith("loop")]
     assert any("dot_product_attention_bwd_wrapper" in text for text in texts)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, N), (8, 1), (8, N)])
+def test_the_gradient_of_a_bias_is_summed_over_devices_that_share_it(
+    shape: tuple[int, int],
+) -> None:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        return CUDNN.dot_product_attention(q, k, v, bias, scale=0.3)
+
+    sequences = [
+        array(8, length, heads, H, seed=length, dtype=HALF)
+        for length, heads in ((T, N), (S, K), (S, K))
+    ]
+    args = [*sequences, array(*shape, T, S, seed=5, dtype=HALF)]
+    spec = P(*("dp" if shape[0] > 1 else None, "tp" if shape[1] > 1 else None))
+    whole = P("dp", None, "tp")
+    settings = on({"dp": 4, "tp": 2}, (whole, whole, whole, spec), whole)
+    both = vjp(jhost.jit(attend, **settings))
+    cotangent = array(8, T, N, H, seed=7, dtype=HALF)
+    assert_close(both(cotangent, *args), vjp(attend)(cotangent, *args))
+    _, backward = programs(both, cotangent, *args)
+    axes = ",".join(axis for axis, n in zip(("dp", "tp"), shape, strict=True) if n == 1)
+    assert communications(backward) == ([f"AllReduce {axes} sum"] if axes else [])
