@@ -334,9 +334,9 @@ def user_context(eqn: JaxprEqn) -> Generator[None]:
         stack.enter_context(
             source_info_util.user_context(source.traceback, name_stack=names)
         )
-        stack.enter_context(
-            config.threefry_partitionable(eqn.ctx.threefry_partitionable)
-        )
+        by_place = eqn.ctx.threefry_partitionable
+        if by_place != config.threefry_partitionable.value:
+            stack.enter_context(config.threefry_partitionable(by_place))
         if eqn.ctx.compute_type:
             stack.enter_context(extend_compute_type(eqn.ctx.compute_type))
         if eqn.ctx.xla_metadata:
