@@ -21,12 +21,21 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax import lax
-from jax._src import api_util, core, distributed, source_info_util, util, xla_bridge
+from jax._src import (
+    api_util,
+    config,
+    core,
+    distributed,
+    source_info_util,
+    util,
+    xla_bridge,
+)
 from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry_prng_impl
 
 from jhost._jax.eqns import (
     Atom as Atom,
@@ -253,6 +262,23 @@ def is_array(atom: Atom) -> bool:
     return isinstance(atom.aval, ShapedArray)
 
 
+# ---- Random numbers ----
+
+
+def makes_threefry_keys(keys: Atom) -> bool:
+    """Whether keys are those of JAX's own generator, each of which stands for itself.
+
+    Of a batch of other keys, JAX may draw all that it wants with the first.
+    """
+    return aval_of(keys).dtype._impl is threefry_prng_impl
+
+
+def hashes_positions(eqn: JaxprEqn) -> bool:
+    """Whether each number drawn by an equation depends on its key and place alone."""
+    partitionable = bool(eqn.ctx.threefry_partitionable)
+    return partitionable and makes_threefry_keys(eqn.invars[0])
+
+
 # ---- Caches ----
 
 _P = ParamSpec("_P")
@@ -310,6 +336,9 @@ def user_context(eqn: JaxprEqn) -> Generator[None]:
         stack.enter_context(
             source_info_util.user_context(source.traceback, name_stack=names)
         )
+        by_place = eqn.ctx.threefry_partitionable
+        if by_place != config.threefry_partitionable.value:
+            stack.enter_context(config.threefry_partitionable(by_place))
         if eqn.ctx.compute_type:
             stack.enter_context(extend_compute_type(eqn.ctx.compute_type))
         if eqn.ctx.xla_metadata:

@@ -123,9 +123,9 @@ class _Unit:
             eqn, outs = unit_eqn.eqn, [id(var) for var in unit_eqn.eqn.outvars]
             read = map(self.value, eqn.invars)
             own = max((level.get(value, 0) for value in read), default=0)
-            level |= dict.fromkeys(outs, own + any(unit_eqn.rule.reducers))
+            reduces = unit_eqn.rule.contracts or unit_eqn.rule.reduces
+            level |= dict.fromkeys(outs, own + reduces)
             if id(eqn) not in self.heavy:
-                reduces = any(unit_eqn.rule.reducers)
                 written = [var for var in outs if reduces or var in self.wanted]
                 fusions.setdefault(own, []).extend(written)
         return [fusion for fusion in fusions.values() if fusion]
@@ -140,7 +140,7 @@ class _Unit:
             read = [in_memory.get(value, {value}) for value in values]
             for out in map(id, eqn.outvars):
                 found[out] = set().union(*read)
-                ends = any(unit_eqn.rule.reducers)
+                ends = unit_eqn.rule.contracts or unit_eqn.rule.reduces
                 in_memory[out] = {out} if ends else found[out]
         return found
 
@@ -158,11 +158,11 @@ class _Unit:
 
     def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
         """Batch, m, n and k of a contraction."""
-        rule = unit_eqn.rule
+        rule, place = unit_eqn.rule, self.place(unit_eqn)
+        if rule.matmul is not None:
+            return rule.matmul(place)
         left, right = factors_of(rule.operands[0]), factors_of(rule.operands[1])
         out = factors_of(rule.results[0])
-
-        place = self.place(unit_eqn)
 
         def product(factors: set[int]) -> int:
             return math.prod(place.size(factor) for factor in factors)

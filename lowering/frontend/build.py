@@ -41,7 +41,7 @@ from jhost.lowering.ir.requests import merge_marks
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
 from jhost.lowering.rules.elementwise import moves_memory
 from jhost.lowering.rules.properties import IDENTITIES
-from jhost.lowering.rules.table import opaque_reason, rule_of
+from jhost.lowering.rules.table import reason_of, rule_of
 
 
 def build(
@@ -187,7 +187,7 @@ class _Builder:
             eqn=eqn.replace(invars=invars), rule=rule, axes=((),) * len(rule.sizes)
         )
         if rule.opaque and any(eqn.outvars):
-            self.remark_opaque(eqn)
+            self.remark_opaque(eqn, rule)
         unit = ir.Unit(
             name=self.names.fresh(eqn.primitive.name),
             eqns=(unit_eqn,),
@@ -222,9 +222,9 @@ class _Builder:
             is_body=True,
         )
 
-    def remark_opaque(self, eqn: JaxprEqn) -> None:
+    def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name
-        text = f"{primitive} works on whole arrays: {opaque_reason(primitive)}"
+        text = f"{primitive} works on whole arrays: {reason_of(eqn, rule)}"
         self.remarks.append(Note(text=text, where=source_line(eqn)))
 
     # --- Markers -------------------------------------------------------------- #

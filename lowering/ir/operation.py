@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
-from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
+from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size, factors_of
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
@@ -35,11 +35,12 @@ class Operation:
     hands_on: bool = False
     taking: bool = False
     like: str | None = None
+    contracts: bool = False
 
     @property
     def reduces(self) -> bool:
-        """Whether some factor is reduced."""
-        return any(self.reducers)
+        """Whether some factor is reduced, or a kernel does so inside."""
+        return self.contracts or any(self.reducers)
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""
@@ -47,12 +48,12 @@ class Operation:
 
     def produced(self, result: int, assignment: Assignment) -> tuple[Layout, Partial]:
         """The layout that a result has, and over which axes it is still partial."""
-        reduced = zip(assignment, self.reducers, strict=True)
+        followed = factors_of(self.results[result])
         partial: Partial = tuple(
             (axis, reducer)
-            for axes, reducer in reduced
-            if reducer is not None
-            for axis in axes
+            for factor, reducer in enumerate(self.reducers)
+            if reducer is not None and factor not in followed
+            for axis in assignment[factor]
         )
         return _induced(self.results[result], assignment), partial
 
@@ -119,6 +120,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         sizes=rule.sizes,
         reducers=rule.reducers,
         hands_on=isinstance(stmt, Set),
+        contracts=rule.contracts,
     )
 
 

@@ -33,7 +33,13 @@ from jhost.lowering.ir.statements import (
     Set,
     Stmt,
 )
-from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size
+from jhost.lowering.rules.dim_rule import (
+    Dims,
+    Factors,
+    Reducer,
+    axes_size,
+    factors_of,
+)
 
 Key: TypeAlias = tuple[int, int] | tuple[str, int]
 """What is padded: a factor of the statement of that number, or a dim of a value whose
@@ -232,13 +238,14 @@ class _Growth:
         op = self.statements[number]
         assert op is not None
         scales: list[int] = []
-        lacking = False
+        lacking = followed = False
         for dims in (*op.operands, *op.results):
             scales += [d.scale for d in dims if d is not None and d.factor == factor]
         for dims in op.results:
-            lacking |= all(dim is None or dim.factor != factor for dim in dims)
-        if lacking and op.reducers[factor] is None:
-            return False  # a result that depends on all of it
+            follows = factor in factors_of(dims)
+            followed, lacking = followed or follows, lacking or not follows
+        if lacking and (followed or op.reducers[factor] is None):
+            return False  # a result that depends on all of it, or does beside others
         if factor in op.counted:
             return False
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:

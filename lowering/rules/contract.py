@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -14,6 +17,7 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Factors,
     Place,
+    Rebind,
     Reducer,
     bind,
     bind_same,
@@ -41,22 +45,51 @@ def dot_general(eqn: JaxprEqn) -> DimRule:
 
 @rule("ragged_dot_general")
 def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
-    """As `dot_general`; the ragged dim and that of the groups stay whole."""
+    """As `dot_general`, with a ragged dim that is counted; groups stay whole.
+
+    A part of the ragged dim has as many elements of each group as lie in it.
+    """
     group_sizes, (result,) = eqn.invars[2], eqn.outvars
     if len(shape_of(group_sizes)) != 1:
-        return without_factors(eqn)
+        return without_factors(eqn, "its groups differ along other dims")
     numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (ragged,) = numbers.lhs_ragged_dimensions
+    products = numbers.dot_dimension_numbers
+    batched = ragged in products[1][0]
     factors = Factors()
     lhs, rhs, out = _product(
         factors,
         eqn,
-        numbers.dot_dimension_numbers,
-        numbers.lhs_ragged_dimensions,
+        products,
+        (ragged,) if batched else (),
         numbers.rhs_group_dimensions,
     )
     # A ragged contraction has a result for each group: a dim in front.
     groups = (None,) * (len(shape_of(result)) - len(out))
-    return factors.rule([lhs, rhs, (None,)], [groups + out], _rebind_product)
+    made = factors.rule([lhs, rhs, (None,)], [groups + out], _rebind_product)
+    made = dataclasses.replace(made, reason="which part is a group's is computed")
+    counted = lhs[ragged]
+    if counted is None:
+        return made
+    return dataclasses.replace(
+        made,
+        rebind=_rebind_ragged(counted.factor, made.sizes[counted.factor]),
+        counted=frozenset({counted.factor}),
+    )
+
+
+def _rebind_ragged(factor: int, whole: int) -> Rebind:
+    """The rebind that counts how much of each group is among the steps of `factor`."""
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        lhs, rhs, sizes = args
+        if place.size(factor) != whole:
+            ends = jnp.cumsum(sizes)
+            before = jnp.searchsorted(place.positions(factor), ends.astype(np.int32))
+            sizes = jnp.diff(before, prepend=0).astype(sizes.dtype)
+        return _rebind_product(eqn, [lhs, rhs, sizes], place)
+
+    return rebind
 
 
 def _product(

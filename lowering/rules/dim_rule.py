@@ -4,8 +4,8 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py` and `index.py`; `table.py` has
-them all.
+`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `random.py`,
+`attention.py` and `partitioning.py`; `table.py` has them all.
 """
 
 from __future__ import annotations
@@ -131,9 +131,12 @@ class DimRule:
     """The factors of one equation.
 
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
-    `operands` and `results` have one map a value.  `rebind` runs the equation on the
-    parts that a `Place` names.  `counted` are the factors whose positions in the whole
-    it asks for.  `opaque` marks the rule of a primitive that has none.
+    `operands` and `results` have one map a value.  A reduced factor that a result
+    follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
+    names.  `counted` are the factors whose positions in the whole it asks for.
+    `opaque` marks the rule of an equation without factors, and `reason` says why it has
+    none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
+    that multiplies matrices inside: what its work comes to, as batch, m, n and k.
     """
 
     sizes: tuple[int, ...]
@@ -143,6 +146,8 @@ class DimRule:
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
     opaque: bool = False
+    reason: str = ""
+    matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
 
     @property
     def reduces(self) -> bool:
@@ -155,6 +160,8 @@ class DimRule:
 
         That takes as long as a transfer; what else is computed is soon done.
         """
+        if self.matmul is not None:
+            return True
         reduced = {f for f, reducer in enumerate(self.reducers) if reducer is not None}
         holders = [factors_of(dims) & reduced for dims in self.operands[:2]]
         return len(holders) == 2 and bool(set.intersection(*holders))
@@ -196,6 +203,11 @@ def opaque_reason(primitive: str) -> str:
     return _opaque.get(primitive, "jhost has no dim rule for it")
 
 
+def reason_of(eqn: JaxprEqn, rule: DimRule) -> str:
+    """Why `eqn`, whose rule is opaque, works on whole arrays."""
+    return rule.reason or opaque_reason(eqn.primitive.name)
+
+
 def ruled_primitives() -> frozenset[str]:
     """The primitives with a rule."""
     return frozenset(_rules)
@@ -214,14 +226,15 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
 
 
-def without_factors(eqn: JaxprEqn) -> DimRule:
-    """No factors: operands and results whole."""
+def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
+    """No factors: operands and results whole, for the `reason`."""
     return DimRule(
         sizes=(),
         reducers=(),
         operands=tuple((None,) * len(shape_of(v)) for v in eqn.invars),
         results=tuple((None,) * len(shape_of(v)) for v in eqn.outvars),
         opaque=True,
+        reason=reason,
     )
 
 

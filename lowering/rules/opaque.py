@@ -24,7 +24,6 @@ opaque(
     "composite",
     "compute_on",
     "fused_call",
-    "custom_partitioning",
     "custom_vmap_call",
     "program_order",
     "xla_metadata_call",
@@ -103,14 +102,6 @@ opaque("the check is of whole arrays", "check", "shape_assertion")
 opaque(
     "a kernel says nothing of how its operands and results are related",
     "cudnn_fusion",
-    "dot_product_attention_bwd",
-    "dot_product_attention_bwd_wrapper",
-    "dot_product_attention_fp8_bwd",
-    "dot_product_attention_fp8_bwd_wrapper",
-    "dot_product_attention_fp8_fwd",
-    "dot_product_attention_fp8_fwd_wrapper",
-    "dot_product_attention_fwd",
-    "dot_product_attention_fwd_wrapper",
     "ffi_call",
     "mpmd_map",
     "pallas_call",
@@ -132,12 +123,7 @@ opaque(
 
 opaque(
     "the bits drawn for a part are not a part of the bits drawn for the whole",
-    "iota_2x32_shape",
-    "random_bits",
-    "random_fold_in",
     "random_gamma",
-    "random_seed",
-    "random_split",
     "rng_bit_generator",
     "rng_uniform",
 )

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from jhost.lowering.rules import along, contract, elementwise, index, opaque, shape
+from jhost.lowering.rules import (
+    along,
+    attention,
+    contract,
+    elementwise,
+    index,
+    opaque,
+    partitioning,
+    random,
+    shape,
+)
 from jhost.lowering.rules.dim_rule import (
     known_primitives,
     opaque_reason,
+    reason_of,
     rule_of,
     ruled_primitives,
 )
@@ -14,6 +25,7 @@ from jhost.lowering.rules.linear import distributes
 # Importing a module of rules registers them.
 __all__ = [
     "along",
+    "attention",
     "contract",
     "distributes",
     "elementwise",
@@ -21,6 +33,9 @@ __all__ = [
     "known_primitives",
     "opaque",
     "opaque_reason",
+    "partitioning",
+    "random",
+    "reason_of",
     "rule_of",
     "ruled_primitives",
     "shape",

@@ -19,7 +19,7 @@ from jhost.lowering.ir.statements import (
     While,
 )
 from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
-from jhost.lowering.rules.table import opaque_reason
+from jhost.lowering.rules.table import reason_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +134,9 @@ def _compute_part(
     if size % access.groups.numerator:
         return f"{size} steps do not divide into the shards of a gathered dim"
     reads, written = accesses(op.operands), accesses(op.results)
-    if op.reducers[factor] is None and len(written) < len(op.results):
+    # Of a factor that one result reduces and another follows, no loop does both.
+    alone = written or op.reducers[factor] is None
+    if alone and len(written) < len(op.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Part(stream, size, access.groups, reads, written, factor)
 
@@ -144,14 +146,16 @@ def whole_reason(stmt: Compute, dim: int) -> str:
     (unit_eqn,) = stmt.unit.eqns
     primitive = unit_eqn.eqn.primitive.name
     if unit_eqn.rule.opaque:
-        return f"{primitive} works on whole arrays ({opaque_reason(primitive)})"
+        reason = reason_of(unit_eqn.eqn, unit_eqn.rule)
+        return f"{primitive} works on whole arrays ({reason})"
     if primitive == "reshape":
         operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
         return (
             f"the reshape {shape_of(operand)} -> {shape_of(result)} neither splits "
             f"nor merges dim {dim} at its outermost"
         )
-    return f"{primitive} needs dim {dim} whole"
+    because = f" ({unit_eqn.rule.reason})" if unit_eqn.rule.reason else ""
+    return f"{primitive} needs dim {dim} whole{because}"
 
 
 def _communicate_part(
