@@ -28,6 +28,7 @@ from jhost._jax import (
     result_paths,
     without_dead_code,
 )
+from jhost._call.shard_maps import check_devices
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
 from jhost.lowering.cost.rates import rates_of
@@ -246,6 +247,7 @@ def _lower(
 ) -> Program:
     params = _names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
+    check_devices(config.name, call_jaxpr, config.mesh)
     with _no_garbage_collection():
         return lower_jaxpr(
             call_jaxpr,

@@ -17,7 +17,10 @@ Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims."""
+    """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims.
+
+    `pinned` is the one assignment that it can have, where its rule says so.
+    """
 
     stmt: Compute | Set
     ins: tuple[str, ...]
@@ -26,6 +29,7 @@ class Operation:
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
+    pinned: Assignment | None = None
 
     @property
     def reduces(self) -> bool:
@@ -51,7 +55,7 @@ class Operation:
     def makes_any_part(self) -> bool:
         """Whether every device can make any part of its result out of nothing."""
         made = not self.ins and len(self.outs) == 1
-        return made and None not in self.results[0]
+        return made and None not in self.results[0] and self.pinned is None
 
     def making(self, layout: Layout) -> Assignment:
         """The assignment that makes a result in `layout`, where it can be any part."""
@@ -93,6 +97,7 @@ def operation(stmt: Compute | Set) -> Operation:
         results=rule.results,
         sizes=rule.sizes,
         reducers=rule.reducers,
+        pinned=rule.pinned,
     )
 
 

@@ -197,6 +197,9 @@ class _Solver:
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]
     ) -> Iterator[Assignment]:
+        if op.pinned is not None:
+            yield op.pinned
+            return
         claims = self.claims(op, layouts)
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
@@ -206,6 +209,8 @@ class _Solver:
 
     def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
         """What its operands claim, and its results' goals unless it only follows."""
+        if op.pinned is not None:
+            return ()
         return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
 
     def follows(self, op: Operation) -> bool:

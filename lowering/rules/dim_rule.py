@@ -4,8 +4,8 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py` and `index.py`; `table.py` has
-them all.
+`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py` and `shard_map.py`;
+`table.py` has them all.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class DimRule:
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
     `operands` and `results` have one map a value.  `rebind` runs the equation on the
     parts that a `Place` names.  `counted` are the factors whose positions in the whole
-    it asks for.  `opaque` marks the rule of a primitive that has none.
+    it asks for.  `opaque` marks the rule of a primitive that has none.  `pinned` has the
+    mesh axes of each factor where the equation says them itself: no others will do.
     """
 
     sizes: tuple[int, ...]
@@ -143,6 +144,12 @@ class DimRule:
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
     opaque: bool = False
+    pinned: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is known of how its results come from its operands."""
+        return self.opaque or self.pinned is not None
 
     @property
     def reduces(self) -> bool:
@@ -250,6 +257,7 @@ class Factors:
         operands: Sequence[Sequence[FactorDim | None]],
         results: Sequence[Sequence[FactorDim | None]],
         rebind: Rebind = bind_same,
+        pinned: Sequence[tuple[str, ...]] | None = None,
     ) -> DimRule:
         """The finished rule."""
         return DimRule(
@@ -258,6 +266,7 @@ class Factors:
             operands=tuple(tuple(dims) for dims in operands),
             results=tuple(tuple(dims) for dims in results),
             rebind=rebind,
+            pinned=None if pinned is None else tuple(pinned),
         )
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from jhost.lowering.rules import along, contract, elementwise, index, opaque, shape
+from jhost.lowering.rules import (
+    along,
+    contract,
+    elementwise,
+    index,
+    opaque,
+    shape,
+    shard_map,
+)
 from jhost.lowering.rules.dim_rule import (
     known_primitives,
     opaque_reason,
@@ -24,4 +32,5 @@ __all__ = [
     "rule_of",
     "ruled_primitives",
     "shape",
+    "shard_map",
 ]

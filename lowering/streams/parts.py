@@ -106,7 +106,7 @@ def _compute_part(
     op = operation(stmt)
     dims = (op.results if writes else op.operands)[position]
     entered = dims[access.dim]
-    if entered is None:
+    if entered is None or op.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
 
@@ -133,6 +133,8 @@ def whole_reason(stmt: Compute, dim: int) -> str:
     primitive = unit_eqn.eqn.primitive.name
     if unit_eqn.rule.opaque:
         return f"{primitive} works on whole arrays ({opaque_reason(primitive)})"
+    if unit_eqn.rule.pinned is not None:
+        return f"{primitive} takes and gives whole parts, as its specs say"
     if primitive == "reshape":
         operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
         return (
