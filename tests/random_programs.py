@@ -22,6 +22,7 @@ import jhost
 from jhost import errors
 from jhost.lowering.ir import requests
 from tests.lowering.hand_built import mesh_of
+from tests.random_shard_maps import mapped
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 
 MESHES = {
@@ -212,6 +213,18 @@ def mark(
     )
 
 
+def step_of(
+    draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds, mesh: dict[str, int]
+) -> tuple[str, Step]:
+    """A step of any kind on values of these shapes."""
+    kind = draw(st.sampled_from([elementwise, alone, contraction, mark, mark, mapped]))
+    if kind is mark:
+        return mark(draw, shapes, mesh)
+    if kind is mapped:
+        return mapped(draw, shapes, mesh, random_spec)
+    return kind(draw, shapes, kinds)
+
+
 @st.composite
 def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
@@ -226,8 +239,7 @@ def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     shapes = list(inputs)
     steps: list[tuple[str, Step]] = []
     for _ in range(draw(st.integers(1, most_steps))):
-        kind = draw(st.sampled_from([elementwise, alone, contraction, None, None]))
-        made = kind(draw, shapes, kinds) if kind else mark(draw, shapes, mesh)
+        made = step_of(draw, shapes, kinds, mesh)
         result = jax.eval_shape(
             lambda *values, made=made: made[1](list(values)),
             *(jax.ShapeDtypeStruct(s, kinds.dtype) for s in shapes),

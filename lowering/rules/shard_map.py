@@ -95,4 +95,4 @@ def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     if name in CALLS:
         args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args
         return _evaluate(close(called_body(eqn)), args)
-    return bind(eqn, args, **untyped_params(eqn.params, _evaluate))
+    return bind(eqn.replace(params=untyped_params(eqn.params, _evaluate)), args)

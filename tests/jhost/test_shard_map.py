@@ -53,7 +53,7 @@ def same_gradients(f: Function, *args: Any, **how: Any) -> None:
         return jax.grad(loss, tuple(range(len(args))))
 
     wanted = jax.jit(gradients(f))(*args)
-    jit = functools.partial(jhost.jit, mesh=MESH, **how)
+    jit: Any = functools.partial(jhost.jit, mesh=MESH, **how)
     for given in (gradients(jit(f)), jit(gradients(f))):
         assert_close(given(*args), wanted, tolerance=0)
 
@@ -281,7 +281,7 @@ def test_transforms(transform: Any, inside: bool, check_vma: bool) -> None:
             wanted = transform(f)(*batched)
         except (TypeError, ValueError):
             continue  # a transform is for one of them
-        jit = functools.partial(jhost.jit, mesh=MESH)
+        jit: Any = functools.partial(jhost.jit, mesh=MESH)
         g = jit(transform(f)) if inside else transform(jit(f))
         assert_close(g(*batched), wanted, tolerance=0)
         return
