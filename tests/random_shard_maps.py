@@ -89,9 +89,7 @@ def _along(draw: Any, part: Sequence[int], entries: Entries, mesh: Any) -> Made:
     return Made(f"cumsum {dim}", body, entries)
 
 
-def _ranked(
-    draw: Any, part: Sequence[int], entries: Entries, mesh: Any
-) -> Made | None:
+def _ranked(draw: Any, part: Sequence[int], entries: Entries, mesh: Any) -> Made | None:
     del part, mesh
     axes = sum(entries, ())
     if not axes:
