@@ -121,7 +121,10 @@ def _scalar(draw: Any, part: Sequence[int], entries: Entries, mesh: Any) -> Made
     axes = tuple(mesh)
 
     def body(x: Any, y: Any) -> Any:
-        return lax.psum((x - y).sum(dtype=x.dtype), axes)
+        total = (x - y).sum(dtype=x.dtype)
+        for axis in axes:  # types may know of one that all have the same along it
+            total = lax.psum(total, axis)
+        return total
 
     return Made("total", body, [], axes)
 

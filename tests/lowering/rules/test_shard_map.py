@@ -13,7 +13,7 @@ from tests.lowering.hand_built import mesh_of
 
 def test_each_dim_that_a_spec_shards_is_a_factor_of_its_own() -> None:
     mapped = jax.shard_map(
-        lambda x, y: (lax.psum(x, "a"), y),
+        lambda x, y: (lax.psum(x, ("a", "one")), y),
         mesh=mesh_of(a=2, b=2, one=1),
         in_specs=(P("a", None, ("b", "one")), P(("b", "a"))),
         out_specs=(P(None, None, "b"), P(("b", "a"))),
