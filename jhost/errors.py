@@ -72,7 +72,7 @@ class NoMeshError(JhostError, ValueError):
 
 
 class MeshMismatchError(JhostError, ValueError):
-    """An array or a sharding lives on another mesh than the function."""
+    """An array, a sharding or a `shard_map` is on another mesh than the function."""
 
 
 class CompilerOptionError(JhostError, ValueError):

@@ -23,6 +23,7 @@ from jhost import errors
 from jhost.lowering.ir import requests
 from tests.lowering.hand_built import mesh_of
 from tests.random_bodies import Draw, holding
+from tests.random_shard_maps import mapped
 from tests.random_steps import Kinds, Step, alone, contraction, elementwise
 
 MESHES = {
@@ -240,6 +241,7 @@ def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     shapes = list(inputs)
     steps: list[tuple[str, Step]] = []
     flat: list[Draw] = [elementwise, alone, contraction, _marking(mesh)]
+    flat.append(lambda d, s, k: mapped(d, s, mesh, random_spec))
     inner: list[Draw] = [*flat, lambda d, s, k: holding(d, s, k, flat)]
     for _ in range(draw(st.integers(1, most_steps))):
         drawn = draw(st.sampled_from([*flat, _marking(mesh), None]))

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import Pipeline
+from jhost._call.shard_maps import check_devices
 from jhost._jax import (
     arg_names,
     cached,
@@ -273,6 +274,7 @@ def _lower(
 ) -> Program:
     params = _names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
+    check_devices(config.name, call_jaxpr, config.mesh)
     with _no_garbage_collection():
         return lower_jaxpr(
             call_jaxpr,

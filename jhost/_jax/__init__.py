@@ -2,7 +2,8 @@
 
 Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
 here alone: primitives stand in `primitives.py`, the rules that split a call in two in
-`split.py`, new equations and programs in `eqns.py`, and what 0.10 lacks in `v010.py`.
+`split.py`, new equations and programs in `eqns.py`, bodies of `jax.shard_map` in
+`manual.py`, and what 0.10 lacks in `v010.py`.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -50,6 +51,15 @@ from jhost._jax.eqns import (
     scan_counts as scan_counts,
     with_each_eqn as with_each_eqn,
     without_dead_code as without_dead_code,
+)
+from jhost._jax.manual import (
+    DimAxes as DimAxes,
+    ShardMap as ShardMap,
+    inside_manual as inside_manual,
+    shard_map_of as shard_map_of,
+    untyped_params as untyped_params,
+    without_mesh as without_mesh,
+    without_types as without_types,
 )
 from jhost._jax.primitives import (
     BatchParams as BatchParams,

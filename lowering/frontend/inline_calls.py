@@ -26,6 +26,7 @@ from jhost.lowering.rules.properties import (
     PLAIN_CALLS,
     called_body,
     is_barrier,
+    keeps_its_barrier,
 )
 
 
@@ -116,9 +117,7 @@ class _Inliner:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
             self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
             return outs
-        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-            # remat's lowering rule does the same: without the barrier XLA finds the
-            # forward's values again and keeps them instead of computing them twice.
+        if keeps_its_barrier(eqn):
             args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
         if eqn.primitive.name == "jhost":

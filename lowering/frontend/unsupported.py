@@ -8,7 +8,8 @@ import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from jhost import errors
-from jhost._jax import is_array, source_line
+from jhost._jax import NO_LINE, is_array, shard_map_of, source_line
+from jhost.lowering.frontend.control_flow import has_programs
 from jhost.lowering.rules.dim_rule import shape_of
 
 
@@ -21,25 +22,28 @@ def check_supported(
     """Refuse what cannot be part of a program, all at once.
 
     Raises:
-        UnsupportedError: a `shard_map` where there is a mesh, a reference, or a size
-            that is not known.
+        UnsupportedError: a reference, a size that is not known, or, where there is a
+            mesh, a `shard_map` in the body of another equation.
+        MeshMismatchError: a `shard_map` over another mesh.
     """
     found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
     found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in _with_references(eqns)]
     if mesh:
-        inner = [eqn for eqn in _walk(eqns) if eqn.primitive.name == "shard_map"]
-        found += [f"{_SHARD_MAP}, at {source_line(eqn)}" for eqn in inner]
+        found += _shard_maps_in_bodies(eqns)
+        found += [f"{_SUMS}, at {source_line(e)}" for e in _mapped(eqns) if _sums(e)]
     if found:
         raise errors.UnsupportedError(
             f"jhost.jit of {name} cannot take this into its program. Leave it to "
             "jax.jit, around the jhost function.",
             list(dict.fromkeys(found)),
         )
+    if mesh:
+        _check_meshes(name, mesh, eqns)
 
 
 _REFERENCE = "a reference (jax.new_ref), which is changed where it is"
-_SHARD_MAP = "jax.shard_map, whose body would divide the mesh a second time"
+_SUMS = "jax.shard_map, whose specs name axes of sums (unreduced, reduced)"
 
 
 _SYMBOLIC = "a size that is a symbol; chunks and shards are counted while lowering"
@@ -54,8 +58,56 @@ def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     return [e for e in eqns if not all(map(is_array, (*e.invars, *e.outvars)))]
 
 
+# --- jax.shard_map ---------------------------------------------------------------- #
+
+
+def _mapped(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    return [eqn for eqn in eqns if eqn.primitive.name == "shard_map"]
+
+
+def _sums(eqn: JaxprEqn) -> bool:
+    return shard_map_of(eqn).summed
+
+
+def _shard_maps_in_bodies(eqns: Iterable[JaxprEqn]) -> list[str]:
+    """Those that no program has as an equation of its own, in words."""
+    return [
+        f"jax.shard_map in the body of a {eqn.primitive.name}, which stays one "
+        f"equation, at {_line(inner, eqn)}"
+        for eqn in eqns
+        if not has_programs(eqn)
+        for body in jaxprs_in_params(eqn.params)
+        for inner in _mapped(_walk(body.eqns))
+    ]
+
+
+def _line(inner: JaxprEqn, outer: JaxprEqn) -> str:
+    """Of what a call of JAX's was given as its body there is no line but the call's."""
+    line = source_line(inner)
+    return source_line(outer) if line == NO_LINE else line
+
+
 def _walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
             yield from _walk(inner.eqns)
+
+
+def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) -> None:
+    others = [
+        f"{_mesh_text(there)} at {source_line(eqn)}"
+        for eqn in _mapped(eqns)
+        if list((there := shard_map_of(eqn).mesh.shape).items()) != list(mesh.items())
+    ]
+    if others:
+        raise errors.MeshMismatchError(
+            f"A jax.shard_map inside {name} is over another mesh than the function's. "
+            "Give it the function's mesh, or leave it to jax.jit, around the jhost "
+            "function.",
+            [*others, f"the function's: {_mesh_text(mesh)}"],
+        )
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    return f"mesh({', '.join(f'{axis}={size}' for axis, size in mesh.items())})"

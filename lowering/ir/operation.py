@@ -23,6 +23,8 @@ class Operation:
     it `hands_on`, its one operand is moved to where its result rests.  `taking` says
     that its operand's layout decides, whatever is wished for, and `like` names a value
     whose layout does.
+
+    `pinned` is the one assignment that it can have, where its rule says so.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -36,6 +38,7 @@ class Operation:
     taking: bool = False
     like: str | None = None
     contracts: bool = False
+    pinned: Assignment | None = None
 
     @property
     def reduces(self) -> bool:
@@ -77,7 +80,7 @@ class Operation:
     def makes_any_part(self) -> bool:
         """Whether every device can make any part of its result out of nothing."""
         made = not self.ins and len(self.outs) == 1
-        return made and None not in self.results[0]
+        return made and None not in self.results[0] and self.pinned is None
 
     def making(self, layout: Layout) -> Assignment:
         """The assignment that makes a result in `layout`, where it can be any part."""
@@ -121,6 +124,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         reducers=rule.reducers,
         hands_on=isinstance(stmt, Set),
         contracts=rule.contracts,
+        pinned=rule.pinned,
     )
 
 

@@ -78,6 +78,8 @@ class Wishes:
 
     def suggested(self, op: Operation) -> Assignment:
         """What the constraints around `op` suggest: its operands' first."""
+        if op.pinned is not None:
+            return op.pinned
         claims = claims_of(op, self.fixed, self.goals)
         taken: dict[str, int | None] = {}
         for axis, factor in claims:

@@ -140,7 +140,9 @@ class LayoutRemarks:
         for dim, axes in enumerate(have):
             lost = [axis for axis in axes if axis not in want[dim]]
             mapped = op.operands[position][dim]
-            if lost and mapped is None:
+            if lost and op.pinned is not None:
+                yield _Reason("as its specs say")
+            elif lost and mapped is None:
                 yield _Reason(_whole_reason(op, dim))
             elif mapped is not None:
                 for axis in lost:

@@ -206,6 +206,9 @@ class _Solver:
         if op.like is not None:
             yield op.following(layouts[op.like])
             return
+        if op.pinned is not None:
+            yield op.pinned
+            return
         claims = self.claims(op, layouts)
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
@@ -215,8 +218,8 @@ class _Solver:
 
     def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
         """What its operands claim, and its results' goals unless it only follows."""
-        if op.like is not None:
-            return []
+        if op.like is not None or op.pinned is not None:
+            return ()
         return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
 
     def follows(self, op: Operation) -> bool:

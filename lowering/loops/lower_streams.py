@@ -25,7 +25,6 @@ from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
-from jhost.lowering.rules.table import opaque_reason
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -114,15 +113,15 @@ def check_no_mark_is_lost(program: Program) -> None:
     computes = [stmt for stmt in program.body if isinstance(stmt, Compute)]
     eqns = [each.eqn for stmt in computes for each in stmt.unit.eqns]
     offenders = [
-        f"axis={mark.params['axis']} at {source_line(mark)}: inside "
-        f"{eqn.primitive.name} ({opaque_reason(eqn.primitive.name)})"
+        f"axis={mark.params['axis']} at {source_line(mark)}: in the body of a "
+        f"{eqn.primitive.name}, at {source_line(eqn)}"
         for eqn in eqns
         for mark in _marks_in(eqn)
     ]
     if offenders:
         raise errors.StreamDimError(
-            f"{program.name} asks for streams inside of what works on whole arrays. "
-            "Leave the marks there out.",
+            f"{program.name} asks for streams inside of what is no loop or branch of "
+            "JAX's, and runs as it is. Leave the marks there out.",
             list(dict.fromkeys(offenders)),
         )
 

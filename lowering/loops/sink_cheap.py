@@ -63,7 +63,7 @@ def _places(program: Program) -> list[int]:
 
 def _can_wait(stmt: Stmt) -> bool:
     return isinstance(stmt, Compute) and all(
-        not (eqn.eqn.effects or eqn.rule.opaque or eqn.rule.reduces)
+        not (eqn.eqn.effects or eqn.rule.is_closed or eqn.rule.reduces)
         for eqn in stmt.unit.eqns
     )
 

@@ -61,8 +61,9 @@ class Ask:
 class Operands:
     """A statement's values and the factors that tie their dims, in steps on a device.
 
-    `counted` are the factors of which a device has to know which part it holds: there
-    the positions in the whole depend on its size.
+    `fixed` ones can work on no other sizes; `counted` are the factors of which a device
+    has to know which part it holds: there the positions in the whole depend on its
+    size.
     """
 
     reads: tuple[Buffer, ...]
@@ -72,6 +73,7 @@ class Operands:
     steps: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
     counted: frozenset[int]
+    fixed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +156,7 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,
         counted=unit_eqn.rule.counted & spread,
+        fixed=op.pinned is not None,
     )
 
 
@@ -246,7 +249,7 @@ class _Growth:
             followed, lacking = followed or follows, lacking or not follows
         if lacking and (followed or op.reducers[factor] is None):
             return False  # a result that depends on all of it, or does beside others
-        if factor in op.counted:
+        if op.fixed or factor in op.counted:
             return False
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:
             return False  # padding so few steps would more than double the values

@@ -5,7 +5,7 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
 `elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `random.py`,
-`attention.py` and `partitioning.py`; `table.py` has them all.
+`attention.py`, `partitioning.py` and `shard_map.py`; `table.py` has them all.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class DimRule:
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
     that multiplies matrices inside: what its work comes to, as batch, m, n and k.
+    `pinned` has the mesh axes of each factor where the equation says them itself: no
+    others will do.
     """
 
     sizes: tuple[int, ...]
@@ -148,6 +150,12 @@ class DimRule:
     opaque: bool = False
     reason: str = ""
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
+    pinned: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is known of how its results come from its operands."""
+        return self.opaque or self.pinned is not None
 
     @property
     def reduces(self) -> bool:
@@ -263,6 +271,7 @@ class Factors:
         operands: Sequence[Sequence[FactorDim | None]],
         results: Sequence[Sequence[FactorDim | None]],
         rebind: Rebind = bind_same,
+        pinned: Sequence[tuple[str, ...]] | None = None,
     ) -> DimRule:
         """The finished rule."""
         return DimRule(
@@ -271,6 +280,7 @@ class Factors:
             operands=tuple(tuple(dims) for dims in operands),
             results=tuple(tuple(dims) for dims in results),
             rebind=rebind,
+            pinned=None if pinned is None else tuple(pinned),
         )
 
 

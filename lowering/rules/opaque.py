@@ -46,10 +46,6 @@ opaque(
     "stage",
     "zeros_like",
 )
-opaque(
-    "its body has the mesh axes of its own, and was traced for the parts",
-    "shard_map",
-)
 
 # --- Code that JAX does not see into ------------------------------------------- #
 

@@ -53,8 +53,19 @@ def called_body(eqn: JaxprEqn) -> Any:
     return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))
 
 
+def keeps_its_barrier(eqn: JaxprEqn) -> bool:
+    """Whether it is a `remat` whose body must not be found in the forward's values.
+
+    remat's lowering rule has a barrier there: without it XLA finds them again and keeps
+    them instead of computing them twice.
+    """
+    return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse"))
+
+
 def has_callback(eqn: JaxprEqn) -> bool:
     """Whether the equation calls the host, itself or in a body, for all devices."""
+    if eqn.primitive.name == "shard_map":
+        return False  # its body is each device's own
     if eqn.primitive.name in CALLBACKS:
         return not eqn.params.get("partitioned")  # each device speaks for itself
     bodies = jaxprs_in_params(eqn.params) if eqn.effects else ()

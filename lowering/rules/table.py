@@ -12,6 +12,7 @@ from jhost.lowering.rules import (
     partitioning,
     random,
     shape,
+    shard_map,
 )
 from jhost.lowering.rules.dim_rule import (
     known_primitives,
@@ -39,4 +40,5 @@ __all__ = [
     "rule_of",
     "ruled_primitives",
     "shape",
+    "shard_map",
 ]

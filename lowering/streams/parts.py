@@ -118,7 +118,7 @@ def _compute_part(
     op = operation(stmt)
     dims = (op.results if writes else op.operands)[position]
     entered = dims[access.dim]
-    if entered is None:
+    if entered is None or op.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
 
@@ -148,6 +148,8 @@ def whole_reason(stmt: Compute, dim: int) -> str:
     if unit_eqn.rule.opaque:
         reason = reason_of(unit_eqn.eqn, unit_eqn.rule)
         return f"{primitive} works on whole arrays ({reason})"
+    if unit_eqn.rule.pinned is not None:
+        return f"{primitive} takes and gives whole parts, as its specs say"
     if primitive == "reshape":
         operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
         return (

@@ -25,21 +25,6 @@ def by_parts(f: Function) -> Function:
     return jax.shard_map(f, mesh=mesh_of(tp=4), in_specs=P("tp"), out_specs=P("tp"))
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_shard_map_inside_is_refused_by_its_line(scanned: bool) -> None:
-    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        def step(h: jax.Array, _: Any) -> Any:
-            return by_parts(jnp.sort)(h), None
-
-        h = lax.scan(step, x, None, length=1)[0] if scanned else step(x, None)[0]
-        return relu_block(h, up, down)
-
-    with pytest.raises(
-        errors.UnsupportedError, match=r"jax.shard_map, .*at test_unsupported.py:\d+"
-    ):
-        hosted(block, "p2p")(*ARGS)
-
-
 def test_a_shard_map_inside_works_where_there_is_no_mesh() -> None:
     def block(x: jax.Array) -> jax.Array:
         return rows(by_parts(jnp.sort)(x) @ UP)

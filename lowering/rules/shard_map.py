@@ -1,0 +1,98 @@
+"""`jax.shard_map`: its specs say which axes shard which dims, and nothing else may.
+
+A dim that a spec shards is a factor of its own, pinned to the axes of the spec; all
+other dims are whole.  A program runs inside a `shard_map` over the whole mesh already,
+so the body is evaluated in place, on the parts, with its own collectives in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost._jax import (
+    ClosedJaxpr,
+    DimAxes,
+    close,
+    inside_manual,
+    shard_map_of,
+    untyped_params,
+    user_context,
+    without_mesh,
+    without_types,
+)
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Factors,
+    Place,
+    bind,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.properties import CALLS, MARKS, called_body, keeps_its_barrier
+
+
+@rule("shard_map")
+def _shard_map(eqn: JaxprEqn) -> DimRule:
+    mapped = shard_map_of(eqn)
+    factors = Factors()
+    pinned: list[tuple[str, ...]] = []
+
+    def dims(atom: Any, spec: DimAxes) -> Dims:
+        shape = shape_of(atom)
+        entries = (*spec, *[()] * (len(shape) - len(spec)))
+        return tuple(map(dim, shape, entries))
+
+    def dim(size: int, entry: tuple[str, ...]) -> FactorDim | None:
+        # An axis of one device shards nothing.
+        axes = tuple(axis for axis in entry if mapped.mesh.shape[axis] > 1)
+        if not axes:
+            return None
+        pinned.append(axes)
+        return FactorDim(factors.new(size))
+
+    operands = [dims(*pair) for pair in zip(eqn.invars, mapped.operands, strict=True)]
+    results = [dims(*pair) for pair in zip(eqn.outvars, mapped.results, strict=True)]
+    return factors.rule(operands, results, _in_place, pinned)
+
+
+def _in_place(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]:
+    del place
+    mapped = shard_map_of(eqn)
+    if not inside_manual(mapped.mesh):  # the function has no mesh
+        return bind(eqn, args)
+    return _evaluate(mapped.body, list(map(without_mesh, args)))
+
+
+def _evaluate(body: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a body where no type says what varies."""
+    env: dict[Var, Any] = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+    env.update(zip(body.jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return without_mesh(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in body.jaxpr.eqns:
+        with user_context(eqn):
+            outs = _equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in body.jaxpr.outvars]
+
+
+def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    plain = without_types(eqn, args)
+    if plain is not None:
+        return plain
+    name = eqn.primitive.name
+    if name in MARKS:
+        # Of axes over which the body is not manual: there the device has all of it.
+        return args
+    if name in CALLS:
+        args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args
+        return _evaluate(close(called_body(eqn)), args)
+    return bind(eqn.replace(params=untyped_params(eqn.params, _evaluate)), args)
