@@ -16,7 +16,6 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import (
     LayoutReport,
     Note,
-    ReplicationReport,
     StreamReport,
 )
 from jhost.lowering.ir.transfers import received_bytes
@@ -99,11 +98,7 @@ def explain_program(program: Program) -> Explanation:
         streams=tuple(r for r in all_remarks(program) if isinstance(r, StreamReport)),
         layouts=tuple(r for r in all_remarks(program) if isinstance(r, LayoutReport)),
         communications=communications,
-        notes=tuple(
-            str(remark)
-            for remark in all_remarks(program)
-            if isinstance(remark, Note | ReplicationReport)
-        ),
+        notes=tuple(str(r) for r in all_remarks(program) if isinstance(r, Note)),
     )
 
 

@@ -8,13 +8,15 @@ simulation may be wrong by.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.candidates import FollowingPass, Trial
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.ir.bodies import all_marks, with_marks
+from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -26,6 +28,7 @@ from jhost.lowering.ir.requests import (
     open_marks,
     settle,
 )
+from jhost.lowering.layouts.alone import alone, borders
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,25 +51,31 @@ class ChoosePipelines:
     def apply(self, program: Program) -> Program:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
-        open_ones = open_marks(program)
+        open_ones, parts = open_marks(program), _Parts(program)
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
                 marks[number] = tuned[number].settle(open_ones[number])
             if others := [number for number in group if number not in known]:
-                choice = self.choice(program, marks, others)
+                choice = self.choice(parts, marks, others)
                 settle(marks, others, choice)
         return with_marks(program, marks)
 
     def choice(
-        self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
+        self, parts: _Parts, marks: Sequence[Mark], numbers: Sequence[int]
     ) -> StreamChoice:
-        """What is chosen for some marks alike, the others as they are."""
-        mark = open_marks(program)[numbers[0]]
-        why_not = self.nothing_to_gain(program)
+        """What is chosen for some marks alike, the others as they are.
+
+        Marks in a body are weighed by that body alone.
+        """
+        mark = open_marks(parts.program)[numbers[0]]
+        why_not = self.nothing_to_gain(parts.program)
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
-        return Trial(program, marks, numbers, self.following, self.rates).best(mark)
+        part, first = parts.holding(numbers[0], marks)
+        inner = [number - first for number in numbers]
+        trial = Trial(part, all_marks(part), inner, self.following, self.rates)
+        return trial.best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """What was measured for the marks of a resolved program, by number."""
@@ -90,6 +99,33 @@ class ChoosePipelines:
         ):
             return f"on {self.device_kind} devices no transfer runs beside computation"
         return ""
+
+
+class _Parts:
+    """A program and its bodies, each as a program of its own."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.programs = list(programs(program))
+        counts = (len(each.marks) for each in self.programs)
+        self.firsts = [0, *itertools.accumulate(counts)][:-1]
+        self.borders: list[tuple[Mark, ...]] | None = None
+
+    def holding(self, number: int, marks: Sequence[Mark]) -> tuple[Program, int]:
+        """What has that mark among its own, with `marks`; and its first mark's number.
+
+        Crossing its border, values lie as they do in the whole.
+        """
+        place = bisect.bisect_right(self.firsts, number) - 1
+        first = self.firsts[place]
+        if place == 0:
+            return with_marks(self.program, marks), 0
+        if self.borders is None:
+            self.borders = borders(self.program)
+        body = self.programs[place]
+        count = len(all_marks(body))
+        body = with_marks(body, marks[first : first + count])
+        return alone(body, self.borders[place]), first
 
 
 def _left_open(mark: StreamChoice, why_not: str) -> str:

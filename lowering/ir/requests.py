@@ -102,17 +102,22 @@ def open_marks(program: Program) -> dict[int, StreamChoice]:
 def marks_alike(program: Program) -> list[tuple[int, ...]]:
     """The open marks by number; those of equal values made on one line go together.
 
-    So the layers of a model, written one after another by a loop, have one choice.
+    So the layers of a model, written one after another by a loop, have one choice.  A
+    body's marks have one of their own.
     """
-    makers = [maker for each in programs(program) for maker in _makers(each)]
+    makers = [
+        (place, maker)
+        for place, each in enumerate(programs(program))
+        for maker in _makers(each)
+    ]
     groups: dict[Any, list[int]] = {}
     for number, mark in open_marks(program).items():
-        maker = makers[number]
+        place, maker = makers[number]
         made = maker and (
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
         )
-        key = (mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
+        key = (place, mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
         groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 

@@ -8,8 +8,8 @@ their local shapes, and where a value must change its layout stands a `Reshard`,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir.bodies import with_bodies
@@ -30,7 +30,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
+from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.levels import Crossing, Level, flattened, local_name
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import StepKind, plan_reshard
@@ -46,29 +46,61 @@ _RESHARDED: Mapping[StepKind, str] = {
 }
 
 
+Solutions: TypeAlias = dict[Hashable, Solution]
+"""Solutions by all that they depend on."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PropagateLayouts:
     """A program with global shapes -> what one device of the mesh runs.
 
-    What a pipeline that was chosen can hide counts after what it cannot.
+    What a pipeline that was chosen can hide counts after what it cannot.  Solutions are
+    `known` from candidates that are as good as alike.
     """
 
     name: ClassVar[str] = "propagate_layouts"
 
+    known: Solutions = dataclasses.field(
+        default_factory=dict[Hashable, Solution], compare=False, repr=False
+    )
+
     def apply(self, program: Program) -> Program:
         if not program.mesh.shape:
             return program
-        _, level = flattened(program)
-        shardings: dict[str, ShardMark] = {}
-        streamed: dict[str, StreamedDim] = {}
-        for each in level.walk():
-            marks = [m for m in each.program.marks if isinstance(m, ShardMark)]
-            shardings |= {each.prefix + mark.buffer: mark for mark in marks}
-            dims = streamed_dims(each.program)
-            streamed |= {each.prefix + name: dim for name, dim in dims.items()}
-        solution = solve_layouts(program, shardings, streamed)
-        remarks = LayoutRemarks(solution, shardings, dict(program.mesh.shape))
+        solution = solve_program(program, self.known)
+        marks = shardings_of(solution.level)
+        remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
         return _Rewriter(solution.level, solution, remarks).rewrite()
+
+
+def solve_program(program: Program, known: Solutions | None = None) -> Solution:
+    """The solution for a program with its marks; `known` ones are not found again."""
+    known = {} if known is None else known
+    operations, level = flattened(program)
+    streamed = {
+        each.prefix + name: dim
+        for each in level.walk()
+        for name, dim in streamed_dims(each.program).items()
+    }
+    shardings = shardings_of(level)
+    key = (
+        tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
+        tuple(shardings.items()),
+        tuple(streamed.items()),
+    )
+    if key not in known:  # which keeps the statements, so that no others get their ids
+        known[key] = solve_layouts(program, shardings, streamed)
+    return dataclasses.replace(known[key], level=level)
+
+
+def shardings_of(level: Level) -> dict[str, ShardMark]:
+    """The shardings that the user gave, by the names of values in `flattened`."""
+    return {
+        each.prefix + mark.buffer: mark
+        for each in level.walk()
+        for mark in each.program.marks
+        if isinstance(mark, ShardMark)
+    }
 
 
 class _Rewriter:
@@ -154,12 +186,7 @@ class _Rewriter:
 
     def required(self, number: int) -> Buffer:
         """The one operand of an operation, in the layout that it wants."""
-        op = self.solution.operations[number]
-        assignment = self.solution.assignments[number]
-        layout = op.required(0, assignment)
-        if op.hands_on:
-            layout = op.handed_on(self.solution.layouts[op.outs[0]])
-        return self.operand(number, 0, layout)
+        return self.operand(number, 0, self.solution.wanted(number))
 
     def marks(self) -> Iterator[Mark]:
         """The marks: a barrier's on what it makes, a fill's on all made of it."""

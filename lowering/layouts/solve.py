@@ -65,6 +65,13 @@ class Solution:
     contests: tuple[Contest, ...]
     costs: Costs
 
+    def wanted(self, number: int) -> Layout:
+        """The layout in which an operation takes its one operand."""
+        op = self.operations[number]
+        if op.hands_on:
+            return op.handed_on(self.layouts[op.outs[0]])
+        return op.required(0, self.assignments[number])
+
 
 def solve_layouts(
     program: Program,

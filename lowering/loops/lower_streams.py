@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jhost import errors
 from jhost._jax import source_line
-from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.bodies import CONTROL_FLOW, EachProgram
 from jhost.lowering.ir.graph import Node, merge_groups
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
@@ -154,6 +154,8 @@ def _made_whole(
 
 def _is_own(stmt: Stmt) -> bool:
     """Whether a value's own computation is this one: copies and padding hand it on."""
+    if isinstance(stmt, CONTROL_FLOW):
+        return True
     return isinstance(stmt, Compute) and not stmt.unit.pads
 
 

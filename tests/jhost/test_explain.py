@@ -214,9 +214,9 @@ def test_a_stream_stops_before_a_whole_dim_and_says_which() -> None:
 def test_an_opaque_primitive_is_noted_with_its_line(mesh: Mesh) -> None:
     @jhost.jit(mesh=mesh, in_shardings=P("tp"))
     def model(x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda carry, row: (carry + row, carry), x[0], x)[1]
+        return jax.pure_callback(lambda x: x, x, x)
 
     (note,) = jhost.explain(model, X).notes
-    assert note.startswith("scan works on whole arrays: ")
+    assert note.startswith("pure_callback works on whole arrays: ")
     assert "[test_explain.py:" in note
     assert note.endswith("model)]")

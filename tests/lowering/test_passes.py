@@ -73,6 +73,7 @@ def test_the_passes_stand_in_order() -> None:
         "pad_uneven",
         "choose_pipelines",
         "propagate_layouts",
+        "carry_partial_sums",
         "delay_reductions",
         "convert_to_communications",
         "split_all_reduces",

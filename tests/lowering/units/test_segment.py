@@ -200,19 +200,20 @@ def test_every_pass_is_dumped_in_order(
         "f.01_pad_uneven.txt",
         "f.02_choose_pipelines.txt",
         "f.03_propagate_layouts.txt",
-        "f.04_delay_reductions.txt",
-        "f.05_convert_to_communications.txt",
-        "f.06_split_all_reduces.txt",
-        "f.07_compute_late.txt",
-        "f.08_lower_streams.txt",
-        "f.09_segment.txt",
-        "f.10_receive_early.txt",
-        "f.11_insert_deallocations.txt",
+        "f.04_carry_partial_sums.txt",
+        "f.05_delay_reductions.txt",
+        "f.06_convert_to_communications.txt",
+        "f.07_split_all_reduces.txt",
+        "f.08_compute_late.txt",
+        "f.09_lower_streams.txt",
+        "f.10_segment.txt",
+        "f.11_receive_early.txt",
+        "f.12_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]
     assert "AllGather(" not in texts[3]
-    assert "AllGather(" in texts[5]
+    assert "AllGather(" in texts[6]
     assert all(text.startswith("program f") for text in texts)
 
 
