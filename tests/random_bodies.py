@@ -53,13 +53,18 @@ class Body:
 
 
 def holding(
-    draw: Any, shapes: Sequence[Shape], kinds: Kinds, steps: Sequence[Draw]
+    draw: Any,
+    shapes: Sequence[Shape],
+    kinds: Kinds,
+    steps: Sequence[Draw],
+    called: Sequence[Draw],
 ) -> tuple[str, Step]:
-    """A step that holds some of `steps`."""
+    """A step that holds some of `steps`, or in a jhost function some of `called`."""
     makers = [_scan, _fori, _cond, _checkpoint, _nested, _map]
     if np.issubdtype(kinds.dtype, np.integer):
         makers.append(_while)  # has no gradient
-    return draw(st.sampled_from(makers))(draw, shapes, kinds, steps)
+    maker = draw(st.sampled_from(makers))
+    return maker(draw, shapes, kinds, called if maker is _nested else steps)
 
 
 def _scan(

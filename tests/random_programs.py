@@ -242,11 +242,15 @@ def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
     steps: list[tuple[str, Step]] = []
     flat: list[Draw] = [elementwise, alone, contraction, _marking(mesh)]
     flat.append(lambda d, s, k: mapped(d, s, mesh, random_spec))
-    inner: list[Draw] = [*flat, lambda d, s, k: holding(d, s, k, flat)]
+    # Alone, a function that is called has no mesh.
+    in_calls: list[Draw] = [elementwise, alone, contraction, _marking({})]
+    inner: list[Draw] = [*flat, lambda d, s, k: holding(d, s, k, flat, in_calls)]
     for _ in range(draw(st.integers(1, most_steps))):
         drawn = draw(st.sampled_from([*flat, _marking(mesh), None]))
         made = (
-            drawn(draw, shapes, kinds) if drawn else holding(draw, shapes, kinds, inner)
+            drawn(draw, shapes, kinds)
+            if drawn
+            else holding(draw, shapes, kinds, inner, in_calls)
         )
         result = jax.eval_shape(
             lambda *values, made=made: made[1](list(values)),
