@@ -7,6 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,19 @@ R = TypeVar("R")
 
 Key: TypeAlias = tuple[AnyMesh | None, tuple[NamedSharding | None, ...] | None]
 """A mesh, and the arguments' own shardings, where they count."""
+
+
+_inside = ContextVar("_inside", default=False)
+"""Whether a jhost function is being traced: those that it calls become part of it."""
+
+
+@contextmanager
+def _tracing() -> Generator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 class JitFunction(Generic[P, R]):
@@ -318,6 +332,8 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
+        if _inside.get():  # the program around has it in its own
+            return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.
         program = host_program(call_jaxpr, config)
         if explicit is not None:
@@ -339,7 +355,7 @@ class JitFunction(Generic[P, R]):
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         """The function's jaxpr on types alone: layouts are jhost's business."""
         nums, names = self._static.positions(len(args)), self._static.names
-        with automatic_axes():
+        with automatic_axes(), _tracing():
             return trace(
                 self._fun,
                 [a if i in nums else types_of(a) for i, a in enumerate(args)],

@@ -188,9 +188,10 @@ def _warn_of_replication(program: Program, limit: int) -> None:
     """Says once a line what every device repeats, if it has to receive much for it."""
     for report in all_remarks(program):
         if isinstance(report, ReplicationReport) and report.bytes >= limit:
-            if report.where in _warned_lines():
+            line = report.where or f"{report.primitive} of {program.name}"
+            if line in _warned_lines():
                 continue
-            _warned_lines().add(report.where)
+            _warned_lines().add(line)
             warnings.warn(
                 f"{program.name}: {report}. Shard another dim of it, or call it in a "
                 "jax.shard_map, whose specs say how its operands lie. "

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Partial
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.names import Names
@@ -44,7 +45,7 @@ class CarryPartialSums(EachProgram):
         remarks: list[Remark] = []
         mesh = dict(program.mesh.shape)
         for stmt in program.body:
-            if isinstance(stmt, Scan) and (partial := _with_partial_carry(stmt)):
+            if isinstance(stmt, Scan) and (partial := _with_partial_carry(stmt, zeros)):
                 new = _reduced_behind(*partial, zeros, names)
                 reduced = (each for each in new if isinstance(each, Reshard))
                 remarks += (
@@ -68,7 +69,9 @@ def _is_zero(stmt: Stmt) -> TypeGuard[Compute]:
     return fills and not np.any(np.asarray(values))
 
 
-def _with_partial_carry(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
+def _with_partial_carry(
+    stmt: Scan, zeros: Container[str]
+) -> tuple[Scan, dict[int, Partial]] | None:
     """The scan with sums partial in its carry, and over what each is; None without.
 
     What a scan inside gives for each of its iterations may be reduced behind that one,
@@ -77,7 +80,7 @@ def _with_partial_carry(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
     stacked: set[str] | None = None
     while True:
         body, behind = _reducing_behind(stmt.body, stacked)
-        tried = _tried(dataclasses.replace(stmt, body=body))
+        tried = _tried(dataclasses.replace(stmt, body=body), zeros)
         if tried is None:
             return None
         left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
@@ -86,7 +89,7 @@ def _with_partial_carry(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
         stacked = behind - left  # nothing is gained for the others
 
 
-def _tried(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
+def _tried(stmt: Scan, zeros: Container[str]) -> tuple[Scan, dict[int, Partial]] | None:
     """The scan with each carry partial that can stay so, over what is summed in it."""
     kept: dict[int, Partial] = {}
     partials = [
@@ -95,7 +98,7 @@ def _tried(stmt: Scan) -> tuple[Scan, dict[int, Partial]] | None:
         if is_reduction(each)
     ]
     for partial in dict.fromkeys(partials):
-        trial = _Trial(stmt, partial)
+        trial = _Trial(stmt, partial, zeros)
         kept |= dict.fromkeys(trial.kept, partial)
         stmt = trial.finish()
     return (stmt, kept) if kept else None
@@ -105,10 +108,11 @@ class _Trial:
     """A scan whose body begins with the reduction of partial sums that it carries.
 
     Where that can be done as well behind all that is added, it need not be done in each
-    iteration.
+    iteration.  What a sum begins with is added behind, so that it must be added to and
+    nothing else, unless that is one of `zeros`.
     """
 
-    def __init__(self, stmt: Scan, partial: Partial) -> None:
+    def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
         self.stmt, self.partial = stmt, partial
         self.names = Names.of(stmt.body)
         self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
@@ -121,6 +125,10 @@ class _Trial:
             )
             for number, param in enumerate(self.params)
             if not param.partial
+            and (
+                stmt.carry[number].name in zeros
+                or _is_added_to(stmt.body, param, number)
+            )
         }
         begun = {each.source.name: each.out for each in self.begun.values()}
         stmts = (replace_buffers(each, begun) for each in stmt.body.body)
@@ -165,6 +173,26 @@ class _Trial:
         )
         body = dataclasses.replace(body, params=tuple(params), results=tuple(results))
         return dataclasses.replace(self.stmt, body=body)
+
+
+def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
+    """Whether that result is a param with something added to it, and nothing else."""
+    readers: dict[str, list[Stmt]] = {}
+    for stmt in body.body:
+        for buffer in touched(stmt)[0]:
+            readers.setdefault(buffer.name, []).append(stmt)
+    value = param
+    while reading := readers.get(value.name, []):
+        (stmt, *others) = reading
+        if others or not isinstance(stmt, Compute):
+            return False
+        (unit_eqn,), (out,) = stmt.unit.eqns, stmt.outs
+        name = unit_eqn.eqn.primitive.name
+        converts = name == "convert_element_type" and out.dtype == value.dtype
+        if not (converts or name in ("add", "add_any")):
+            return False
+        value = out
+    return value.name == body.results[number].name
 
 
 def with_statements(program: Program, stmts: Sequence[Stmt]) -> Program:

@@ -78,12 +78,13 @@ class LayoutRemarks:
             return None
         (unit_eqn,) = op.stmt.unit.eqns
         devices = axes_size([axis for axes in assignment for axis in axes], self.mesh)
+        times = self.solution.costs.times(op.ins[0])
         return ReplicationReport(
             primitive=unit_eqn.eqn.primitive.name,
             values=tuple(names),
             reason="; ".join(reasons),
             bytes=moved.all,
-            flops=flops_of(unit_eqn.eqn) // devices,
+            flops=times * flops_of(unit_eqn.eqn) // devices,
             where=line_of(op),
         )
 
