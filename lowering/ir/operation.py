@@ -22,7 +22,7 @@ class Operation:
     Or a value that crosses the border of control flow `stmt`, from or to a body.  If
     it `hands_on`, its one operand is moved to where its result rests.  `taking` says
     that its operand's layout decides, whatever is wished for, and `like` names a value
-    whose layout does.
+    whose layout does.  `reduces` says that it works on each step of a reduced factor.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -35,11 +35,7 @@ class Operation:
     hands_on: bool = False
     taking: bool = False
     like: str | None = None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether some factor is reduced."""
-        return any(self.reducers)
+    reduces: bool = False
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""
@@ -118,6 +114,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         results=rule.results,
         sizes=rule.sizes,
         reducers=rule.reducers,
+        reduces=rule.reduces,
         hands_on=isinstance(stmt, Set),
     )
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from jhost.lowering.rules import along, contract, elementwise, index, opaque, shape
+from jhost.lowering.rules import (
+    along,
+    contract,
+    elementwise,
+    gather,
+    index,
+    opaque,
+    scatter,
+    shape,
+)
 from jhost.lowering.rules.dim_rule import (
     known_primitives,
     opaque_reason,
@@ -17,11 +26,13 @@ __all__ = [
     "contract",
     "distributes",
     "elementwise",
+    "gather",
     "index",
     "known_primitives",
     "opaque",
     "opaque_reason",
     "rule_of",
     "ruled_primitives",
+    "scatter",
     "shape",
 ]
