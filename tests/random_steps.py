@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jhost
+from tests.random_rows import LOOKUPS, UPDATES
 
 Values: TypeAlias = list[Any]
 Step: TypeAlias = Callable[[Values], Any]
@@ -142,16 +143,6 @@ def _iota(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     return f", {dim}", lambda x: x + lax.broadcasted_iota(jnp.int32, shape, dim)
 
 
-def _gather(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
-    rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=5))
-    return f", {rows}", lambda x: x[np.array(rows)]
-
-
-def _scatter_add(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
-    rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=5))
-    return f", {rows}", lambda x: x.at[np.array(rows)].add(np.int32(3))
-
-
 _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
     "reshape": _reshape,
     "transpose": _transpose,
@@ -168,8 +159,8 @@ _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
     "dynamic_update_slice": _dynamic_update,
     "rev": lambda draw, shape, dim: (f", {dim}", lambda x: lax.rev(x, [dim])),
     "iota": _iota,
-    "gather": _gather,
-    "scatter-add": _scatter_add,
+    **LOOKUPS,
+    **UPDATES,
     "reduce_sum": _along(jnp.sum),
     "reduce_max": _along(jnp.max),
     "reduce_min": _along(jnp.min),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,14 @@ from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
 from tests.random_programs import REFUSALS, Case, cases
+from tests.random_rows import LOOKUPS, UPDATES
 from tests.random_steps import SMOOTH, WHOLE
 
 EXACT = 2.0**20
 """Up to here float32 holds whole numbers, their sums, and halves of them."""
+
+_OTHERS = {name: WHOLE.alone[name] for name in ("broadcast_in_dim", "transpose")}
+ROWS = dataclasses.replace(WHOLE, alone={**LOOKUPS, **UPDATES, **_OTHERS})
 
 
 def assert_same(given: Any, wanted: Any) -> None:
@@ -47,7 +52,17 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(WHOLE))
 def test_random_programs_equal_the_plain_function(case: Case) -> None:
-    """Emission and interpretation do."""
+    assert_case(case)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(ROWS, most_steps=4))
+def test_random_lookups_and_updates_equal_the_plain_function(case: Case) -> None:
+    assert_case(case)
+
+
+def assert_case(case: Case) -> None:
+    """Emission and interpretation give what the plain function gives."""
     case.count()
     expected = case.compiled(jax.jit)(*case.arguments())
     settings = case.settings()

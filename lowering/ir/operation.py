@@ -22,7 +22,7 @@ class Operation:
     Or a value that crosses the border of control flow `stmt`, from or to a body.  If
     it `hands_on`, its one operand is moved to where its result rests.  `taking` says
     that its operand's layout decides, whatever is wished for, and `like` names a value
-    whose layout does.
+    whose layout does.  `reduces` says that it works on each step of a reduced factor.
 
     `pinned` is the one assignment that it can have, where its rule says so.
     """
@@ -37,13 +37,8 @@ class Operation:
     hands_on: bool = False
     taking: bool = False
     like: str | None = None
-    contracts: bool = False
     pinned: Assignment | None = None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether some factor is reduced, or a kernel does so inside."""
-        return self.contracts or any(self.reducers)
+    reduces: bool = False
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""
@@ -122,8 +117,8 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         results=rule.results,
         sizes=rule.sizes,
         reducers=rule.reducers,
+        reduces=rule.reduces or rule.contracts,
         hands_on=isinstance(stmt, Set),
-        contracts=rule.contracts,
         pinned=rule.pinned,
     )
 

@@ -4,8 +4,9 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `random.py`,
-`attention.py`, `partitioning.py` and `shard_map.py`; `table.py` has them all.
+`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `gather.py`,
+`scatter.py`, `random.py`, `attention.py`, `partitioning.py` and `shard_map.py`;
+`table.py` has them all.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class DimRule:
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
     `operands` and `results` have one map a value.  A reduced factor that a result
     follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
-    names.  `counted` are the factors whose positions in the whole it asks for.
+    names.  `counted` are the factors whose positions in the whole it asks for, and
+    `picked` those of which indices pick single steps.
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
     that multiplies matrices inside: what its work comes to, as batch, m, n and k.
@@ -147,6 +149,7 @@ class DimRule:
     results: tuple[Dims, ...]
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
+    picked: frozenset[int] = frozenset()
     opaque: bool = False
     reason: str = ""
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
@@ -159,8 +162,18 @@ class DimRule:
 
     @property
     def reduces(self) -> bool:
-        """Whether some factor is reduced."""
-        return any(self.reducers)
+        """Whether some factor is reduced, with work to do for each of its steps."""
+        return any(r for f, r in enumerate(self.reducers) if f not in self.picked)
+
+    @property
+    def unstreamed(self) -> frozenset[int]:
+        """The factors that no loop cuts, as a chunk would take as long as the whole.
+
+        For each chunk of a table all is looked up, and for each of the updates a value
+        as large as the table is made.
+        """
+        reduced = {f for f in self.counted if self.reducers[f] is not None}
+        return self.picked | reduced
 
     @property
     def contracts(self) -> bool:

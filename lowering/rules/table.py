@@ -7,10 +7,12 @@ from jhost.lowering.rules import (
     attention,
     contract,
     elementwise,
+    gather,
     index,
     opaque,
     partitioning,
     random,
+    scatter,
     shape,
     shard_map,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "contract",
     "distributes",
     "elementwise",
+    "gather",
     "index",
     "known_primitives",
     "opaque",
@@ -39,6 +42,7 @@ __all__ = [
     "reason_of",
     "rule_of",
     "ruled_primitives",
+    "scatter",
     "shape",
     "shard_map",
 ]

@@ -121,6 +121,8 @@ def _compute_part(
     if entered is None or op.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
+    if factor in unit_eqn.rule.unstreamed:
+        return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"
 
     def accesses(maps: tuple[Dims, ...]) -> dict[int, Access]:
         return {

@@ -283,10 +283,12 @@ def test_what_all_devices_repeat_is_warned_of_once_a_line() -> None:
 
     settings: dict[str, Any] = {"mesh": MESH, "in_shardings": P("tp")}
     x = jnp.ones(128)
-    with pytest.warns(errors.ReplicationWarning) as found:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", errors.ReplicationWarning)
         jhost.jit(f, replication_limit=0, **settings)(x)
         jhost.jit(f, replication_limit=1, **settings)(x)
     (warning,) = found
+    assert warning.category is errors.ReplicationWarning
     text = str(warning.message)
     assert "cumsum is repeated on every device, which receives 768 bytes" in text
     assert "test_whole_programs.py" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -174,16 +175,26 @@ def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
 
 
 def _check_together(case: _Case) -> None:
-    """The last part of all parallel factors at once, as on a mesh of several axes."""
-    starts = [
-        size // 2 if reducer is None else 0
+    """The last part of all parallel factors at once, as on a mesh of several axes.
+
+    With it go halves of all that are reduced, which are put together.
+    """
+    parts = [
+        [(size // 2, size - size // 2)] if reducer is None else _halves(size)
         for size, reducer in zip(case.rule.sizes, case.rule.reducers, strict=True)
     ]
-    ends = zip(starts, case.rule.sizes, strict=True)
-    place = _Part(tuple((start, size - start) for start, size in ends))
-    given = case.run(place)
-    for dims, result, part in zip(case.rule.results, case.results, given, strict=True):
-        _assert_same(part, _cut(result, dims, place))
+    places = [_Part(chosen) for chosen in itertools.product(*parts)]
+    given = zip(*map(case.run, places), strict=True)
+    (combine,) = {_COMBINE[r] for r in case.rule.reducers if r} or {np.add}
+    for dims, result, terms in zip(case.rule.results, case.results, given, strict=True):
+        total = functools.reduce(combine, terms)
+        _assert_same(total, _cut(result, dims, places[0]))
+
+
+def _halves(size: int) -> list[tuple[int, int]]:
+    if size < 2:
+        return [(0, size)]
+    return [(0, size // 2), (size // 2, size - size // 2)]
 
 
 # --- Values -------------------------------------------------------------------- #

@@ -1,0 +1,134 @@
+"""The dim rule of lookups, such as that of tokens in an embedding's table.
+
+A device that has some rows of the table gives those that it has and 0 for the others:
+what is looked up is then the sum over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    Factors,
+    Place,
+    Rebind,
+    Reducer,
+    bind,
+    part_shape,
+    rule,
+    shape_of,
+    without,
+)
+from jhost.lowering.rules.rows import (
+    MODES,
+    Rows,
+    batched,
+    can_be_summed,
+    differing,
+    holds_first,
+    interleave,
+    rows_of,
+)
+
+
+@rule("gather")
+def gather(eqn: JaxprEqn) -> DimRule:
+    """Dims of the indices are factors, and so are operand dims gathered in full.
+
+    A batching dim is a dim of both the indices and the operand.  A dim of which single
+    elements are looked up is summed over: each part has some of them.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    operand, indices = (shape_of(v) for v in eqn.invars)
+    batching = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.start_indices_batching_dims,
+            strict=True,
+        )
+    )
+    missing = (*numbers.collapsed_slice_dims, *batching)
+    reducer = _reducer(eqn)
+    factors = Factors()
+    batch = factors.dims(indices[:-1])
+    window = factors.dims(operand, whole=(*missing, *differing(operand, sizes)))
+    rows = rows_of(
+        factors,
+        operand,
+        sizes,
+        numbers.start_index_map,
+        single=numbers.collapsed_slice_dims if reducer else (),
+        reducer=reducer,
+    )
+    result = interleave(without(window, missing), numbers.offset_dims, batch)
+    made = factors.rule(
+        [rows.map(batched(window, batching, batch)), (*batch, None)],
+        [result],
+        _rebind(rows, window),
+    )
+    return dataclasses.replace(made, counted=rows.cuttable, picked=rows.cuttable)
+
+
+def _reducer(eqn: JaxprEqn) -> Reducer | None:
+    """What puts the results of parts together, if anything does."""
+    dtype = aval_of(eqn.invars[0]).dtype
+    if eqn.params["mode"] not in MODES or not can_be_summed(dtype):
+        return None
+    return "or" if dtype == np.bool_ else "sum"
+
+
+def _rebind(rows: Rows, window: Dims) -> Rebind:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        sizes = part_shape(window, eqn.params["slice_sizes"], place)
+        if not rows.are_cut(shape_of(eqn.invars[0]), place):
+            return bind(eqn, args, slice_sizes=sizes)
+        return [_of_part(eqn, args, sizes, rows, place)]
+
+    return rebind
+
+
+def _of_part(
+    eqn: JaxprEqn, args: Sequence[Any], sizes: Sequence[int], rows: Rows, place: Place
+) -> jax.Array:
+    """What the part at `place` has of a lookup, and 0 for what others have."""
+    operand, indices = args
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    if fills:  # so does JAX, and wider ones wrap round
+        indices = lax.convert_element_type(indices, np.int32)
+    # Others out of bounds are clipped: by XLA even those that were promised to be in.
+    indices = rows.bounded(indices, clip=not fills)
+    local, here = rows.found_in(place, indices)
+    (found,) = bind(
+        eqn,
+        (operand, local),
+        slice_sizes=sizes,
+        mode=lax.GatherScatterMode.CLIP,
+        indices_are_sorted=False,
+    )
+    # Selected, not multiplied: the table may hold infinities.
+    nothing = lax.full_like(found, 0)
+    found = lax.select(_over_result(here, eqn, found), found, nothing)
+    if not fills:
+        return found
+    # One part alone fills in.
+    fill = lax.full_like(found, eqn.params["fill_value"])
+    fill = lax.select(holds_first(place, rows.cuttable), fill, nothing)
+    valid = rows.in_bounds(indices)
+    return lax.select(_over_result(valid, eqn, found), found, fill)
+
+
+def _over_result(mask: Any, eqn: JaxprEqn, result: jax.Array) -> jax.Array:
+    """A mask of indices, for all that each of them looks up."""
+    offsets = eqn.params["dimension_numbers"].offset_dims
+    dims = [dim for dim in range(result.ndim) if dim not in offsets]
+    return lax.broadcast_in_dim(mask, result.shape, dims)

@@ -1,0 +1,179 @@
+"""Indexed dims that are cut: which indices meet a part, and where in it.
+
+A device has some rows of a table and is asked for any.  Bounds are those of the whole:
+an index is brought into them, or found to be out of them, before it is looked for in
+the part.  Here, too, is what the rules of gather and scatter share about dims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jhost.lowering.rules.dim_rule import Dims, FactorDim, Factors, Place, Reducer
+
+MODES = frozenset(
+    {
+        lax.GatherScatterMode.CLIP,
+        lax.GatherScatterMode.FILL_OR_DROP,
+        lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    }
+)
+"""What may happen to indices out of bounds; of other modes nothing is known."""
+
+_MOST = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The dims that an index picks from: an entry for each of its components.
+
+    `sizes` are those of the whole dims, also where a rule works on padded ones, and
+    `windows` the elements that are taken there.  A dim of single elements may be a
+    factor.
+    """
+
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    windows: tuple[int, ...]
+    factors: tuple[int | None, ...]
+
+    def map(self, others: Dims) -> Dims:
+        """The operand's map, which is `others` beside the rows."""
+        rows = {
+            dim: FactorDim(factor)
+            for dim, factor in zip(self.dims, self.factors, strict=True)
+            if factor is not None
+        }
+        return tuple(rows.get(dim, mapped) for dim, mapped in enumerate(others))
+
+    @property
+    def cuttable(self) -> frozenset[int]:
+        """The factors."""
+        return frozenset(factor for factor in self.factors if factor is not None)
+
+    def are_cut(self, operand: Sequence[int], place: Place) -> bool:
+        """Whether `place` has other rows than all; padded, `operand` has more."""
+        if any(operand[d] != n for d, n in zip(self.dims, self.sizes, strict=True)):
+            return True
+        return any(
+            factor is not None and place.size(factor) != size
+            for factor, size in zip(self.factors, self.sizes, strict=True)
+        )
+
+    def bounded(self, indices: Any, *, clip: bool) -> Any:
+        """`indices` as int32: those out of bounds are clipped, or left just beyond."""
+        beyond = 0 if clip else 1
+        most = jnp.iinfo(indices.dtype)
+        ends = [min(end + beyond, most.max) for end in self._ends(self.sizes)]
+        start = np.array(max(-beyond, most.min), indices.dtype)
+        end = _over(np.array(ends, indices.dtype), indices.shape)
+        return lax.convert_element_type(lax.clamp(start, indices, end), np.int32)
+
+    def in_bounds(self, indices: Any) -> Any:
+        """Which of the `bounded` indices are in the bounds of the whole."""
+        return self._between(indices, self.sizes)
+
+    def found_in(self, place: Place, indices: Any) -> tuple[Any, Any]:
+        """`bounded` indices counted from the start of a part, and which it has."""
+        starts = [_start(place, factor) for factor in self.factors]
+        shift = lax.concatenate([lax.reshape(s, (1,)) for s in starts], 0)
+        indices = lax.sub(indices, _over(shift, indices.shape))
+        pairs = zip(self.factors, self.sizes, strict=True)
+        sizes = [n if f is None else place.size(f) for f, n in pairs]
+        return indices, self._between(indices, sizes)
+
+    def _between(self, indices: Any, sizes: Sequence[int]) -> Any:
+        ends = _over(np.array(self._ends(sizes), np.int32), indices.shape)
+        inside = lax.bitwise_and(lax.ge(indices, np.int32(0)), lax.le(indices, ends))
+        return lax.reduce_and(inside, (indices.ndim - 1,))
+
+    def _ends(self, sizes: Sequence[int]) -> list[int]:
+        """The last index of each component at which all that is taken is there."""
+        pairs = zip(sizes, self.windows, strict=True)
+        return [size - window for size, window in pairs]
+
+
+def rows_of(
+    factors: Factors,
+    operand: Sequence[int],
+    windows: Sequence[int],
+    dims: Sequence[int],
+    *,
+    single: Container[int],
+    reducer: Reducer | None = None,
+) -> Rows:
+    """The rows of an operand of that shape, of which windows are taken along `dims`.
+
+    A dim of which single elements are taken is a new factor, if it can be cut.
+    """
+
+    def factor(dim: int) -> int | None:
+        if dim not in single or not 1 < operand[dim] <= _MOST:
+            return None
+        return factors.new(operand[dim], reducer)
+
+    return Rows(
+        dims=tuple(dims),
+        sizes=tuple(operand[dim] for dim in dims),
+        windows=tuple(windows[dim] for dim in dims),
+        factors=tuple(map(factor, dims)),
+    )
+
+
+def holds_first(place: Place, factors: Iterable[int]) -> Any:
+    """Whether the part at `place` begins with the first step of all `factors`."""
+    first: Any = np.bool_(True)
+    for factor in factors:
+        first = lax.bitwise_and(first, lax.eq(_start(place, factor), np.int32(0)))
+    return first
+
+
+def _start(place: Place, factor: int | None) -> Any:
+    if factor is None:
+        return np.int32(0)
+    return lax.index_in_dim(place.positions(factor), 0, keepdims=False)
+
+
+def _over(components: Any, shape: Sequence[int]) -> Any:
+    """A number for each component, for every index of an array of them."""
+    return lax.broadcast_in_dim(components, shape, (len(shape) - 1,))
+
+
+def can_be_summed(dtype: np.dtype) -> bool:
+    """Whether devices can add up values of this type: not keys, nor floats of 8 bits"""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return dtype == jnp.bfloat16 or dtype.kind in "biufc"
+
+
+# --- Maps ----------------------------------------------------------------------- #
+
+
+def differing(shape: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The dims that are not of the same size."""
+    sizes = enumerate(zip(shape, other, strict=True))
+    return [dim for dim, (size, part) in sizes if size != part]
+
+
+def batched(window: Dims, batching: Mapping[int, int], batch: Dims) -> Dims:
+    """The operand's map: its batching dims follow those of the indices."""
+    return tuple(
+        batch[batching[dim]] if dim in batching else mapped
+        for dim, mapped in enumerate(window)
+    )
+
+
+def interleave(window: Dims, positions: Collection[int], batch: Dims) -> Dims:
+    """The map that has `window` at `positions` and `batch` elsewhere, in order."""
+    windows, batches = iter(window), iter(batch)
+    return tuple(
+        next(windows) if position in positions else next(batches)
+        for position in range(len(window) + len(batch))
+    )
