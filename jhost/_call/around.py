@@ -51,9 +51,10 @@ def explain_around(
 def _traced(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The jaxpr of a function; arguments that are no arrays are what they are."""
-    if isinstance(fun, jax.stages.Wrapped):  # it knows which of them are static
-        return fun.trace(*args, **kwargs).jaxpr
+    """The jaxpr of a function; arguments that are no arrays are what they are.
+
+    So those that are static to a `jax.jit` may be given to it as they are.
+    """
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
