@@ -26,7 +26,6 @@ from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction, as_jhost_function
 from jhost._call.around import InnerCall, calls_in
-from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
 from jhost.lowering.explain import Explanation, explain_program
@@ -219,7 +218,7 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
         >>> len(programs(jax.grad(lambda x: f(x).sum()), jnp.ones(4)))
         2
     """
-    return [derived_program(*call) for call in _calls(fun, args, kwargs)]
+    return [call.program() for call in _calls(fun, args, kwargs)]
 
 
 def _calls(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InnerCall]:
@@ -232,9 +231,7 @@ def _explanations(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Explanation]:
     return [
-        dataclasses.replace(
-            explain_program(derived_program(*call)), name=call.config.title
-        )
+        dataclasses.replace(explain_program(call.program()), name=call.config.title)
         for call in _calls(fun, args, kwargs)
     ]
 

@@ -56,6 +56,8 @@ class Explanation:
     `schedule` is there once XLA has compiled the program: `Compiled.schedule` as text.
     `programs` are those of a function around jhost functions, `bodies` those of loops
     and branches in a program; what each of them has is among the rows here, too.
+    `calls` is how often the function around it runs a program, in scans as well; the
+    rows are of one run.
     """
 
     name: str
@@ -68,9 +70,12 @@ class Explanation:
     schedule: str = ""
     programs: tuple[Explanation, ...] = ()
     bodies: tuple[Explanation, ...] = ()
+    calls: int = 1
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.loops} loop{'' if self.loops == 1 else 's'}"]
+        calls = f", run {self.calls} times" if self.calls > 1 else ""
+        loops = f"{self.loops} loop{'' if self.loops == 1 else 's'}"
+        lines = [f"{self.name}{calls}: {loops}"]
         inner = (*self.programs, *self.bodies)
         for title, field in _ROWS.items():
             inside = [row for each in inner for row in getattr(each, field)]

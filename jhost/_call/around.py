@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +15,29 @@ from jhost._call.program import Config, derived_program, plain
 from jhost._call.stages import explained
 from jhost._primitives import jhost_p
 from jhost.lowering.explain import Explanation, joined
+from jhost.lowering.ir.program import Program
 
 
 class InnerCall(NamedTuple):
-    """What one call of a jhost function runs, whatever JAX has derived it from."""
+    """What a call of a jhost function runs, whatever JAX has derived it from.
+
+    `times` is how often it is run, in scans around it.
+    """
 
     call_jaxpr: Any
     config: Config
+    times: int = 1
+
+    def program(self) -> Program:
+        """The Host IR that jhost makes of it."""
+        return derived_program(self.call_jaxpr, self.config)
 
 
 def calls_in(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[InnerCall]:
     """Each call of a jhost function in what JAX makes of `fun`, in order."""
-    return list(_calls(_traced(fun, args, kwargs)))
+    return list(_calls(_traced(fun, args, kwargs), 1))
 
 
 def explain_around(
@@ -40,12 +50,23 @@ def explain_around(
             f"jhost.explain got {name_of(fun)}, which calls no jhost function on these "
             "arguments. Decorate it, or a function that it calls, with jhost.jit."
         )
-    # A function that is called again on the same types has the same jaxpr.
-    different = {(id(call.call_jaxpr), plain(call.config)): call for call in calls}
-    return joined(
-        name_of(fun),
-        [explained(derived_program(*call), call.config) for call in different.values()],
-    )
+    return joined(name_of(fun), list(map(_explained, _different(calls))))
+
+
+def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
+    """Each call once, with how often it is run in all."""
+    found: dict[Any, InnerCall] = {}
+    for call in calls:
+        # A function that is called again on the same types has the same jaxpr.
+        key = id(call.call_jaxpr), plain(call.config)
+        times = call.times + (found[key].times if key in found else 0)
+        found[key] = call._replace(times=times)
+    return found.values()
+
+
+def _explained(call: InnerCall) -> Explanation:
+    explanation = explained(call.program(), call.config)
+    return dataclasses.replace(explanation, calls=call.times)
 
 
 def _traced(
@@ -72,10 +93,12 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _calls(jaxpr: Any) -> Iterator[InnerCall]:
+def _calls(jaxpr: Any, times: int) -> Iterator[InnerCall]:
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        params = eqn.params
         if eqn.primitive is not jhost_p:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _calls(inner)
+            length = params["length"] if eqn.primitive.name == "scan" else 1
+            for inner in jaxprs_in_params(params):
+                yield from _calls(inner, times * length)
         elif eqn.outvars:
-            yield InnerCall(eqn.params["call_jaxpr"], eqn.params["config"])
+            yield InnerCall(params["call_jaxpr"], params["config"], times)

@@ -294,6 +294,16 @@ def test_a_step_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
     assert len(explanation.communications) == 2 + len(backward.communications)
 
 
+def test_a_program_says_how_often_it_is_run() -> None:
+    twice = jhost.explain(lambda x: in_layers(x) + doubled(x).sum(), X)
+    assert [each.calls for each in twice.programs] == [4]
+    assert "\n  doubled, run 4 times: 1 loop\n" in str(twice)
+    assert [each.calls for each in jhost.explain(jax.grad(in_layers), X).programs] == [
+        3,
+        3,
+    ]
+
+
 def test_arguments_of_a_step_may_be_no_arrays() -> None:
     def step(x: jax.Array, how: str, *, train: bool) -> jax.Array:
         return doubled(x) if train and how == "twice" else x
