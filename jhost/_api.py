@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline
+from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
 from jhost._jax import Names, Nums
@@ -120,31 +121,41 @@ def jit(
     return JitFunction(f, settings=settings)
 
 
-def explain(f: JitFunction[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What jhost makes of a function on these arguments, and why.
 
     Args:
-        f: a function made by `jhost.jit`.
+        f: a function made by `jhost.jit`, or one that calls some, differentiated or
+            not: a training step, say, plain or under `jax.jit`.
         *args: arrays, or `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
         The streams with the pipeline and chunk count of each and the reason, the
-        communications with their bytes, and what was not pipelined.  Prints well; its
-        fields are for tools.
+        communications with their bytes, and what was not pipelined.  Of a function
+        around jhost functions, that of each program that jhost makes in it, forward
+        and backward, is in `programs`; what is said of a loop's body, in `bodies`.
+        Prints well; its fields are for tools.
 
     Raises:
-        ArgumentError: `f` is not a jhost function.
+        ArgumentError: `f` is no function, or calls no jhost function.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import jhost
         >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
         >>> print(jhost.explain(f, jnp.ones((4, 2))).streams[0].chunks)
         2
+        >>> step = jax.jit(jax.grad(lambda x: jnp.sum(f(jnp.sin(x)) ** 2)))
+        >>> [each.name for each in jhost.explain(step, jnp.ones((4, 2))).programs]
+        ['<lambda> (forward)', '<lambda> (backward)']
     """
-    f, args = as_jhost_function("explain", f, args)
-    return f.lower(*args, **kwargs).explain()
+    if not callable(f):
+        raise errors.ArgumentError(f"jhost.explain takes a function, but got {f!r}.")
+    if isinstance(getattr(f, "__func__", f), JitFunction):
+        f, args = as_jhost_function("explain", f, args)
+        return f.lower(*args, **kwargs).explain()
+    return explain_around(f, args, kwargs)
 
 
 def as_jhost_function(

@@ -6,14 +6,13 @@ and marker for devices are in `jhost.pytest_plugin`.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 try:
@@ -26,11 +25,10 @@ except ImportError as error:
 from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction, as_jhost_function
-from jhost._call.program import derived_program
+from jhost._call.around import InnerCall, calls_in
 from jhost._compare import beyond_tolerance
-from jhost._primitives import jhost_p
 from jhost._tune.calls import by_floats, gradients_of
-from jhost.lowering.explain import explain_program
+from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.ir.program import Program
 from jhost.runtime.mesh import automatic, mesh_text
 
@@ -220,23 +218,22 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
         >>> len(programs(jax.grad(lambda x: f(x).sum()), jnp.ones(4)))
         2
     """
+    return [call.program() for call in _calls(fun, args, kwargs)]
+
+
+def _calls(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InnerCall]:
     if isinstance(fun, JitFunction):
-        call = fun.as_call(args, kwargs)
-        return [derived_program(call.call_jaxpr, call.config)]
-    jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args).jaxpr
+        return [InnerCall(*fun.as_call(args, kwargs)[:2])]
+    return calls_in(fun, args, kwargs)
+
+
+def _explanations(
+    fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Explanation]:
     return [
-        derived_program(eqn.params["call_jaxpr"], eqn.params["config"])
-        for eqn in _calls(jaxpr)
+        dataclasses.replace(explain_program(call.program()), name=call.config.title)
+        for call in _calls(fun, args, kwargs)
     ]
-
-
-def _calls(jaxpr: Any) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is jhost_p and eqn.outvars:
-            yield eqn
-        elif eqn.primitive is not jhost_p:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _calls(getattr(inner, "jaxpr", inner))
 
 
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -257,11 +254,11 @@ def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
         >>> assert_pipelined(f, jnp.ones(4))
     """
-    explanations = [explain_program(p) for p in programs(fun, *args, **kwargs)]
-    streams = [stream for each in explanations for stream in each.streams]
-    left = [stream for stream in streams if stream.pipeline == "off"]
+    explanations = _explanations(fun, args, kwargs)
+    streams = [(each.name, stream) for each in explanations for stream in each.streams]
+    left = [(name, stream) for name, stream in streams if stream.pipeline == "off"]
     if left:
-        reasons = "\n".join(f"  * {stream}" for stream in left)
+        reasons = "\n".join(f"  * {name}, {stream}" for name, stream in left)
         raise AssertionError(f"These streams are not pipelined:\n{reasons}")
     if not streams:
         said = "\n".join(map(str, explanations)) or "no jhost function is called"
@@ -297,7 +294,7 @@ def assert_program(
         >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
         >>> assert_program(f, jnp.ones(4), loops=1, communications=[])
     """
-    explanations = [explain_program(p) for p in programs(fun, *args, **(kwargs or {}))]
+    explanations = _explanations(fun, args, kwargs or {})
     problems: list[str] = []
     found = sum(each.loops for each in explanations)
     if loops not in (None, found):

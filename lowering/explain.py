@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from jhost._text import bytes_text
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import all_remarks, programs
+from jhost.lowering.ir.bodies import CONTROL_FLOW, all_remarks, programs
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
@@ -52,6 +54,10 @@ class Explanation:
 
     `options` are those that XLA is given for the overlap, applied, refused and missed;
     `schedule` is there once XLA has compiled the program: `Compiled.schedule` as text.
+    `programs` are those of a function around jhost functions, `bodies` those of loops
+    and branches in a program; what each of them has is among the rows here, too.
+    `calls` is how often the function around it runs a program, in scans as well; the
+    rows are of one run.
     """
 
     name: str
@@ -62,24 +68,71 @@ class Explanation:
     notes: tuple[str, ...]
     options: tuple[str, ...] = ()
     schedule: str = ""
+    programs: tuple[Explanation, ...] = ()
+    bodies: tuple[Explanation, ...] = ()
+    calls: int = 1
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.loops} loop{'' if self.loops == 1 else 's'}"]
-        for title, rows in (
-            ("streams", self.streams),
-            ("layouts", self.layouts),
-            ("communications", self.communications),
-            ("notes", self.notes),
-            ("XLA options", self.options),
-        ):
-            if rows:
+        calls = f", run {self.calls} times" if self.calls > 1 else ""
+        loops = f"{self.loops} loop{'' if self.loops == 1 else 's'}"
+        lines = [f"{self.name}{calls}: {loops}"]
+        inner = (*self.programs, *self.bodies)
+        for title, field in _ROWS.items():
+            inside = [row for each in inner for row in getattr(each, field)]
+            if rows := _without(getattr(self, field), inside):
                 lines += [f"  {title}:", *(f"    {row}" for row in rows)]
+        lines += [f"  {line}" for each in inner for line in str(each).splitlines()]
         lines += [f"  {line}" for line in self.schedule.splitlines()]
         return "\n".join(lines)
 
 
+_ROWS = {
+    "streams": "streams",
+    "layouts": "layouts",
+    "communications": "communications",
+    "notes": "notes",
+    "XLA options": "options",
+}
+"""The fields of an explanation that hold rows, by what stands above them."""
+
+
+def _without(rows: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
+    """The rows that are not among those `inside`, which may be equal to others."""
+    left = Counter(inside)
+    own: list[Any] = []
+    for row in rows:
+        if left[row]:
+            left[row] -= 1
+        else:
+            own.append(row)
+    return own
+
+
+def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
+    """What a function does that calls jhost functions, from that of each program."""
+
+    def rows(field: str) -> tuple[Any, ...]:
+        return tuple(row for each in explanations for row in getattr(each, field))
+
+    return Explanation(
+        name=name,
+        loops=sum(each.loops for each in explanations),
+        streams=rows("streams"),
+        layouts=rows("layouts"),
+        communications=rows("communications"),
+        notes=rows("notes"),
+        options=rows("options"),
+        programs=tuple(explanations),
+    )
+
+
 def explain_program(program: Program) -> Explanation:
     """What `program` does, from its statements and from what its passes remarked."""
+    return _explained(program, program.name, 1)
+
+
+def _explained(program: Program, name: str, times: int) -> Explanation:
+    """What a program does, or a body that is run so many `times`."""
     mesh = dict(program.mesh.shape)
     communications = tuple(
         CommunicationReport(
@@ -90,16 +143,41 @@ def explain_program(program: Program) -> Explanation:
             chunks=math.ceil(worth),
             times=times,
         )
-        for stmt, worth, times in _communications(program.body, Fraction(1), 1)
+        for stmt, worth, times in _communications(program.body, Fraction(1), times)
     )
     return Explanation(
-        name=program.name,
+        name=name,
         loops=count_loops(program),
         streams=tuple(r for r in all_remarks(program) if isinstance(r, StreamReport)),
         layouts=tuple(r for r in all_remarks(program) if isinstance(r, LayoutReport)),
         communications=communications,
         notes=tuple(str(r) for r in all_remarks(program) if isinstance(r, Note)),
+        bodies=tuple(_bodies(program, times)),
     )
+
+
+def _bodies(program: Program, times: int) -> Iterator[Explanation]:
+    """Each body in a program that has something to say."""
+    for stmt in program.body:
+        if not isinstance(stmt, CONTROL_FLOW):
+            continue
+        length = stmt.length if isinstance(stmt, ir.Scan) else 1
+        where = f" [{stmt.where}]" if stmt.where else ""
+        for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
+            found = _explained(body, name + where, times * length)
+            if found.loops or any(getattr(found, field) for field in _ROWS.values()):
+                yield found
+
+
+def _body_names(stmt: ir.ControlFlow) -> Sequence[str]:
+    match stmt:
+        case ir.Scan(length=length):
+            return [f"in a scan of {length} iteration{'' if length == 1 else 's'}"]
+        case ir.While():
+            return ["in the condition of a while loop", "in a while loop"]
+        case ir.Cond(branches=branches):
+            count = len(branches)
+            return [f"in branch {number} of {count}" for number in range(count)]
 
 
 def count_loops(program: Program) -> int:

@@ -12,7 +12,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jhost import errors
 from jhost.lowering.ir.program import Program
@@ -37,24 +37,34 @@ def requested() -> frozenset[str]:
     return frozenset(words) - {""}
 
 
-def pass_dumper(name: str) -> Callable[[str, Program], None] | None:
-    """What to call after every pass over the function `name`, if anything."""
+def pass_dumper(
+    name: str, derived: Sequence[str] = ()
+) -> Callable[[str, Program], None] | None:
+    """What to call after every pass over the function `name`, if anything.
+
+    `derived` are words for what JAX has made of the function.
+    """
     wanted = requested() & {"host_ir", "passes"}
     if not wanted:
         return None
-    number, steps = next(_counter), itertools.count()
+    stem, steps = _stem(name, derived), itertools.count()
 
     def after_pass(step: str, program: Program) -> None:
         if "passes" in wanted:
-            write(f"{name}.{number:02}.{next(steps):02}_{step}", str(program))
+            write(f"{stem}.{next(steps):02}_{step}", str(program))
 
     return after_pass
 
 
-def dump_host_ir(name: str, program: Program) -> None:
+def dump_host_ir(name: str, program: Program, derived: Sequence[str] = ()) -> None:
     """Write the finished program where it was asked for."""
     if "host_ir" in requested():
-        write(f"{name}.{next(_counter):02}.host_ir", str(program))
+        write(f"{_stem(name, derived)}.host_ir", str(program))
+
+
+def _stem(name: str, derived: Sequence[str]) -> str:
+    """The number before the words: a folder lists programs as they were made."""
+    return ".".join([name, f"{next(_counter):02}", *derived])
 
 
 def write(stem: str, text: str) -> None:

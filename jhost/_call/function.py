@@ -18,7 +18,13 @@ from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, identity_of, name_of, types_of
 from jhost._call.execute import executable_options
-from jhost._call.program import Call, Config, annotate, host_program
+from jhost._call.program import (
+    Call,
+    Config,
+    annotate,
+    derived_params,
+    host_program,
+)
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check
 from jhost._call.stages import Lowered
@@ -50,7 +56,7 @@ from jhost.runtime.mesh import (
     with_types,
 )
 
-def_split(jhost_p, settle_residuals)
+def_split(jhost_p, settle_residuals, derived_params)
 
 P = ParamSpec("P")
 R = TypeVar("R")

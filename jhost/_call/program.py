@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,6 +21,7 @@ from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._call.shard_maps import check_devices
 from jhost._jax import (
+    Derivation,
     arg_names,
     cached,
     cached_by_jaxpr,
@@ -45,6 +46,8 @@ from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh, abstract
 
+Role: TypeAlias = Literal["", "forward", "recomputed", "tangents", "backward"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -52,7 +55,8 @@ class Config:
 
     `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
-    order to run: not those of `lower`, which one process may call alone.
+    order to run: not those of `lower`, which one process may call alone.  `role` and
+    `batched` say what JAX derived; neither is in what the user called.
     """
 
     name: str
@@ -67,6 +71,36 @@ class Config:
     embedded: bool = False
     compared: bool = True
     identity: tuple[str, ...] = ()
+    role: Role = ""
+    batched: bool = False
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """What JAX derived, in words: none of what the user called."""
+        return tuple(filter(None, ("batched" if self.batched else "", self.role)))
+
+    @property
+    def title(self) -> str:
+        """The function and what of it, as `mlp (backward)`."""
+        derived = ", ".join(self.derived)
+        return f"{self.name} ({derived})" if derived else self.name
+
+
+def derived_params(params: Mapping[str, Any], how: Derivation) -> dict[str, Any]:
+    """A call's parameters, where JAX has derived its program from another's."""
+    config: Config = params["config"]
+    match how:
+        case "batched":
+            config = dataclasses.replace(config, batched=True)
+        case "known" | "unknown":
+            if how == "known" and config.role == "tangents":
+                config = dataclasses.replace(config, role="recomputed")
+        case "forward":
+            # What is differentiated once more stays the backward, say.
+            config = dataclasses.replace(config, role=config.role or "forward")
+        case _:
+            config = dataclasses.replace(config, role=how)
+    return {**params, "config": config}
 
 
 class Call(NamedTuple):
@@ -177,9 +211,10 @@ def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
 
 @cached_by_jaxpr
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
-    sequence, after_pass = _passes(config, strict).all, dump.pass_dumper(config.name)
+    sequence = _passes(config, strict).all
+    after_pass = dump.pass_dumper(config.name, config.derived)
     program = _lower(call_jaxpr, config, sequence, after_pass)
-    dump.dump_host_ir(config.name, program)
+    dump.dump_host_ir(config.name, program, config.derived)
     _warn_of_replication(program, config.replication_limit)
     return program
 
@@ -279,7 +314,7 @@ def _lower(
     with _no_garbage_collection():
         return lower_jaxpr(
             call_jaxpr,
-            name=config.name,
+            name="_".join((config.name, *config.derived)),
             mesh=abstract(config.mesh),
             param_names=params,
             result_names=results,

@@ -45,7 +45,7 @@ class Lowered:
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return explained(self.host_ir, self._config.mesh)
+        return explained(self.host_ir, self._config)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -83,7 +83,7 @@ class Lowered:
         return Compiled(
             host_ir=self.host_ir,
             _compiled=compiled,
-            _mesh=config.mesh,
+            _config=config,
             _compare=functools.cache(functools.partial(compare, self.host_ir, config)),
         )
 
@@ -94,7 +94,7 @@ class Compiled:
 
     host_ir: Program
     _compiled: jax.stages.Compiled
-    _mesh: AnyMesh | None
+    _config: Config
     _compare: Callable[[], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Compiled:
     @property
     def mesh(self) -> AnyMesh | None:
         """The mesh that it runs on; None for one device."""
-        return self._mesh
+        return self._config.mesh
 
     @property
     def args_info(self) -> Any:
@@ -155,13 +155,15 @@ class Compiled:
             schedule = str(self.schedule())
         except errors.ScheduleError:
             schedule = "schedule: the backend does not give it"
-        explanation = explained(self.host_ir, self._mesh)
+        explanation = explained(self.host_ir, self._config)
         return dataclasses.replace(explanation, schedule=schedule)
 
 
-def explained(program: Program, mesh: AnyMesh | None) -> Explanation:
+def explained(program: Program, config: Config) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     explanation = explain_program(program)
-    adds_up = adds_up_in_loops(program)
-    options = options_report(program.name, mesh, adds_up) if explanation.loops else ()
-    return dataclasses.replace(explanation, options=options)
+    options: tuple[str, ...] = ()
+    if explanation.loops:
+        adds_up = adds_up_in_loops(program)
+        options = options_report(config.name, config.mesh, adds_up)
+    return dataclasses.replace(explanation, name=config.title, options=options)

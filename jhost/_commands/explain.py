@@ -137,7 +137,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         return 1
     if arguments.host_ir:
         print(program, end="\n\n")
-    print(explained(program, call.config.mesh))
+    print(explained(program, call.config))
     return 0
 
 

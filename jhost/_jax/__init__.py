@@ -69,7 +69,13 @@ from jhost._jax.primitives import (
     define_marker_primitive as define_marker_primitive,
     register_lowering as register_lowering,
 )
-from jhost._jax.split import Refine as Refine, Residual as Residual, Split as Split
+from jhost._jax.split import (
+    Derivation as Derivation,
+    Refine as Refine,
+    Rename as Rename,
+    Residual as Residual,
+    Split as Split,
+)
 
 if TYPE_CHECKING:
     from jaxlib._jax.pytree import PyTreeDef  # the public name has no type
@@ -325,10 +331,28 @@ NO_LINE = "an unknown line"
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """The user's line that an equation comes from, as `model.py:12 (mlp)`."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    """The user's line that an equation comes from, as `model.py:12 (mlp)`.
+
+    A line of a library is followed by the user's own: `linear.py:7 (call) from
+    model.py:12 (mlp)`.
+    """
+    traceback = eqn.source_info.traceback
+    frame = source_info_util.user_frame(traceback)
     if frame is None:
         return NO_LINE
+    if not _is_library(frame.file_name):
+        return _line_text(frame)
+    # Only here: the first frame is in a cache of JAX's, the others are not.
+    frames = source_info_util.user_frames(traceback)
+    own = next((each for each in frames if not _is_library(each.file_name)), None)
+    return " from ".join(_line_text(each) for each in (frame, own) if each)
+
+
+def _is_library(file: str) -> bool:
+    return any(f"{os.sep}{name}-packages{os.sep}" in file for name in ("site", "dist"))
+
+
+def _line_text(frame: source_info_util.Frame) -> str:
     file = os.path.basename(frame.file_name)
     return f"{file}:{frame.start_line} ({frame.function_name})"
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Protocol
 
@@ -18,7 +18,13 @@ from jax.extend.core import Primitive
 
 from jhost import errors
 from jhost._jax.eqns import ClosedJaxpr
-from jhost._jax.split import Refine, Split, register_split_rules
+from jhost._jax.split import (
+    Derivation,
+    Refine,
+    Rename,
+    Split,
+    register_split_rules,
+)
 
 
 class BatchParams(Protocol):
@@ -47,7 +53,7 @@ def define_call_primitive(name: str) -> Primitive:
         from jhost._jax import v010  # what it imports is gone from 0.11 on
 
         v010.register_call_primitive_rules(prim)
-    register_split_rules(prim, _as_it_is)
+    register_split_rules(prim, _as_it_is, _same_params)
     rule = partial_eval.dce_rules[prim]
     partial_eval.dce_rules[prim] = partial(_without_dead_code, rule)
     checkify.error_checks[prim] = partial(_checkify_call, prim)
@@ -71,9 +77,33 @@ def _as_it_is(split: Split, **_: Any) -> Split:
     return split
 
 
-def def_split(prim: Primitive, refine: Refine) -> None:
-    """Sets what is made of the two programs that differentiation makes of a call."""
-    register_split_rules(prim, refine)
+def _same_params(params: Mapping[str, Any], _: Derivation) -> dict[str, Any]:
+    return dict(params)
+
+
+def def_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
+    """Sets what is made of the two programs that differentiation makes of a call.
+
+    `rename` gives the other parameters of these, and of all that JAX derives.
+    """
+    register_split_rules(prim, refine, rename)
+    derived: list[tuple[dict[Any, Any], Derivation]] = [
+        (ad.fancy_transposes, "backward"),
+        (batching.fancy_primitive_batchers, "batched"),
+    ]
+    for rules, how in derived:
+        rules[prim] = partial(_renamed, rules[prim], rename, how)
+
+
+def _renamed(
+    rule: Callable[..., Any],
+    rename: Rename,
+    how: Derivation,
+    *args: Any,
+    call_jaxpr: ClosedJaxpr,
+    **params: Any,
+) -> Any:
+    return rule(*args, call_jaxpr=call_jaxpr, **rename(params, how))
 
 
 def _refuse_jet(*_: Any, **__: Any) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module, util
 from typing import Any, TypeAlias
@@ -70,21 +71,36 @@ stay its last ones, and operands of `second` that are no residuals stay, in orde
 """
 
 
-def register_split_rules(prim: Primitive, refine: Refine) -> None:
+Derivation: TypeAlias = typing.Literal[
+    "forward", "tangents", "recomputed", "known", "unknown", "backward", "batched"
+]
+"""What JAX made of a call's program.
+
+`known` and `unknown` are what partial evaluation makes of a program of any kind: it
+moves what a loop need not repeat before it, and parts what a checkpoint computes again
+from its tangents.
+"""
+
+Rename: TypeAlias = Callable[[Mapping[str, Any], Derivation], dict[str, Any]]
+"""The call's other parameters by name -> those of a program derived from it."""
+
+
+def register_split_rules(prim: Primitive, refine: Refine, rename: Rename) -> None:
     """Gives a call primitive its rules of linearization and partial evaluation.
 
     Args:
         prim: the primitive; its program is its parameter `call_jaxpr`.
         refine: is asked about every pair of programs, before they are called.
+        rename: gives the parameters of each of the two.
     """
-    _ad.primitive_linearizations[prim] = partial(_linearize, prim, refine)
+    _ad.primitive_linearizations[prim] = partial(_linearize, prim, refine, rename)
     _partial_eval.custom_partial_eval_rules[prim] = partial(
-        _partially_eval, prim, refine
+        _partially_eval, prim, refine, rename
     )
     rules = _partial_eval.partial_eval_jaxpr_custom_rules
-    rules[prim] = partial(_split_eqn, refine, rules[_JAX_CALL])
+    rules[prim] = partial(_split_eqn, refine, rename, rules[_JAX_CALL])
     if _remat and hasattr(_remat, "rules"):  # from 0.12 on
-        _remat.rules[prim] = partial(_rematerialize, prim, refine)
+        _remat.rules[prim] = partial(_rematerialize, prim, refine, rename)
 
 
 # ---- Linearization ----
@@ -93,6 +109,7 @@ def register_split_rules(prim: Primitive, refine: Refine) -> None:
 def _linearize(
     prim: Primitive,
     refine: Refine,
+    rename: Rename,
     is_vjp: bool,
     nonzeros: Sequence[bool],
     *primals: Any,
@@ -108,7 +125,8 @@ def _linearize(
     kept = len(call_jaxpr.out_avals)
     split = _new_split(first, second, kept, forwarded, call_jaxpr)
     split = refine(split, **params)
-    results = prim.bind(*primals, call_jaxpr=split.first, **params)
+    ahead, behind = rename(params, "forward"), rename(params, "tangents")
+    results = prim.bind(*primals, call_jaxpr=split.first, **ahead)
     residuals = _handed_over(split, call_jaxpr.consts, results, primals)
     structured = results[len(results) - number_own :]
 
@@ -118,7 +136,7 @@ def _linearize(
         given = [_ad.instantiate_zeros(t) for t in keep(tangents, nonzeros)]
         operands = [*residuals, *given, *tree.leaves(structured)]
         node = _ad.vjp_node(prim) if is_vjp and hasattr(_ad, "vjp_node") else prim
-        results = node.bind(*operands, call_jaxpr=split.second, **params)
+        results = node.bind(*operands, call_jaxpr=split.second, **behind)
         return with_zeros(call_jaxpr, nonzeros_out, results)
 
     if isinstance(extra, int):  # before 0.11
@@ -180,6 +198,7 @@ def _handed_over(
 def _partially_eval(
     prim: Primitive,
     refine: Refine,
+    rename: Rename,
     trace: Any,
     *tracers: Any,
     call_jaxpr: Any,
@@ -196,13 +215,14 @@ def _partially_eval(
     split = _new_split(first, second, kept, forwarded, call_jaxpr)
     split = refine(split, **params)
     known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
-    results = prim.bind(*known, call_jaxpr=split.first, **params)
+    ahead, behind = rename(params, "known"), rename(params, "unknown")
+    results = prim.bind(*known, call_jaxpr=split.first, **ahead)
     residuals = _handed_over(split, call_jaxpr.consts, results, known)
     operands = [
         *map(trace.new_instantiated_const, residuals),
         *keep(tracers, unknown),
     ]
-    waiting = _stage(prim, trace, operands, dict(params, call_jaxpr=split.second))
+    waiting = _stage(prim, trace, operands, dict(behind, call_jaxpr=split.second))
     ready, later = iter(results[:kept]), iter(waiting)
     return [next(later) if waits else next(ready) for waits in unknown_out]
 
@@ -234,6 +254,7 @@ def _stage(
 
 def _split_eqn(
     refine: Refine,
+    rename: Rename,
     rule: Callable[..., Any],
     saveable: Any,
     unknown: Sequence[bool],
@@ -258,11 +279,11 @@ def _split_eqn(
     results = [*known.outvars[: split.kept], *made]
     taken = _handed_over(split, (), results, known.invars)
     known = known.replace(
-        outvars=results, params=dict(known.params, call_jaxpr=split.first)
+        outvars=results, params=dict(rename(params, "forward"), call_jaxpr=split.first)
     )
     staged = staged.replace(
         invars=[*taken, *atoms[len(residuals) :]],
-        params=dict(staged.params, call_jaxpr=split.second),
+        params=dict(rename(params, "tangents"), call_jaxpr=split.second),
     )
     gone = set(map(id, atoms[: len(residuals)]))
     there = {
@@ -293,6 +314,7 @@ def _residuals_first(
 def _rematerialize(
     prim: Primitive,
     refine: Refine,
+    rename: Rename,
     trace: Any,
     *args: Any,
     call_jaxpr: Any,
@@ -308,11 +330,12 @@ def _rematerialize(
         for number in forwarded
     )
     split = refine(Split(first, second, residuals, kept, by_policy=True), **params)
-    results = prim.bind(*args, call_jaxpr=split.first, **params)
+    ahead, again = rename(params, "forward"), rename(params, "recomputed")
+    results = prim.bind(*args, call_jaxpr=split.first, **ahead)
     saved = _handed_over(split, (), results, args)
 
     def rematerialize(saved: Sequence[Any], *args: Any) -> list[Any]:
-        return prim.bind(*saved, *args, call_jaxpr=split.second, **params)
+        return prim.bind(*saved, *args, call_jaxpr=split.second, **again)
 
     return results[:kept], saved, rematerialize
 

@@ -135,7 +135,10 @@ def test_both_programs_are_dumped(
 
     f = jhost.jit(own, **on({"tp": 2}, *specs, pipeline="p2p"))
     programs = [str(p) for p in backward(f, array(*X), array(*UP), array(*DOWN))]
-    dumped = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    paths = sorted(tmp_path.iterdir())
+    ends = [path.name.split(".", 2)[2] for path in paths[-2:]]
+    assert ends == ["forward.host_ir.txt", "backward.host_ir.txt"]
+    dumped = [path.read_text() for path in paths]
     assert [text.rstrip() for text in dumped[-2:]] == [p.rstrip() for p in programs]
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
+from jhost import errors
 from jhost.runtime import compiler_options
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
@@ -220,3 +221,129 @@ def test_an_opaque_primitive_is_noted_with_its_line(mesh: Mesh) -> None:
     assert note.startswith("pure_callback works on whole arrays: ")
     assert "[test_explain.py:" in note
     assert note.endswith("model)]")
+
+
+# --- Functions around jhost functions ----------------------------------------------- #
+
+
+@jhost.jit
+def doubled(x: jax.Array) -> jax.Array:
+    return jhost.stream(jnp.sin(x) * 2, axis=0, chunks=2)
+
+
+def loss(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(doubled(x)) ** 2)
+
+
+def in_layers(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (doubled(x), None), x, length=3)[0].sum()
+
+
+AHEAD, BACK, AGAIN = (f"doubled ({n})" for n in ("forward", "backward", "recomputed"))
+
+
+@pytest.mark.parametrize(
+    ("f", "names"),
+    [
+        (loss, ["doubled"]),
+        (jax.jit(loss), ["doubled"]),
+        (in_layers, ["doubled"]),
+        (lambda x: doubled(x) + doubled(x), ["doubled"]),
+        (jax.grad(loss), [AHEAD, BACK]),
+        (jax.jit(jax.value_and_grad(jax.jit(loss))), [AHEAD, BACK]),
+        (jax.grad(in_layers), [AHEAD, BACK]),
+        (jax.grad(jax.checkpoint(loss)), [AHEAD, AGAIN, BACK]),
+        (lambda x: jax.linearize(doubled, x)[1](x), [AHEAD, "doubled (tangents)"]),
+        (jax.vmap(doubled), ["doubled (batched)"]),
+        (
+            lambda x: jax.vmap(jax.grad(loss))(x.reshape(4, 8, 16)),
+            ["doubled (batched, forward)", "doubled (batched, backward)"],
+        ),
+    ],
+    ids=[
+        "called",
+        "in a jit",
+        "in a scan",
+        "twice",
+        "grad",
+        "grad of a jit",
+        "grad of a scan",
+        "checkpoint",
+        "linearize",
+        "vmap",
+        "vmap of grad",
+    ],
+)
+def test_each_program_is_named_by_what_jax_derived(f: Any, names: list[str]) -> None:
+    explanation = jhost.explain(f, X)
+    assert [each.name for each in explanation.programs] == names
+
+
+def test_a_step_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
+    model = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
+
+    @jax.jit
+    def step(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        return jax.grad(lambda up, down: model(x, up, down).sum(), (0, 1))(up, down)
+
+    explanation = jhost.explain(step, X, UP, DOWN)
+    golden(without_lines(explanation))
+    forward, backward = explanation.programs
+    assert explanation.streams == (*forward.streams, *backward.streams)
+    assert explanation.loops == forward.loops + backward.loops
+    assert len(explanation.communications) == 2 + len(backward.communications)
+
+
+def test_a_program_says_how_often_it_is_run() -> None:
+    twice = jhost.explain(lambda x: in_layers(x) + doubled(x).sum(), X)
+    assert [each.calls for each in twice.programs] == [4]
+    assert "\n  doubled, run 4 times: 1 loop\n" in str(twice)
+    assert [each.calls for each in jhost.explain(jax.grad(in_layers), X).programs] == [
+        3,
+        3,
+    ]
+
+
+def test_arguments_of_a_step_may_be_no_arrays() -> None:
+    def step(x: jax.Array, how: str, *, train: bool) -> jax.Array:
+        return doubled(x) if train and how == "twice" else x
+
+    static = jax.jit(step, static_argnums=1, static_argnames="train")
+    for f in (step, static):
+        assert jhost.explain(f, X, "twice", train=True).loops == 1
+        types = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        assert jhost.explain(f, types, "twice", train=True).loops == 1
+
+
+@pytest.mark.parametrize("f", [jnp.sin, "f"], ids=str)
+def test_what_calls_no_jhost_function_is_refused(f: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match=r"jhost\.explain"):
+        jhost.explain(f, X)
+
+
+# --- Bodies ------------------------------------------------------------------------- #
+
+
+def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """A block, three in a scan, and one in a branch."""
+
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return block(x, up, down), None
+
+    x = jax.lax.scan(layer, block(x, up, down), length=3)[0]
+    return jax.lax.cond(x[0, 0] > 0, lambda x: block(x, up, down), jnp.negative, x)
+
+
+def test_what_is_in_bodies_stands_below_their_heads(
+    mesh: Mesh, golden: Callable[..., None]
+) -> None:
+    f = jhost.jit(layers, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
+    explanation = jhost.explain(f, X, UP, DOWN)
+    golden(without_lines(explanation))
+    assert len(explanation.streams) == explanation.loops == 3
+    scan, *_ = explanation.bodies
+    assert scan.name.startswith("in a scan of 3 iterations [test_explain.py:")
+    assert len(scan.streams) == scan.loops == 1
+    assert [row.times for row in scan.communications] == [3]
+    assert set(scan.communications) <= set(explanation.communications)
+    assert str(explanation).count("s0 on axis 0") == 3  # each where it is, alone

@@ -207,6 +207,17 @@ def test_the_user_s_line_is_never_one_of_jhost() -> None:
     assert source_line(eqn).startswith("test_jax.py")
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_library_s_line_is_followed_by_the_user_s_own(folder: str) -> None:
+    text = "def outer(x):\n    return inner(x)\ndef inner(x):\n    return x * x\n"
+    library: dict[str, Any] = {}
+    exec(compile(text, f"/env/{folder}/flax/linear.py", "exec"), library)
+    (eqn,) = eqns_of(lambda x: library["outer"](x), X)
+    library_s, own = source_line(eqn).split(" from ")
+    assert library_s == "linear.py:4 (inner)"
+    assert re.match(r"test_jax\.py:\d+ \(.*<lambda>\)$", own)
+
+
 def test_a_bound_again_equation_keeps_line_name_and_metadata() -> None:
     def user(x: jax.Array) -> jax.Array:
         with jax.named_scope("layer"), set_xla_metadata(kind="attention"):

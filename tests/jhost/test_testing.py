@@ -161,6 +161,14 @@ def test_what_is_not_pipelined_is_named_with_the_reason() -> None:
     assert "not pipelined: off, as asked [blocks.py:" in str(raised.value)
 
 
+def test_what_is_not_pipelined_is_named_with_its_program() -> None:
+    step = jax.jit(jax.grad(square_loss(block.with_options(pipeline="off"))))
+    with pytest.raises(AssertionError) as raised:
+        testing.assert_pipelined(step, *ARGS)
+    for name in ("relu_block (forward)", "relu_block (backward)"):
+        assert f"* {name}, s0 on axis 0: not pipelined" in str(raised.value)
+
+
 @pytest.mark.parametrize("f", [jnp.sin, jhost.jit(jnp.sin)], ids=["plain", "jhost"])
 def test_no_stream_is_no_pipeline(f: Any) -> None:
     with pytest.raises(AssertionError, match="There are no streams to pipeline"):
