@@ -1,0 +1,212 @@
+"""Programs traced on a mesh with explicit axes, made such that no type says how.
+
+There, types speak of shardings, and JAX itself says what fits.  What the user asks for
+(`jax.sharding.reshard`, `out_sharding=`) becomes a sharding constraint; all else that
+types say follows from that, and a program of jhost's may lay it out in another way.
+"""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import core, linear_util
+from jax._src.core import AbstractValue, ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jhost import errors
+from jhost._jax.eqns import Atom, ClosedJaxpr, close, like_closed
+
+_SHARDINGS = ("sharding", "out_sharding")
+"""What primitives call the type that the user wants of their result."""
+
+
+def untyped(jaxpr: Any, mesh: AbstractMesh) -> Any:
+    """A program, open or closed, whose types have no sharding, on an automatic mesh.
+
+    Raises:
+        UnsupportedError: types speak of sums that have still to be made, or the body of
+            a `jax.shard_map` has explicit axes.
+    """
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _Untyped(mesh).program(jaxpr)
+
+
+class _Untyped:
+    """The variables of one program, without shardings, and its equations."""
+
+    def __init__(self, mesh: AbstractMesh) -> None:
+        self.mesh = mesh
+        self.env: dict[Var, Atom] = {}
+        self.eqns: list[JaxprEqn] = []
+
+    def program(self, jaxpr: Any) -> Any:
+        closed = close(jaxpr)
+        variables = (*closed.constvars, *closed.invars)
+        if not all(isinstance(var.aval, ShapedArray) for var in variables):
+            return jaxpr  # a kernel, which works on references
+        constvars, invars = map(self.define, closed.constvars), closed.invars
+        parts = {"constvars": list(constvars), "invars": list(map(self.define, invars))}
+        for eqn in closed.eqns:
+            self.equation(eqn)
+        outvars = list(map(self.read, closed.outvars))
+        parts |= {"eqns": self.eqns, "outvars": outvars}
+        if not closed.constvars:
+            del parts["constvars"]  # else JAX drops the values
+        new = closed.jaxpr.replace(**parts, debug_info=closed.debug_info)
+        return like_closed(new, closed) if isinstance(jaxpr, ClosedJaxpr) else new
+
+    def define(self, var: Var) -> Var:
+        self.env[var] = new = Var(_plain(var.aval))
+        return new
+
+    def read(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return Literal(atom.val, _plain(atom.aval))
+        return self.env[atom]
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        if eqn.primitive.name == "reshard":
+            self.reshard(eqn)
+            return
+        params = {name: self.value(value) for name, value in eqn.params.items()}
+        if eqn.primitive.name == "shard_map":
+            _check_shard_map(eqn)
+            params["jaxpr"] = eqn.params["jaxpr"]
+        params |= self.rules(eqn)
+        wanted = _wanted(eqn)
+        params |= dict.fromkeys(wanted)
+        ins, outs = list(map(self.read, eqn.invars)), list(map(self.define, eqn.outvars))
+        with _outside_types(eqn, self.mesh):
+            new = core.new_jaxpr_eqn(
+                ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
+            )
+        self.eqns.append(new)
+        for sharding in wanted.values():
+            self.env[eqn.outvars[0]] = self.constrained(outs[0], sharding, eqn)
+
+    def reshard(self, eqn: JaxprEqn) -> None:
+        """A constraint, but nothing where axes become automatic."""
+        source, sharding = self.read(eqn.invars[0]), eqn.params["dst_sharding"]
+        if not isinstance(sharding, NamedSharding):
+            raise errors.UnsupportedError(f"jax.sharding.reshard to {sharding}")
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            source = self.constrained(source, sharding, eqn)
+        self.env[eqn.outvars[0]] = source
+
+    def constrained(self, atom: Atom, wanted: NamedSharding, like: JaxprEqn) -> Var:
+        sharding = NamedSharding(_automatic(wanted.mesh), _constraint(wanted))
+        constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+        (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
+        out = Var(atom.aval)
+        self.eqns.append(
+            eqn.replace(invars=[atom], outvars=[out], source_info=like.source_info)
+        )
+        return out
+
+    def value(self, value: Any) -> Any:
+        """A parameter of an equation."""
+        match value:
+            case ClosedJaxpr() | Jaxpr():
+                return _Untyped(self.mesh).program(value)
+            case ShapedArray():
+                return _plain(value)
+            case Mesh() | AbstractMesh():
+                return _automatic(value)
+            case NamedSharding():
+                return NamedSharding(_automatic(value.mesh), value.spec)
+            case tuple() if hasattr(value, "_fields"):  # a named one
+                return type(value)(*map(self.value, value))
+            case tuple() | list():
+                return type(value)(map(self.value, value))
+            case _:
+                return value
+
+    def rules(self, eqn: JaxprEqn) -> dict[str, Any]:
+        """The user's rules for derivatives, which are traced when they are used."""
+        names = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+        return {
+            name: self.rule(eqn.params[name], eqn)
+            for name in names
+            if name in eqn.params
+        }
+
+    def rule(self, rule: Any, eqn: JaxprEqn) -> Any:
+        """A rule traced on the types that its function was traced on."""
+        mesh = self.mesh
+
+        def traced(*zeros: Any) -> Sequence[Any]:
+            with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+                jaxpr, *rest = rule.call_wrapped(*zeros)
+            return untyped(jaxpr, mesh), *rest
+
+        return linear_util.wrap_init(traced, debug_info=rule.debug_info)
+
+
+@contextmanager
+def _outside_types(eqn: JaxprEqn, mesh: AbstractMesh) -> Generator[None]:
+    """The context of an equation, but for its mesh."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _wanted(eqn: JaxprEqn) -> dict[str, NamedSharding]:
+    """The types that an equation was told its result has."""
+    if eqn.primitive.name in ("jhost", "sharding_constraint"):
+        return {}
+    given = {name: eqn.params.get(name) for name in _SHARDINGS}
+    return {
+        name: sharding
+        for name, sharding in given.items()
+        if isinstance(sharding, NamedSharding)
+    }
+
+
+def _constraint(sharding: NamedSharding) -> PartitionSpec:
+    """What a type says of each dim, where automatic axes are nobody's business."""
+    spec = sharding.spec
+    if spec.unreduced or spec.reduced:
+        raise errors.UnsupportedError(
+            f"A type asks for {spec}, but jhost adds up where it sees fit. Ask for the "
+            "sharding of the sum."
+        )
+    some_automatic = AxisType.Auto in sharding.mesh.axis_types
+    free = PartitionSpec.UNCONSTRAINED if some_automatic else None
+    return PartitionSpec(*(free if entry is None else entry for entry in spec))
+
+
+def _automatic(mesh: Any) -> Any:
+    """A mesh with automatic axes in place of explicit ones."""
+    kinds = tuple(
+        AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types
+    )
+    if kinds == mesh.axis_types:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return mesh.update(axis_types=kinds)
+
+
+def _plain(aval: AbstractValue) -> AbstractValue:
+    if not isinstance(aval, ShapedArray):
+        return aval
+    return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _check_shard_map(eqn: JaxprEqn) -> None:
+    """In its body all axes must be manual, for its types are left as they are."""
+    names = set(eqn.params["mesh"].axis_names)
+    if rest := sorted(names - set(eqn.params["manual_axes"])):
+        raise errors.UnsupportedError(
+            f"A jax.shard_map on an explicit mesh leaves {', '.join(rest)} to types in "
+            "its body. Let it be over all axes."
+        )
