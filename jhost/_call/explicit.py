@@ -68,7 +68,8 @@ def without_types(traced: Traced) -> Traced:
     """What was traced, with the types of results as specs beside its jaxpr."""
     with automatic_axes():
         jaxpr = _without_types(traced.jaxpr, get_abstract_mesh())
-    specs = tuple(aval.sharding.spec for aval in traced.jaxpr.out_avals)
+    outs: list[Any] = list(traced.jaxpr.out_avals)
+    specs = tuple(aval.sharding.spec for aval in outs)
     return dataclasses.replace(traced, jaxpr=jaxpr, out_types=specs)
 
 

@@ -456,7 +456,9 @@ class JitFunction(Generic[P, R]):
             ) from error
         explain_refusal(error, self._name, self._settings.compiler_options or {})
         try:
-            self._call_jaxpr(key, self._trace(key, args, kwargs))  # names what does not fit
+            self._call_jaxpr(
+                key, self._trace(key, args, kwargs)
+            )  # names what does not fit
         except errors.JhostError as problem:
             raise problem from error
         except Exception:

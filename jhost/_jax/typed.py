@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import core, linear_util
+from jax._src.ad_util import SymbolicZero, Zero
 from jax._src.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -28,6 +29,9 @@ from jhost._jax.eqns import Atom, ClosedJaxpr, close, like_closed
 
 _SHARDINGS = ("sharding", "out_sharding")
 """What primitives call the type that the user wants of their result."""
+
+
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def untyped(jaxpr: Any, mesh: AbstractMesh) -> Any:
@@ -82,10 +86,14 @@ class _Untyped:
         if eqn.primitive.name == "shard_map":
             _check_shard_map(eqn)
             params["jaxpr"] = eqn.params["jaxpr"]
-        params |= self.rules(eqn)
+        if eqn.primitive.name in _WITH_RULES:
+            params |= self.rules(eqn)
         wanted = _wanted(eqn)
         params |= dict.fromkeys(wanted)
-        ins, outs = list(map(self.read, eqn.invars)), list(map(self.define, eqn.outvars))
+        ins, outs = (
+            list(map(self.read, eqn.invars)),
+            list(map(self.define, eqn.outvars)),
+        )
         with _outside_types(eqn, self.mesh):
             new = core.new_jaxpr_eqn(
                 ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
@@ -133,23 +141,77 @@ class _Untyped:
 
     def rules(self, eqn: JaxprEqn) -> dict[str, Any]:
         """The user's rules for derivatives, which are traced when they are used."""
-        names = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+        rules = _Rules(eqn, self.mesh)
+        names = {
+            "jvp_jaxpr_fun": rules.forward,
+            "fwd_jaxpr_thunk": rules.forward,
+            "bwd": rules.backward,
+        }
         return {
-            name: self.rule(eqn.params[name], eqn)
-            for name in names
+            name: linear_util.wrap_init(
+                partial(rule, eqn.params[name]), debug_info=eqn.params[name].debug_info
+            )
+            for name, rule in names.items()
             if name in eqn.params
         }
 
-    def rule(self, rule: Any, eqn: JaxprEqn) -> Any:
-        """A rule traced on the types that its function was traced on."""
-        mesh = self.mesh
 
-        def traced(*zeros: Any) -> Sequence[Any]:
-            with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
-                jaxpr, *rest = rule.call_wrapped(*zeros)
-            return untyped(jaxpr, mesh), *rest
+class _Rules:
+    """The user's rules of one call, on the types that its function was traced on."""
 
-        return linear_util.wrap_init(traced, debug_info=rule.debug_info)
+    def __init__(self, eqn: JaxprEqn, mesh: AbstractMesh) -> None:
+        self.eqn = eqn
+        self.mesh = mesh
+        self.made: list[AbstractValue] = []  # of what the forward rule returns
+
+    def forward(self, rule: Any, *zeros: Any) -> Sequence[Any]:
+        with self.types():
+            jaxpr, *rest = rule.call_wrapped(*zeros)
+        self.made = [var.aval for var in jaxpr.outvars]
+        return untyped(jaxpr, self.mesh), *rest
+
+    def backward(self, rule: Any, *args: Any) -> Any:
+        """The rule as a program, for its operands are of other types than it wants."""
+        kinds, held = self.operands(), list[Any]()
+
+        def traced(arrays: Sequence[Any]) -> list[Any]:
+            pairs = zip(arrays, kinds, strict=True)
+            values = [SymbolicZero(kind) if x is None else x for x, kind in pairs]
+            results = rule.call_wrapped(*values)
+            leaves, tree = jax.tree.flatten(results, is_leaf=_is_zero)
+            held.append((leaves, tree))
+            return [leaf for leaf in leaves if not _is_zero(leaf)]
+
+        arrays = [None if _is_zero(arg) else arg for arg in args]
+        pairs = zip(arrays, kinds, strict=True)
+        with self.types():
+            typed = [None if array is None else kind for array, kind in pairs]
+            jaxpr = untyped(jax.make_jaxpr(traced)(typed), self.mesh)
+        ((leaves, tree),) = held
+        made = iter(core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays)))
+        return jax.tree.unflatten(
+            tree,
+            [
+                type(leaf)(_plain(leaf.aval)) if _is_zero(leaf) else next(made)
+                for leaf in leaves
+            ],
+        )
+
+    def operands(self) -> list[AbstractValue]:
+        """The types of residuals, of which some are operands, and of cotangents."""
+        call = close(self.eqn.params["call_jaxpr"])
+        _, _, forwarded = self.eqn.params["out_trees"]()
+        ins, made = call.in_avals, iter(self.made)
+        residuals = [next(made) if f is None else ins[f] for f in forwarded]
+        return [*residuals, *(aval.to_ct_aval() for aval in call.out_avals)]
+
+    def types(self) -> Any:
+        """The context of an equation's types."""
+        return jax.sharding.use_abstract_mesh(self.eqn.ctx.cur_abstract_mesh)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, SymbolicZero | Zero)
 
 
 @contextmanager
