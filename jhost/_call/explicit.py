@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -88,4 +88,15 @@ def wanted_specs(
     return [
         tuple(axes or free for axes in spec_entries(kind)) if spec is None else spec
         for spec, kind in zip(given, traced.out_types, strict=True)
+    ]
+
+
+def result_types(
+    traced: Traced, given: Sequence[Spec | None], laid_out: Iterable[PartitionSpec]
+) -> list[PartitionSpec]:
+    """What types say of results: JAX's own words, or else how they are `laid_out`."""
+    known = traced.out_types or [None] * len(given)
+    return [
+        there if kind is None or spec is not None else kind
+        for kind, spec, there in zip(known, given, laid_out, strict=True)
     ]

@@ -18,7 +18,13 @@ from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, identity_of, name_of, types_of
 from jhost._call.execute import executable_options
-from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
+from jhost._call.explicit import (
+    result_types,
+    typed,
+    typed_mesh,
+    wanted_specs,
+    without_types,
+)
 from jhost._call.program import Call, Config, annotate, host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check
@@ -323,7 +329,9 @@ class JitFunction(Generic[P, R]):
         # Now, while the user's call is at hand: what JAX derives is lowered later.
         program = host_program(call_jaxpr, config)
         if explicit is not None:
-            call = with_types(call, explicit, map(spec_of, program.results))
+            _, given = self._specs(traced)
+            specs = result_types(traced, given, map(spec_of, program.results))
+            call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
     def _identified(

@@ -80,16 +80,20 @@ class _Untyped:
 
     def equation(self, eqn: JaxprEqn) -> None:
         if eqn.primitive.name == "reshard":
-            self.reshard(eqn)
-            return
-        params = {name: self.value(value) for name, value in eqn.params.items()}
+            return self.reshard(eqn, "dst_sharding")
+        if eqn.primitive.name == "sharding_constraint" and _typed_axes(eqn):
+            return self.reshard(eqn, "sharding")
+        wanted = _wanted(eqn)
+        specs = list(map(_constrained_to, wanted.values()))
+        params = {
+            name: None if name in wanted else self.value(value)
+            for name, value in eqn.params.items()
+        }
         if eqn.primitive.name == "shard_map":
             _check_shard_map(eqn)
             params["jaxpr"] = eqn.params["jaxpr"]
         if eqn.primitive.name in _WITH_RULES:
             params |= self.rules(eqn)
-        wanted = _wanted(eqn)
-        params |= dict.fromkeys(wanted)
         ins, outs = (
             list(map(self.read, eqn.invars)),
             list(map(self.define, eqn.outvars)),
@@ -99,20 +103,19 @@ class _Untyped:
                 ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
             )
         self.eqns.append(new)
-        for sharding in wanted.values():
+        for sharding in specs:
             self.env[eqn.outvars[0]] = self.constrained(outs[0], sharding, eqn)
 
-    def reshard(self, eqn: JaxprEqn) -> None:
+    def reshard(self, eqn: JaxprEqn, name: str) -> None:
         """A constraint, but nothing where axes become automatic."""
-        source, sharding = self.read(eqn.invars[0]), eqn.params["dst_sharding"]
+        source, sharding = self.read(eqn.invars[0]), eqn.params[name]
         if not isinstance(sharding, NamedSharding):
             raise errors.UnsupportedError(f"jax.sharding.reshard to {sharding}")
         if AxisType.Explicit in sharding.mesh.axis_types:
-            source = self.constrained(source, sharding, eqn)
+            source = self.constrained(source, _constrained_to(sharding), eqn)
         self.env[eqn.outvars[0]] = source
 
-    def constrained(self, atom: Atom, wanted: NamedSharding, like: JaxprEqn) -> Var:
-        sharding = NamedSharding(_automatic(wanted.mesh), _constraint(wanted))
+    def constrained(self, atom: Atom, sharding: NamedSharding, like: JaxprEqn) -> Var:
         constrain = partial(lax.with_sharding_constraint, shardings=sharding)
         (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
         out = Var(atom.aval)
@@ -188,7 +191,9 @@ class _Rules:
             typed = [None if array is None else kind for array, kind in pairs]
             jaxpr = untyped(jax.make_jaxpr(traced)(typed), self.mesh)
         ((leaves, tree),) = held
-        made = iter(core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays)))
+        made = iter(
+            core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
+        )
         return jax.tree.unflatten(
             tree,
             [
@@ -233,17 +238,25 @@ def _wanted(eqn: JaxprEqn) -> dict[str, NamedSharding]:
     }
 
 
-def _constraint(sharding: NamedSharding) -> PartitionSpec:
-    """What a type says of each dim, where automatic axes are nobody's business."""
-    spec = sharding.spec
+def _typed_axes(eqn: JaxprEqn) -> bool:
+    """Whether a constraint, on automatic axes, is for a mesh with explicit ones too."""
+    sharding = eqn.params["sharding"]
+    kinds = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    return AxisType.Explicit in kinds
+
+
+def _constrained_to(kind: NamedSharding) -> NamedSharding:
+    """What a type asks for, where automatic axes are nobody's business."""
+    spec = kind.spec
     if spec.unreduced or spec.reduced:
         raise errors.UnsupportedError(
             f"A type asks for {spec}, but jhost adds up where it sees fit. Ask for the "
             "sharding of the sum."
         )
-    some_automatic = AxisType.Auto in sharding.mesh.axis_types
+    some_automatic = AxisType.Auto in kind.mesh.axis_types
     free = PartitionSpec.UNCONSTRAINED if some_automatic else None
-    return PartitionSpec(*(free if entry is None else entry for entry in spec))
+    entries = (free if entry is None else entry for entry in spec)
+    return NamedSharding(_automatic(kind.mesh), PartitionSpec(*entries))
 
 
 def _automatic(mesh: Any) -> Any:
@@ -266,8 +279,8 @@ def _plain(aval: AbstractValue) -> AbstractValue:
 
 def _check_shard_map(eqn: JaxprEqn) -> None:
     """In its body all axes must be manual, for its types are left as they are."""
-    names = set(eqn.params["mesh"].axis_names)
-    if rest := sorted(names - set(eqn.params["manual_axes"])):
+    axes = set(eqn.params["mesh"].axis_names)
+    if rest := sorted(axes - set(eqn.params["newly_manual_axes"])):
         raise errors.UnsupportedError(
             f"A jax.shard_map on an explicit mesh leaves {', '.join(rest)} to types in "
             "its body. Let it be over all axes."

@@ -219,3 +219,103 @@ def test_a_mesh_may_be_given(function: Function) -> None:
     ins = P("dp"), P(None, "tp")
     placed = jhost.jit(function, mesh=mesh, in_shardings=ins)(X, W)
     jax.tree.map(assert_close, placed, expected)
+
+
+# --- What jhost makes of it -------------------------------------------------------- #
+
+
+def test_what_is_asked_for_is_how_values_lie(mesh: Mesh) -> None:
+    x, w = sharded(mesh)
+
+    def f(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.dot(x, w, out_sharding=P("tp", "dp"))
+        return y, reshard(y, P(None, "tp"))
+
+    results = jhost.jit(f).lower(x, w).host_ir.results
+    assert [result.shape for result in results] == [(2, 4), (8, 2)]
+
+
+@pytest.mark.parametrize("axes", ["EA", "AE"])
+def test_some_axes_may_be_automatic(axes: str) -> None:
+    kinds = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    names = ("dp", "tp")
+    mesh = jax.make_mesh((2, 4), names, axis_types=tuple(kinds[a] for a in axes))
+    name, other = names[axes.index("E")], names[axes.index("A")]
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.dot(x, w, out_sharding=P(name, None))
+        y = jax.lax.with_sharding_constraint(y, P(None, other))
+        return reshard(jnp.tanh(y), P(None, name))
+
+    with jax.set_mesh(mesh):
+        args = [reshard(X, P(name)), reshard(W, P())]
+        assert_same(jhost.jit(f)(*args), jax.jit(f)(*args))
+        own, plain = (
+            jax.grad(loss_of(one), (0, 1)) for one in (jhost.jit(f), jax.jit(f))
+        )
+        assert_same(own(*args), plain(*args))
+
+
+def test_functions_that_types_refuse_need_not_name_any(mesh: Mesh) -> None:
+    def ambiguous(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w  # both may be gathered, or the sum be made over devices
+
+    x, w = reshard(X, P(None, "tp")), reshard(W, P("tp", None))
+    with pytest.raises(Exception, match="out_sharding"):
+        jax.jit(ambiguous)(x, w)
+    assert_close(jhost.jit(ambiguous)(x, w), X @ W)
+
+
+def test_what_types_refuse_is_jax_s_own_error(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return reshard(x, P("dp", None)) + reshard(x, P("tp", None))
+
+    with pytest.raises(Exception, match="sharding") as theirs:
+        jax.jit(f)(X)
+    with pytest.raises(type(theirs.value)) as own:
+        jhost.jit(f)(X)
+    assert str(own.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+def test_a_sum_that_is_not_made_is_refused(mesh: Mesh) -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.dot(x, w, out_sharding=P(None, None, unreduced={"tp"}))
+        return reshard(y, P(None, None))
+
+    x, w = reshard(X, P(None, "tp")), reshard(W, P("tp", None))
+    with pytest.raises(errors.UnsupportedError, match="unreduced"):
+        jhost.jit(f)(x, w)
+
+
+def test_a_shard_map_over_all_axes_may_stand_inside(mesh: Mesh) -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        spec = P("dp", "tp")
+        mapped = jax.shard_map(jnp.cumsum, in_specs=spec, out_specs=P(("dp", "tp")))
+        return mapped(jnp.dot(x, w, out_sharding=spec)).sum()
+
+    args = sharded(mesh)
+    assert_same(jhost.jit(f)(*args), jax.jit(f)(*args))
+
+
+def test_a_shard_map_over_some_axes_is_refused(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        kwargs = {"axis_names": {"dp"}, "in_specs": P("dp"), "out_specs": P("dp")}
+        y = reshard(x, P("dp", "tp"))
+        return jax.shard_map(lambda x: x * 2, **kwargs)(y)
+
+    with pytest.raises(errors.UnsupportedError, match="over all axes"):
+        jhost.jit(f)(X)
+
+
+def test_other_arguments_have_no_part_in_it(mesh: Mesh) -> None:
+    def f(x: jax.Array, times: int, *, w: jax.Array, name: str) -> jax.Array:
+        return jnp.dot(x * times, w, out_sharding=P(name, None))
+
+    (x, w), static = sharded(mesh), {"static_argnums": 1, "static_argnames": "name"}
+    own, plain = (jit(f, **static) for jit in (jhost.jit, jax.jit))
+    assert_same(own(x, 2, name="dp", w=w), plain(x, 2, name="dp", w=w))
+
+
+def test_the_same_types_are_lowered_once(mesh: Mesh) -> None:
+    args, f = sharded(mesh), jhost.jit(dots)
+    assert f.lower(*args).host_ir is f.lower(*args).host_ir
