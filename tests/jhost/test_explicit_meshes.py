@@ -106,7 +106,8 @@ def called(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def automatic_inside(x: jax.Array, w: jax.Array) -> jax.Array:
-    return auto_axes(lambda x, w: jnp.tanh(x @ w), out_sharding=P("dp", "tp"))(x, w)
+    inside: Any = auto_axes(lambda x, w: jnp.tanh(x @ w), out_sharding=P("dp", "tp"))
+    return inside(x, w)
 
 
 @jax.custom_jvp
@@ -279,7 +280,7 @@ def test_what_types_refuse_is_jax_s_own_error(mesh: Mesh) -> None:
 
 def test_a_sum_that_is_not_made_is_refused(mesh: Mesh) -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = jnp.dot(x, w, out_sharding=P(None, None, unreduced={"tp"}))
+        y = jnp.dot(x, w, out_sharding=P(None, None, unreduced=frozenset({"tp"})))
         return reshard(y, P(None, None))
 
     x, w = reshard(X, P(None, "tp")), reshard(W, P("tp", None))
@@ -299,9 +300,10 @@ def test_a_shard_map_over_all_axes_may_stand_inside(mesh: Mesh) -> None:
 
 def test_a_shard_map_over_some_axes_is_refused(mesh: Mesh) -> None:
     def f(x: jax.Array) -> jax.Array:
-        kwargs = {"axis_names": {"dp"}, "in_specs": P("dp"), "out_specs": P("dp")}
-        y = reshard(x, P("dp", "tp"))
-        return jax.shard_map(lambda x: x * 2, **kwargs)(y)
+        y, spec = reshard(x, P("dp", "tp")), P("dp")
+        return jax.shard_map(
+            lambda x: x * 2, axis_names={"dp"}, in_specs=spec, out_specs=spec
+        )(y)
 
     with pytest.raises(errors.UnsupportedError, match="over all axes"):
         jhost.jit(f)(X)
@@ -311,8 +313,9 @@ def test_other_arguments_have_no_part_in_it(mesh: Mesh) -> None:
     def f(x: jax.Array, times: int, *, w: jax.Array, name: str) -> jax.Array:
         return jnp.dot(x * times, w, out_sharding=P(name, None))
 
-    (x, w), static = sharded(mesh), {"static_argnums": 1, "static_argnames": "name"}
-    own, plain = (jit(f, **static) for jit in (jhost.jit, jax.jit))
+    x, w = sharded(mesh)
+    own = jhost.jit(f, static_argnums=1, static_argnames="name")
+    plain = jax.jit(f, static_argnums=1, static_argnames="name")
     assert_same(own(x, 2, name="dp", w=w), plain(x, 2, name="dp", w=w))
 
 
