@@ -102,7 +102,7 @@ def with_types(
 ) -> Callable[..., Sequence[Any]]:
     """`call`, in which no type speaks of shardings, with results whose types do."""
     axes = explicit_axes(mesh)
-    types = tuple(NamedSharding(mesh, _spec_over(axes, spec)) for spec in specs)
+    types = tuple(NamedSharding(mesh, spec_over(axes, spec)) for spec in specs)
 
     def untyped(*args: Any) -> tuple[Any, ...]:
         return tuple(call(*args))
@@ -111,7 +111,7 @@ def with_types(
     return cast(Callable[..., Sequence[Any]], typed)
 
 
-def _spec_over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+def spec_over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
     """`spec` without other axes, which are of no type."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return PartitionSpec(*(tuple(a for a in e if a in axes) or None for e in entries))

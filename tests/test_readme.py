@@ -74,7 +74,14 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
 
 
 @pytest.mark.parametrize(
-    "name", ["performance.md", "quickstart.md", "testing.md", "tuning.md"]
+    "name",
+    [
+        "explicit-meshes.md",
+        "performance.md",
+        "quickstart.md",
+        "testing.md",
+        "tuning.md",
+    ],
 )
 def test_the_examples_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -12,12 +13,19 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, identity_of, name_of, types_of
 from jhost._call.execute import executable_options
+from jhost._call.explicit import (
+    result_types,
+    typed,
+    typed_mesh,
+    wanted_specs,
+    without_types,
+)
 from jhost._call.program import (
     Call,
     Config,
@@ -156,7 +164,7 @@ class JitFunction(Generic[P, R]):
         """
         key = self._key(self._leaves(args, kwargs))
         with self._explained(key, args, kwargs):
-            traced = self._trace(args, kwargs)
+            traced = self._trace(key, args, kwargs)
             named = self._names_devices(key, args, kwargs)
             call_jaxpr = self._call_jaxpr(key, traced, named)
             config = self._identified(self._config(key), traced, args, kwargs)
@@ -249,7 +257,7 @@ class JitFunction(Generic[P, R]):
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         shardings = {} if key[0] is None else self._named_shardings(key[0])
         named = self._names_devices(key, args, kwargs)
-        call_jaxpr = self._call_jaxpr(key, self._trace(args, kwargs), named)
+        call_jaxpr = self._call_jaxpr(key, self._trace(key, args, kwargs), named)
         config = dataclasses.replace(self._config(key), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
@@ -319,7 +327,7 @@ class JitFunction(Generic[P, R]):
         leaves = self._leaves(args, kwargs)
         key = self._key(leaves)
         with self._explained(key, args, kwargs):
-            traced = self._trace(args, kwargs)
+            traced = self._trace(key, args, kwargs)
             call_jaxpr = self._call_jaxpr(key, traced)
         return Call(call_jaxpr, self._config(key), (*traced.consts, *leaves))
 
@@ -330,7 +338,7 @@ class JitFunction(Generic[P, R]):
 
         `named`: what is around the call names the devices.
         """
-        traced = self._trace(args, kwargs)
+        traced = self._trace(key, args, kwargs)
         config = self._identified(config, traced, args, kwargs)
         operands = [*traced.consts, *self._leaves(args, kwargs)]
         explicit = explicit_mesh(operands)
@@ -338,12 +346,14 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
-        if _inside.get():  # the program around has it in its own
+        if _inside.get() and explicit is None:  # the program around has it
             return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.
         program = host_program(call_jaxpr, config)
         if explicit is not None:
-            call = with_types(call, explicit, map(spec_of, program.results))
+            _, given = self._specs(traced)
+            specs = result_types(traced, given, map(spec_of, program.results))
+            call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
     def _identified(
@@ -358,14 +368,52 @@ class JitFunction(Generic[P, R]):
         identity = self._identities[traced.jaxpr]
         return dataclasses.replace(config, identity=identity)
 
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-        """The function's jaxpr on types alone: layouts are jhost's business."""
-        nums, names = self._static.positions(len(args)), self._static.names
-        with automatic_axes(), _tracing():
+    def _trace(
+        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Traced:
+        """The function's jaxpr on types without shardings: they are jhost's business.
+
+        On a mesh with explicit axes JAX's types hold while it is traced.  jhost takes
+        more than they do: where they refuse a function, it is traced without.
+        """
+        mesh = typed_mesh(key[0])
+        if mesh is None:
+            return self._automatic(args, kwargs)
+        try:
+            return self._typed(mesh, args, kwargs)
+        except Exception:
+            with contextlib.suppress(Exception):
+                return self._automatic(args, kwargs)
+            raise  # what asks for types in vain without them means those
+
+    def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        types = types_of(self._static.without(args, kwargs))
+        with automatic_axes():
+            return self._traced(args, kwargs, types)
+
+    def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> Traced:
+        arguments = self._static.without(args, kwargs)
+        leaves, tree = jax.tree.flatten(arguments)
+        given = shardings.spread(self._settings.in_shardings, arguments[0])
+        given += shardings.spread(None, arguments[1])
+        types = typed(jax.tree.leaves(types_of(arguments)), leaves, given, mesh)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = self._traced(args, kwargs, jax.tree.unflatten(tree, types))
+        return without_types(traced)
+
+    def _traced(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        types: tuple[Sequence[Any], Mapping[str, Any]],
+    ) -> Traced:
+        """The function's jaxpr on `types` in place of arguments that are not static."""
+        nums, positional = self._static.positions(len(args)), iter(types[0])
+        with _tracing():
             return trace(
                 self._fun,
-                [a if i in nums else types_of(a) for i, a in enumerate(args)],
-                {n: a if n in names else types_of(a) for n, a in kwargs.items()},
+                [a if i in nums else next(positional) for i, a in enumerate(args)],
+                {**kwargs, **types[1]},
                 static_argnums=self._settings.static_argnums,
                 static_argnames=self._settings.static_argnames,
                 donate_argnums=self._settings.donate_argnums,
@@ -393,6 +441,7 @@ class JitFunction(Generic[P, R]):
             *shardings.problems(result_paths(jaxpr), outs, jaxpr.out_avals, mesh),
         ]
         raise_problems(f"jhost.jit of {self._name}", problems)
+        outs = wanted_specs(traced, outs, mesh)
         in_specs = (*[None] * count, *shardings.padded(ins, in_avals))
         with automatic_axes():
             out_specs = shardings.padded(outs, jaxpr.out_avals)
@@ -438,7 +487,9 @@ class JitFunction(Generic[P, R]):
             ) from error
         explain_refusal(error, self._name, self._settings.compiler_options or {})
         try:
-            self._call_jaxpr(key, self._trace(args, kwargs))  # names what does not fit
+            self._call_jaxpr(
+                key, self._trace(key, args, kwargs)
+            )  # names what does not fit
         except errors.JhostError as problem:
             raise problem from error
         except Exception:

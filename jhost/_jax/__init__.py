@@ -37,6 +37,7 @@ from jax._src.interpreters import ad, batching, partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry_prng_impl
+from jax.sharding import PartitionSpec
 
 from jhost._jax.eqns import (
     Atom as Atom,
@@ -76,6 +77,7 @@ from jhost._jax.split import (
     Residual as Residual,
     Split as Split,
 )
+from jhost._jax.typed import untyped as untyped
 
 if TYPE_CHECKING:
     from jaxlib._jax.pytree import PyTreeDef  # the public name has no type
@@ -98,6 +100,7 @@ class Traced:
     donated: tuple[bool, ...]  # for each of `args`
     in_tree: PyTreeDef  # of the pair of positional and keyword arguments
     out_tree: PyTreeDef
+    out_types: tuple[PartitionSpec, ...] | None = None  # the specs in results' types
 
 
 def trace(

@@ -72,7 +72,7 @@ def rewritten(
     parts = {"invars": invars, "outvars": outvars, "eqns": eqns}
     given = {name: list(part) for name, part in parts.items() if part is not None}
     names = jaxpr.debug_info.with_unknown_names()
-    return _closed(jaxpr.jaxpr.replace(**given, debug_info=names), jaxpr)
+    return like_closed(jaxpr.jaxpr.replace(**given, debug_info=names), jaxpr)
 
 
 def calls(jaxpr: Any, primitive: Primitive) -> bool:
@@ -94,7 +94,7 @@ def with_each_eqn(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn | None]) -> 
     if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
         return jaxpr
     new = closed.jaxpr.replace(eqns=eqns)
-    return _closed(new, closed) if isinstance(jaxpr, ClosedJaxpr) else new
+    return like_closed(new, closed) if isinstance(jaxpr, ClosedJaxpr) else new
 
 
 def _with_each_inside(
@@ -126,10 +126,10 @@ def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     JAX drops them when it lowers a call; of what has none it makes no other program.
     """
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
-    return _closed(live, jaxpr)
+    return like_closed(live, jaxpr)
 
 
-def _closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:
+def like_closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:
     """`new`, on 0.10 with the consts of the program that it was made of."""
     return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, like.consts)
 

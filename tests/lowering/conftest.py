@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jhost.lowering.rules.dim_rule import DimRule, Dims, FactorDim, Reducer, bind
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Reducer,
+    bind,
+    factors_of,
+)
 from jhost.lowering.rules.table import rule_of
 
 # Public modules with primitives of their own that `import jax` does not load.
@@ -177,11 +184,18 @@ def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
 def _check_together(case: _Case) -> None:
     """The last part of all parallel factors at once, as on a mesh of several axes.
 
-    With it go halves of all that are reduced, which are put together.
+    With it go halves of all that are reduced, which are put together; what another
+    result follows is whole.
     """
+    followed = set[int]().union(*map(factors_of, case.rule.results))
+    pairs = zip(case.rule.sizes, case.rule.reducers, strict=True)
     parts = [
-        [(size // 2, size - size // 2)] if reducer is None else _halves(size)
-        for size, reducer in zip(case.rule.sizes, case.rule.reducers, strict=True)
+        [(size // 2, size - size // 2)]
+        if reducer is None
+        else [(0, size)]
+        if factor in followed
+        else _halves(size)
+        for factor, (size, reducer) in enumerate(pairs)
     ]
     places = [_Part(chosen) for chosen in itertools.product(*parts)]
     given = zip(*map(case.run, places), strict=True)
