@@ -270,7 +270,9 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 def test_only_a_jhost_function_can_be_explained() -> None:
     function: Any = identity
-    with pytest.raises(errors.ArgumentError, match="function identity"):
+    with pytest.raises(
+        errors.ArgumentError, match="identity, which calls no jhost function"
+    ):
         jhost.explain(function, X)
 
 

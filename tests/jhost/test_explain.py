@@ -315,7 +315,7 @@ def test_arguments_of_a_step_may_be_no_arrays() -> None:
         assert jhost.explain(f, types, "twice", train=True).loops == 1
 
 
-@pytest.mark.parametrize("f", [jnp.sin, "f"], ids=str)
+@pytest.mark.parametrize("f", [jnp.sin, "f"], ids=["a function", "no function"])
 def test_what_calls_no_jhost_function_is_refused(f: Any) -> None:
     with pytest.raises(errors.ArgumentError, match=r"jhost\.explain"):
         jhost.explain(f, X)
