@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 import jhost
@@ -68,9 +69,11 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = ROOT / name
-    example, shown = (b for b in blocks(page) if b.language in ("python", "text"))
-    run(page, example, {})
-    assert capsys.readouterr().out == shown.text + "\n"
+    found = [b for b in blocks(page) if b.language in ("python", "text")]
+    namespace: dict[str, Any] = {}
+    for example, shown in zip(found[::2], found[1::2], strict=True):
+        run(page, example, namespace)
+        assert capsys.readouterr().out == shown.text + "\n"
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,10 @@ def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
 
 
 def test_every_error_has_a_section() -> None:
-    found = re.findall(r"^## (\w+Error)$", (ROOT / "docs/errors.md").read_text(), re.M)
-    assert sorted(found) == sorted(cls.__name__ for cls in ERRORS)
+    page = (ROOT / "docs/errors.md").read_text()
+    found = re.findall(r"^## (\w+(?:Error|Warning))$", page, re.M)
+    classes = [*ERRORS, errors.ReplicationWarning]
+    assert sorted(found) == sorted(cls.__name__ for cls in classes)
 
 
 ELSEWHERE = {  # in processes of their own: test_processes.py
@@ -120,16 +125,29 @@ HERE = [cls for cls in ERRORS if cls not in ELSEWHERE]
 def test_the_first_example_raises_and_the_second_runs(
     cls: type[errors.JhostError],
 ) -> None:
-    page = ROOT / "docs" / "errors.md"
-    found = [block for block in blocks(page) if block.language == "python"]
-    preamble = next(block for block in found if not block.heading.endswith("Error"))
-    wrong, right = (block for block in found if block.heading == cls.__name__)
-    namespace: dict[str, Any] = {}
-    run(page, preamble, namespace)
+    page, namespace, wrong, right = error_examples(cls.__name__)
     with pytest.raises(cls, match=f"docs/errors.md#{cls.__name__.lower()}") as raised:
         run(page, wrong, dict(namespace))
     assert raised.type is cls
     run(page, right, dict(namespace))
+
+
+def test_the_first_example_warns_and_the_second_does_not() -> None:
+    page, namespace, wrong, right = error_examples("ReplicationWarning")
+    jax.clear_caches()
+    with pytest.warns(errors.ReplicationWarning, match="sort is repeated"):
+        run(page, wrong, dict(namespace))
+    run(page, right, dict(namespace))
+
+
+def error_examples(name: str) -> tuple[Path, dict[str, Any], Block, Block]:
+    """The page, what its preamble defines, and the two examples of a section."""
+    page = ROOT / "docs" / "errors.md"
+    preamble, *found = (block for block in blocks(page) if block.language == "python")
+    wrong, right = (block for block in found if block.heading == name)
+    namespace: dict[str, Any] = {}
+    run(page, preamble, namespace)
+    return page, namespace, wrong, right
 
 
 def test_unreleased_is_on_top_of_the_changelog() -> None:
