@@ -87,7 +87,9 @@ def test_tools_take_a_method_as_it_is_called() -> None:
     assert jhost.profile(layer.apply, X).devices
     tuning = jhost.tune(layer.apply, X, rounds=1, cache=False, progress=False)
     assert tuning.function == "apply"
-    with pytest.raises(jhost.errors.ArgumentError, match="a function made by jhost"):
+    with pytest.raises(
+        jhost.errors.ArgumentError, match="which calls no jhost function"
+    ):
         jhost.explain(X.sum)  # pyright: ignore[reportArgumentType]
 
 
