@@ -124,7 +124,7 @@ class Trial:
         """What could be done with a mark, as far as it leaves that open."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
-            yield mark
+            yield dataclasses.replace(mark, plain=True)
         if mark.pipeline is None or mark.pipeline == "collective":
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:

@@ -8,15 +8,14 @@ simulation may be wrong by.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.candidates import FollowingPass, Trial
+from jhost.lowering.cost.parts import Parts
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.ir.bodies import all_marks, programs, with_marks
+from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -28,7 +27,6 @@ from jhost.lowering.ir.requests import (
     open_marks,
     settle,
 )
-from jhost.lowering.layouts.alone import alone, borders
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class ChoosePipelines:
     def apply(self, program: Program) -> Program:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
-        open_ones, parts = open_marks(program), _Parts(program)
+        open_ones, parts = open_marks(program), Parts(program)
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
@@ -62,18 +60,17 @@ class ChoosePipelines:
         return with_marks(program, marks)
 
     def choice(
-        self, parts: _Parts, marks: Sequence[Mark], numbers: Sequence[int]
+        self, parts: Parts, marks: Sequence[Mark], numbers: Sequence[int]
     ) -> StreamChoice:
         """What is chosen for some marks alike, the others as they are.
 
-        Marks in a body are weighed by that body alone.
+        They are weighed by the part of the program that `Parts` finds for them.
         """
         mark = open_marks(parts.program)[numbers[0]]
         why_not = self.nothing_to_gain(parts.program)
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
-        part, first = parts.holding(numbers[0], marks)
-        inner = [number - first for number in numbers]
+        part, inner = parts.holding(numbers, marks)
         trial = Trial(part, all_marks(part), inner, self.following, self.rates)
         return trial.best(mark)
 
@@ -99,33 +96,6 @@ class ChoosePipelines:
         ):
             return f"on {self.device_kind} devices no transfer runs beside computation"
         return ""
-
-
-class _Parts:
-    """A program and its bodies, each as a program of its own."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.programs = list(programs(program))
-        counts = (len(each.marks) for each in self.programs)
-        self.firsts = [0, *itertools.accumulate(counts)][:-1]
-        self.borders: list[tuple[Mark, ...]] | None = None
-
-    def holding(self, number: int, marks: Sequence[Mark]) -> tuple[Program, int]:
-        """What has that mark among its own, with `marks`; and its first mark's number.
-
-        Crossing its border, values lie as they do in the whole.
-        """
-        place = bisect.bisect_right(self.firsts, number) - 1
-        first = self.firsts[place]
-        if place == 0:
-            return with_marks(self.program, marks), 0
-        if self.borders is None:
-            self.borders = borders(self.program)
-        body = self.programs[place]
-        count = len(all_marks(body))
-        body = with_marks(body, marks[first : first + count])
-        return alone(body, self.borders[place]), first
 
 
 def _left_open(mark: StreamChoice, why_not: str) -> str:

@@ -38,15 +38,18 @@ class StreamChoice(OnLines):
 
     A `pipeline` of None was neither asked for nor chosen: the value takes part in a
     stream that reaches it.  `chunks` of None are as many as the pipeline has unasked.
-    The loops take turns on `streams` at most.  A pipeline that the user named stands
-    even where it gains nothing: `by_name`.  `reason` is that of the choice, with the
-    seconds that each candidate was `predicted` to take, or was `measured` to.
+    Where it was found better not to be pipelined, it is `plain`: its loop is not made,
+    whatever stream reaches it.  The loops take turns on `streams` at most.  A pipeline
+    that the user named stands even where it gains nothing: `by_name`.  `reason` is that
+    of the choice, with the seconds that each candidate was `predicted` to take, or was
+    `measured` to.
     """
 
     buffer: str
     dim: int
     chunks: int | None
     pipeline: PipelineKind | None
+    plain: bool = False
     by_name: bool = True
     streams: int | None = None
     reason: str = ""

@@ -62,7 +62,8 @@ class Tuned:
     def settle(self, mark: StreamChoice) -> StreamChoice:
         """`mark` asking for that, as if by name: it stands where it was measured."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(mark, **fields, by_name=True)
+        plain = self.pipeline is None
+        return dataclasses.replace(mark, **fields, plain=plain, by_name=True)
 
 
 Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
@@ -85,6 +86,19 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
     return dataclasses.replace(
         says, buffer=one.buffer, dim=one.dim, lines=lines, **merged
     )
+
+
+def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
+    """What was chosen for two marks of one stream; a plain one says nothing of it."""
+    if one.plain == other.plain:
+        return merge_marks(one, other)
+    said = other if one.plain else one
+    return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
+
+
+def plain_values(program: Program) -> frozenset[str]:
+    """The values whose loops are not to be made."""
+    return frozenset(mark.buffer for mark in stream_choices(program) if mark.plain)
 
 
 # --- Those that leave something open ----------------------------------------------- #

@@ -1,52 +1,83 @@
-"""A body as a program of its own, for what is chosen in it."""
+"""A part of a program as a program of its own, for what is chosen in it.
+
+That is a body, or some statements in a row.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Layout
-from jhost.lowering.ir.marks import Mark, ShardMark
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.levels import Crossing, Level
 from jhost.lowering.layouts.propagate import solve_program
 from jhost.lowering.layouts.solve import Solution
 
 
-def borders(program: Program) -> list[tuple[Mark, ...]]:
-    """For each of `programs`, the shardings of what crosses its border.
+def layouts_in_whole(program: Program) -> list[Mapping[str, Layout]]:
+    """For each of `programs`, how its values lie in the whole, by name.
 
-    They are those of the whole, so that a body can be lowered by itself.
+    Results of bodies lie as what takes them wants them.
     """
-    if not program.mesh.shape:
-        return []
     solution = solve_program(program)
-    return list(_borders(solution, solution.level, ()))
+    return list(_layouts(solution, solution.level, ()))
 
 
-def _borders(
+def _layouts(
     solution: Solution, level: Level, leaves: Sequence[int]
-) -> Iterator[tuple[Mark, ...]]:
-    layouts = {
-        param.name: solution.layouts[level.prefix + param.name]
-        for param in level.program.params
-    }
+) -> Iterator[Mapping[str, Layout]]:
+    values = [*level.program.params, *level.program.results]
+    for stmt in level.program.body:
+        values += touched(stmt)[1]
+    layouts = {b.name: solution.layouts[level.prefix + b.name] for b in values}
     for result, number in zip(level.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
-    yield tuple(_marks(level.program, layouts))
+    yield layouts
     for step in level.steps:
         if isinstance(step, Crossing):
             for inner, leaving in zip(step.levels, step.leaves, strict=True):
-                yield from _borders(solution, inner, leaving)
+                yield from _layouts(solution, inner, leaving)
 
 
-def _marks(program: Program, layouts: dict[str, Layout]) -> Iterator[Mark]:
+def section(program: Program, numbers: range) -> Program:
+    """The statements of those numbers; what others make or read crosses its border."""
+    body = program.body[numbers.start : numbers.stop]
+    params, made = _read_and_made(body)
+    later, _ = _read_and_made(program.body[numbers.stop :])
+    wanted = later.keys() | {result.name for result in program.results}
+    return dataclasses.replace(
+        program,
+        params=tuple(params.values()),
+        results=tuple(buffer for name, buffer in made.items() if name in wanted),
+        body=body,
+        marks=tuple(mark for mark in program.marks if mark.buffer in made),
+        remarks=(),
+    )
+
+
+def _read_and_made(
+    body: Sequence[Stmt],
+) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    """The values that statements read from others, and those that they make."""
+    read: dict[str, Buffer] = {}
+    made: dict[str, Buffer] = {}
+    for stmt in body:
+        reads, writes = touched(stmt)
+        read |= {b.name: b for b in reads if b.name not in made}
+        made |= {b.name: b for b in writes}
+    return read, made
+
+
+def alone(program: Program, layouts: Mapping[str, Layout]) -> Program:
+    """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
-    for name, layout in layouts.items():
-        if name not in given:
-            yield ShardMark(buffer=name, spec=layout, where="")
-
-
-def alone(program: Program, border: Sequence[Mark]) -> Program:
-    """A body with its border laid out so."""
-    return dataclasses.replace(program, marks=(*program.marks, *border))
+    border = {buffer.name for buffer in (*program.params, *program.results)}
+    marks = (
+        ShardMark(buffer=name, spec=layouts[name], where="")
+        for name in sorted(border - given)
+    )
+    return dataclasses.replace(program, marks=(*program.marks, *marks))

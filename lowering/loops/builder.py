@@ -12,6 +12,7 @@ from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
+from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
@@ -35,6 +36,8 @@ class LoopBuilder:
         streams: int,
     ) -> None:
         self.program = program
+        self.plain = plain_values(program)
+        self.marked = {mark.buffer for mark in stream_choices(program)} - self.plain
         self.graph = graph
         self.mesh = dict(program.mesh.shape)
         self.choices = choices
@@ -123,6 +126,8 @@ class LoopBuilder:
     def loop(self, group: Group) -> ChunkLoop | None:
         stream = self.part(group[0]).stream
         choice = self.choices[stream]
+        if self.is_plain(group):
+            return None
         work = Work(
             nodes=group,
             parts=self.parts,
@@ -144,6 +149,11 @@ class LoopBuilder:
         back = self.back.keys() & {id(node) for node in group}
         return AllReduceLoop(work, back) if back else P2PLoop(work)
 
+    def is_plain(self, group: Group) -> bool:
+        """Whether a loop was found to gain nothing: marks in it say so, and none else."""
+        made = {buffer.name for node in group for buffer in node.writes}
+        return bool(made & self.plain) and not made & self.marked
+
     def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
         """The program around `body`, streamed buffers shown as such everywhere."""
         replaced = tuple(replace_buffers(stmt, self.streamed) for stmt in body)
@@ -152,6 +162,7 @@ class LoopBuilder:
             self.program,
             body=replaced,
             results=results,
+            marks=(),
             remarks=(*self.program.remarks, *remarks),
         )
 

@@ -51,7 +51,7 @@ class LowerStreams(EachProgram):
         if not program.marks:
             return program
         graph, plan = plan_program(program)
-        program, mesh = dataclasses.replace(program, marks=()), dict(program.mesh.shape)
+        mesh = dict(program.mesh.shape)
         if self.strict:
             check_marks(program, graph, plan, marks)
         made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
@@ -61,7 +61,9 @@ class LowerStreams(EachProgram):
         reports = [
             stream_report(stream, mark, plan.extents[stream], made[stream])
             for stream, mark in plan.marks.items()
+            if not mark.plain
         ]
+        reports += plain_reports(marks, graph, plan)
         reports += [
             stream_report(f"s{number}", mark, 1, off("off, as asked"))
             for number, mark in enumerate(left_out, start=len(marks))
@@ -188,6 +190,24 @@ def stream_report(
         predicted=mark.predicted,
         measured=mark.measured,
     )
+
+
+def plain_reports(
+    marks: Sequence[StreamChoice], graph: Sequence[Node], plan: StreamPlan
+) -> Iterator[StreamReport]:
+    """What became of what is better not pipelined: once for each line that says so."""
+    streams = {
+        buffer.name: part.stream
+        for number, part in plan.parts.items()
+        for buffer in graph[number].writes
+    }
+    said: set[tuple[tuple[str, ...], str]] = set()
+    for number, mark in enumerate(marks):
+        if mark.plain and (mark.lines, mark.reason) not in said:
+            said.add((mark.lines, mark.reason))
+            stream = streams.get(mark.buffer, f"s{number}")
+            extent = plan.extents.get(stream, 1)
+            yield stream_report(f"s{number}", mark, extent, off(mark.reason))
 
 
 def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:

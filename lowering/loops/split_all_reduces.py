@@ -16,7 +16,7 @@ from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
 from jhost.lowering.padding.region import Ask
 from jhost.lowering.padding.values import pad_program
@@ -62,11 +62,12 @@ class SplitAllReduces(EachProgram):
     ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
         """The all-reduces on p2p streams, with the streamed dim and its choice."""
         graph, plan = plan_program(program)
+        plain = plain_values(program)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]
             if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
                 continue
-            if mark.pipeline == "p2p":
+            if mark.pipeline == "p2p" and stmt.out.name not in plain:
                 yield stmt, part.writes[0].dim, mark
 
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import merge_marks, stream_choices
+from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.streams.parts import Access, Part, part_of
 
@@ -181,7 +181,7 @@ class _Propagation:
         if stream == other:
             return scale == 1
         one, second = sorted((stream, other))
-        mark = merge_marks(self.marks[one], self.marks[second])
+        mark = merge_choices(self.marks[one], self.marks[second])
         if mark is None or not self.rescale(other, scale):
             return False
         self.merged[second] = one
