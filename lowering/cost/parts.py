@@ -1,8 +1,8 @@
 """The part of a program in which a choice is weighed.
 
-That is the section of a program, or of a body, that makes the marked value, and that
-no loop crosses.  Of layers written out one after another, which have one choice, it is
-one layer's.
+That is the body whose marks are open.  Where layers alike are written out one after
+another, which have one choice, it is one of them: all candidates are lowered as often
+as for a single layer, and what a loop gains is not lost in the time of the others.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.layouts.alone import alone, layouts_in_whole, section
-from jhost.lowering.streams.sections import sections
+
+_LAYERS = 3
+"""From so many marks alike on, one in the middle speaks for all."""
 
 
 class Parts:
-    """A program, its bodies and their sections, each as a program of its own."""
+    """A program, its bodies and their layers, each as a program of its own."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
-        self.sections: dict[int, dict[str, range]] = {}
-
-    @functools.cached_property
-    def layouts(self) -> list[Mapping[str, Layout]]:
-        """How values lie in the whole."""
-        return layouts_in_whole(self.program)
+        self.makers = [
+            {b.name: n for n, stmt in enumerate(each.body) for b in touched(stmt)[1]}
+            for each in self.programs
+        ]
 
     def holding(
         self, numbers: Sequence[int], marks: Sequence[Mark]
@@ -42,30 +44,55 @@ class Parts:
 
         Crossing its border, values lie as they do in the whole.
         """
-        place = bisect.bisect_right(self.firsts, numbers[0]) - 1
+        place = self.place(numbers)
         first = self.firsts[place]
         body = self.programs[place]
         body = with_marks(body, marks[first : first + len(all_marks(body))])
         alike = [body.marks[number - first] for number in numbers]
-        one = self.one_of(place, alike)
-        part = body if one is None else section(body, one)
-        if place or one:
+        layer = self.layer(numbers)
+        part = body if layer is None else section(body, layer)
+        if place or layer:
             part = alone(part, self.layouts[place])
         inner = [n for n, m in enumerate(part.marks) if any(m is a for a in alike)]
         return part, inner
 
-    def one_of(self, place: int, alike: Sequence[Mark]) -> range | None:
-        """The section to weigh marks alike in, if the program has several.
+    @functools.cached_property
+    def layouts(self) -> list[Mapping[str, Layout]]:
+        """How values lie in the whole."""
+        return layouts_in_whole(self.program)
 
-        What a loop gains is a small part of a whole model.  Of layers alike it is one
-        in the middle: the first and the last have less around them.
+    def place(self, numbers: Sequence[int]) -> int:
+        """The program among `programs` that has marks alike."""
+        return bisect.bisect_right(self.firsts, numbers[0]) - 1
+
+    def layer(self, numbers: Sequence[int]) -> range | None:
+        """The statements of the layer in the middle of those that have marks alike."""
+        place, made = self.place(numbers), self.made(numbers)
+        if not made or not self.borders[place]:
+            return None
+        borders = [0, *self.borders[place], len(self.programs[place].body)]
+        layers = sorted({bisect.bisect_right(borders, number) for number in made})
+        after = layers[len(layers) // 2]
+        return range(borders[after - 1], borders[after])
+
+    @functools.cached_property
+    def borders(self) -> list[list[int]]:
+        """Where layers begin: behind marks alike, of which each layer has one.
+
+        Those of a backward pass stand behind the last layer of the forward one.
         """
-        if place not in self.sections:
-            self.sections[place] = sections(self.programs[place], self.layouts[place])
-        known = self.sections[place]
-        if not all(mark.buffer in known for mark in alike):
-            return None
-        if len(set(known.values())) == 1:
-            return None
-        found = sorted({known[mark.buffer] for mark in alike}, key=lambda r: r.start)
-        return found[len(found) // 2]
+        found: list[list[int]] = [[] for _ in self.programs]
+        for numbers in sorted(marks_alike(self.program), key=len):
+            made, borders = self.made(numbers), found[self.place(numbers)]
+            between = {bisect.bisect(borders, number) for number in made}
+            if len(made) >= _LAYERS and len(between) == 1:
+                borders[:] = sorted([*borders, *(number + 1 for number in made)])
+        return found
+
+    def made(self, numbers: Sequence[int]) -> list[int]:
+        """The statements that make values with marks alike; none of them is a param."""
+        place = self.place(numbers)
+        marks, first = self.programs[place].marks, self.firsts[place]
+        names = [marks[number - first].buffer for number in numbers]
+        makers = self.makers[place]
+        return [makers[name] for name in names] if makers.keys() >= set(names) else []

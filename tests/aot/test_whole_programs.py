@@ -46,7 +46,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_on(mesh: Mesh) -> Callable[..., Any]:
-    """The gradients of layers in a scan; heads are said to lie over tp, for plain JAX."""
+    """The gradients of layers in a scan; plain JAX is told that heads lie over tp."""
     heads = NamedSharding(mesh, P(None, None, "tp"))
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
