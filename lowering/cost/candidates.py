@@ -124,6 +124,8 @@ class Trial:
         """What could be done with a mark, as far as it leaves that open."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
+            if self.others_pipelined():
+                yield mark  # it joins their stream
             yield dataclasses.replace(mark, plain=True)
         if mark.pipeline is None or mark.pipeline == "collective":
             beside = self.to_measure or self.known.collective.beside_compute
@@ -137,6 +139,11 @@ class Trial:
             devices = None if given else self.devices()
             if devices is not None and self.hides_too_little():
                 yield dataclasses.replace(p2p, chunks=2 * devices)
+
+    def others_pipelined(self) -> bool:
+        """Whether a stream of other marks may reach the value."""
+        others = (m for n, m in enumerate(self.marks) if n not in self.numbers)
+        return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
 
     def hides_too_little(self) -> bool:
         """Whether the candidate weighed last would win if more chunks hid the rest."""
@@ -208,7 +215,7 @@ def ranking_text(
 
 def _text(mark: StreamChoice) -> str:
     if mark.pipeline is None:
-        return "not pipelined"
+        return "not pipelined" if mark.plain else "as the stream that reaches it"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     return f"{mark.pipeline} with {count}{streams}"
