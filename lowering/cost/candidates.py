@@ -124,7 +124,7 @@ class Trial:
         """What could be done with a mark, as far as it leaves that open."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
-            if self.others_pipelined():
+            if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
             yield dataclasses.replace(mark, plain=True)
         if mark.pipeline is None or mark.pipeline == "collective":

@@ -150,7 +150,7 @@ class LoopBuilder:
         return AllReduceLoop(work, back) if back else P2PLoop(work)
 
     def is_plain(self, group: Group) -> bool:
-        """Whether a loop was found to gain nothing: marks in it say so, and none else."""
+        """Whether a loop gains nothing: marks in it say so, and none else."""
         made = {buffer.name for node in group for buffer in node.writes}
         return bool(made & self.plain) and not made & self.marked
 

@@ -1,4 +1,4 @@
-"""Layers in a scan, with cuDNN's attention, compiled for four H200s that are not there."""
+"""Layers in a scan, with cuDNN's attention, compiled for four H200s without one."""
 
 from __future__ import annotations
 
