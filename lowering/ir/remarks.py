@@ -11,13 +11,19 @@ from jhost.lowering.ir.statements import PipelineKind, node
 
 @node
 class Note:
-    """Something to know of a value, or of the user's line `where`, if there is one."""
+    """Something to know of `values`, or of the user's line `where`, if there is one.
+
+    `{}` in the text stands for the values, by the names of their buffers.
+    """
 
     text: str
     where: str = ""
+    values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self.text + (f" [{self.where}]" if self.where else "")
+        values = ", ".join(self.values)
+        text = self.text.replace("{}", values) if values else self.text
+        return text + (f" [{self.where}]" if self.where else "")
 
 
 @node
