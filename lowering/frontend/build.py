@@ -255,7 +255,7 @@ class _Builder:
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name
         text = f"{primitive} works on whole arrays: {reason_of(eqn, rule)}"
-        self.remarks.append(Note(text=text, where=source_line(eqn)))
+        self.remarks.append(Note(form=text, where=source_line(eqn)))
 
     # --- Markers -------------------------------------------------------------- #
 
@@ -310,7 +310,7 @@ class _Builder:
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             text = f"a sharding constraint is no NamedSharding: {sharding}"
-            self.remarks.append(Note(text=text, where=source_line(eqn)))
+            self.remarks.append(Note(form=text, where=source_line(eqn)))
             return self.operand(eqn)
         if self.mesh.shape and dict(sharding.mesh.shape) != dict(self.mesh.shape):
             raise errors.MeshMismatchError(

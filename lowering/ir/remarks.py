@@ -13,17 +13,20 @@ from jhost.lowering.ir.statements import PipelineKind, node
 class Note:
     """Something to know of `values`, or of the user's line `where`, if there is one.
 
-    `{}` in the text stands for the values, by the names of their buffers.
+    `{}` in the form of the text stands for the values, by the names of their buffers.
     """
 
-    text: str
+    form: str
     where: str = ""
     values: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         values = ", ".join(self.values)
-        text = self.text.replace("{}", values) if values else self.text
-        return text + (f" [{self.where}]" if self.where else "")
+        return self.form.replace("{}", values) if values else self.form
+
+    def __str__(self) -> str:
+        return self.text + (f" [{self.where}]" if self.where else "")
 
 
 @node

@@ -195,4 +195,4 @@ def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
     for number, reason in plan.declined.items():
         if number not in plan.parts:
             values = tuple(buffer.name for buffer in graph[number].writes)
-            yield Note(text=f"streams stop before {{}}: {reason}", values=values)
+            yield Note(form=f"streams stop before {{}}: {reason}", values=values)

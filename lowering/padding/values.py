@@ -240,4 +240,4 @@ class _Padder:
         do = "does" if len(ask.axes) == 1 else "do"
         text = f"dim {ask.dim} of {{}} padded from {old} to {new}"
         text = f"{text}: {axes} {do} not divide {old}"
-        return Note(text=text, where=ask.where, values=(ask.buffer,))
+        return Note(form=text, where=ask.where, values=(ask.buffer,))

@@ -47,8 +47,7 @@ def test_statements_of_several_lines_and_targets() -> None:
             one,
         )
         two += box.value
-        if (last := jnp.exp(two)) is None:
-            return None
+        two = (last := jnp.exp(two))
         typed: Any = last * last
         return typed
 
