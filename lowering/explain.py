@@ -11,7 +11,7 @@ from typing import Any
 
 from jhost._text import bytes_text
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import CONTROL_FLOW, all_remarks, programs
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
@@ -20,6 +20,7 @@ from jhost.lowering.ir.remarks import (
     Note,
     StreamReport,
 )
+from jhost.lowering.ir.said import said, said_remarks
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.dim_rule import axes_size
 
@@ -133,25 +134,27 @@ def explain_program(program: Program) -> Explanation:
 
 def _explained(program: Program, name: str, times: int) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    mesh = dict(program.mesh.shape)
+    mesh, remarks = dict(program.mesh.shape), said_remarks(program)
     communications = tuple(
         CommunicationReport(
             kind=stmt.kind,
             axes=stmt.axes,
-            value=stmt.source.name,
+            value=said(holder, stmt.source.name),
             bytes=int(_received(stmt, mesh) * worth) * times,
             chunks=math.ceil(worth),
             times=times,
         )
-        for stmt, worth, times in _communications(program.body, Fraction(1), times)
+        for holder, stmt, worth, times in _communications(
+            program, program.body, Fraction(1), times
+        )
     )
     return Explanation(
         name=name,
         loops=count_loops(program),
-        streams=tuple(r for r in all_remarks(program) if isinstance(r, StreamReport)),
-        layouts=tuple(r for r in all_remarks(program) if isinstance(r, LayoutReport)),
+        streams=tuple(r for r in remarks if isinstance(r, StreamReport)),
+        layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
         communications=communications,
-        notes=tuple(str(r) for r in all_remarks(program) if isinstance(r, Note)),
+        notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
         bodies=tuple(_bodies(program, times)),
     )
 
@@ -199,22 +202,25 @@ def adds_up_in_loops(program: Program) -> bool:
 
 
 def _communications(
-    body: Sequence[ir.Stmt], repeats: Fraction, times: int
-) -> Iterator[tuple[ir.Communicate, Fraction, int]]:
-    """Each communication, how many of its first chunk it moves, and how often."""
+    program: Program, body: Sequence[ir.Stmt], repeats: Fraction, times: int
+) -> Iterator[tuple[Program, ir.Communicate, Fraction, int]]:
+    """Each communication in which program, how many of its first chunk, how often."""
     for stmt in body:
         match stmt:
             case ir.Communicate():
-                yield stmt, repeats, times
+                yield program, stmt, repeats, times
             case ir.For():
                 worth = repeats * _chunks_worth(stmt)
-                yield from _communications(stmt.body, worth, times)
+                yield from _communications(program, stmt.body, worth, times)
             case ir.If(then=then, otherwise=otherwise):
-                yield from _communications((*then, *otherwise), repeats, times)
+                both = (*then, *otherwise)
+                yield from _communications(program, both, repeats, times)
             case ir.Scan() | ir.While() | ir.Cond():
                 length = stmt.length if isinstance(stmt, ir.Scan) else 1
                 for inner in stmt.bodies:
-                    yield from _communications(inner.body, repeats, times * length)
+                    yield from _communications(
+                        inner, inner.body, repeats, times * length
+                    )
             case _:
                 pass
 

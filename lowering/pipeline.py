@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.frontend.build import build
+from jhost.lowering.frontend.build import SaidNames, build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
@@ -133,6 +133,7 @@ def lower_jaxpr(
     result_names: Sequence[str],
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
+    said_names: SaidNames | None = None,
 ) -> Program:
     """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
     program = build(
@@ -141,6 +142,7 @@ def lower_jaxpr(
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
+        said_names=said_names,
     )
     verify(program, after="build")
     if after_pass is not None:

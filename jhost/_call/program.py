@@ -33,12 +33,14 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
+from jhost.lowering.frontend.build import SaidNames
+from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport
+from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
@@ -56,7 +58,8 @@ class Config:
     `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
     order to run: not those of `lower`, which one process may call alone.  `role` and
-    `batched` say what JAX derived; neither is in what the user called.
+    `batched` say what JAX derived; neither is in what the user called.  `operands` are
+    names for messages, of a program that JAX has made without any.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Config:
     identity: tuple[str, ...] = ()
     role: Role = ""
     batched: bool = False
+    operands: tuple[str, ...] = ()
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -86,9 +90,13 @@ class Config:
         return f"{self.name} ({derived})" if derived else self.name
 
 
-def derived_params(params: Mapping[str, Any], how: Derivation) -> dict[str, Any]:
+def derived_params(
+    params: Mapping[str, Any], how: Derivation, operands: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """A call's parameters, where JAX has derived its program from another's."""
     config: Config = params["config"]
+    if how != "batched":
+        config = dataclasses.replace(config, operands=operands)
     match how:
         case "batched":
             config = dataclasses.replace(config, batched=True)
@@ -221,7 +229,7 @@ def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
 
 def _warn_of_replication(program: Program, limit: int) -> None:
     """Says once a line what every device repeats, if it has to receive much for it."""
-    for report in all_remarks(program):
+    for report in said_remarks(program):
         if isinstance(report, ReplicationReport) and report.bytes >= limit:
             line = report.where or f"{report.primitive} of {program.name}"
             if line in _warned_lines():
@@ -231,7 +239,7 @@ def _warn_of_replication(program: Program, limit: int) -> None:
                 f"{program.name}: {report}. Shard another dim of it, or call it in a "
                 "jax.shard_map, whose specs say how its operands lie. "
                 "jhost.jit(replication_limit=...) says from how many bytes on this is "
-                "worth a warning.",
+                "worth a warning.\nSee docs/errors.md#replicationwarning",
                 errors.ReplicationWarning,
                 stacklevel=2,
             )
@@ -308,7 +316,9 @@ def _lower(
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    params = _names(arg_names(call_jaxpr), len(call_jaxpr.in_avals), "x")
+    # Of programs that JAX derived from a split one, only messages have the names.
+    given = () if config.role else arg_names(call_jaxpr)
+    params = _names(given, len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
     check_devices(config.name, call_jaxpr, config.mesh)
     with _no_garbage_collection():
@@ -318,6 +328,7 @@ def _lower(
             mesh=abstract(config.mesh),
             param_names=params,
             result_names=results,
+            said_names=_said_names(call_jaxpr, config),
             sequence=sequence,
             after_pass=after_pass,
         )
@@ -336,6 +347,33 @@ def _no_garbage_collection() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _said_names(call_jaxpr: Any, config: Config) -> SaidNames:
+    """What messages call the operands and the results.
+
+    The paths of results that JAX makes up for a derived program are not the user's.
+    """
+    derived = bool(config.role)
+    other = "operand {} of the " + config.role if derived else "closed-over array {}"
+    count = len(call_jaxpr.in_avals)
+    own = arg_names(call_jaxpr)
+    names = own if any(own) else config.operands
+    if len(names) != count:  # dead code has gone since, and operands with it
+        names = [""] * count
+    params = [name or other.format(number) for number, name in enumerate(names)]
+    paths = () if derived else result_paths(call_jaxpr)
+    results = [path or None for path in paths] or [None] * len(call_jaxpr.out_avals)
+    return SaidNames(params, results, _VARIABLES[config.role])
+
+
+_VARIABLES: Mapping[Role, Variables] = {
+    "": "all",
+    "forward": "alone",
+    "recomputed": "alone",
+    "tangents": "none",
+    "backward": "none",
+}
 
 
 def _names(names: Sequence[str | None], count: int, prefix: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jhost._annotate import spec_entries
 from jhost._call.program import Config, laid_out, streams_of
 from jhost._call.residual_cut import hand_over_least
+from jhost._call.residual_names import with_names
 from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost.lowering.ir.marks import StreamChoice
@@ -33,7 +34,8 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
     """The two programs with few bytes between them, laid out as they are made."""
     if not split.residuals:
         return split
-    rest = split.second, split.residuals, split.kept, split.by_policy
+    parts = split.second, split.residuals, split.kept, split.by_policy
+    rest = (*parts, split.names)
     return _settled(split.first, rest, config)
 
 
@@ -42,12 +44,12 @@ def _settled(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
     split = Split(first, *rest)
     lean = hand_over_least(split)
     if config.mesh is None:
-        return lean
+        return with_names(lean)
     layouts = _layouts(split, lean, config)
     left, taken = _streams_to_mark(lean, config)
     first = _with_marked_results(lean, layouts, left)
     second = _with_marked_operands(lean, layouts, taken)
-    return dataclasses.replace(lean, first=first, second=second)
+    return with_names(dataclasses.replace(lean, first=first, second=second))
 
 
 def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jhost import errors
+from jhost._call.around import calls_in, explain_around
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
@@ -48,8 +49,9 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
         help="say what jhost makes of a function on arguments of given shapes",
-        description="Prints what jhost.explain says of a function that jhost.jit made: "
-        "its streams, what was chosen for each and why, and its communications. "
+        description="Prints what jhost.explain says of a function that jhost.jit made, or "
+        "that calls some, program by program: the streams, what was chosen for each "
+        "and why, and the communications. "
         "Nothing is run, and no accelerator is needed.",
     )
     parser.add_argument(
@@ -126,19 +128,32 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             args = _loaded(arguments.arguments)()
     except _NotThere as error:
         parser.error(str(error))
-    if not isinstance(function, JitFunction):
-        parser.error(f"{arguments.function} is no jhost function: decorate it first")
+    if not callable(function):
+        parser.error(f"{arguments.function} is no function")
+    options = _options(arguments)
+    if options and not isinstance(function, JitFunction):
+        names = " or ".join(f"--{name}" for name in options)
+        parser.error(f"{arguments.function} is no jhost function, which {names} is for")
     try:
-        function = function.with_options(**_options(arguments))
-        call = function.as_call(tuple(args), {})
-        program = host_program(call.call_jaxpr, call.config)
+        print(_text(function, tuple(args), options, arguments.host_ir))
     except (errors.JhostError, TypeError) as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments.host_ir:
-        print(program, end="\n\n")
-    print(explained(program, call.config))
     return 0
+
+
+def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> str:
+    """The explanation, below the programs if they are asked for."""
+    if isinstance(function, JitFunction):
+        call = function.with_options(**options).as_call(tuple(args), {})
+        programs = [host_program(call.call_jaxpr, call.config)]
+        explanation = explained(programs[0], call.config)
+    else:
+        explanation = explain_around(function, args, {})
+        calls = calls_in(function, args, {}) if host_ir else []
+        programs = list(dict.fromkeys(str(call.program()) for call in calls))
+    texts = [*(programs if host_ir else ()), explanation]
+    return "\n\n".join(map(str, texts))
 
 
 class _NotThere(Exception):

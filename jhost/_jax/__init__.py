@@ -18,7 +18,15 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 import jax
 from jax import lax
@@ -49,6 +57,7 @@ from jhost._jax.eqns import (
     new_jaxpr as new_jaxpr,
     resized_var as resized_var,
     rewritten as rewritten,
+    with_operand_names as with_operand_names,
     scan_counts as scan_counts,
     with_each_eqn as with_each_eqn,
     without_dead_code as without_dead_code,
@@ -339,16 +348,53 @@ def source_line(eqn: JaxprEqn) -> str:
     A line of a library is followed by the user's own: `linear.py:7 (call) from
     model.py:12 (mlp)`.
     """
+    first = source_info_util.user_frame(eqn.source_info.traceback)
+    if first is None:
+        return NO_LINE
+    own = _own_frame(eqn)
+    frames = (first,) if first is own else (first, own)
+    return " from ".join(_line_text(frame) for frame in frames if frame)
+
+
+class Position(NamedTuple):
+    """Where an expression stands: a file, its first line, last line, and columns."""
+
+    file: str
+    span: tuple[int, int, int, int]
+
+
+def user_position(eqn: JaxprEqn) -> Position | None:
+    """Where the user's own expression stands that an equation comes from."""
+    frame = _own_frame(eqn)
+    if frame is None:
+        return None
+    lines, columns = (
+        (frame.start_line, frame.end_line),
+        (frame.start_column, frame.end_column),
+    )
+    return Position(frame.file_name, (*lines, *columns))
+
+
+def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """An equation of what a call runs, at the call's line if it has none of its own.
+
+    JAX keeps no lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
+    """
+    if source_info_util.user_frame(eqn.source_info.traceback) is not None:
+        return eqn
+    traceback = call.source_info.traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+
+
+def _own_frame(eqn: JaxprEqn) -> source_info_util.Frame | None:
+    """The innermost frame of the user's that is no library's."""
     traceback = eqn.source_info.traceback
     frame = source_info_util.user_frame(traceback)
-    if frame is None:
-        return NO_LINE
-    if not _is_library(frame.file_name):
-        return _line_text(frame)
+    if frame is None or not _is_library(frame.file_name):
+        return frame
     # Only here: the first frame is in a cache of JAX's, the others are not.
     frames = source_info_util.user_frames(traceback)
-    own = next((each for each in frames if not _is_library(each.file_name)), None)
-    return " from ".join(_line_text(each) for each in (frame, own) if each)
+    return next((each for each in frames if not _is_library(each.file_name)), None)
 
 
 def _is_library(file: str) -> bool:

@@ -75,6 +75,12 @@ def rewritten(
     return like_closed(jaxpr.jaxpr.replace(**given, debug_info=names), jaxpr)
 
 
+def with_operand_names(jaxpr: ClosedJaxpr, names: Sequence[str]) -> ClosedJaxpr:
+    """A program whose operands are named; none of them, if all names are empty."""
+    info = jaxpr.debug_info._replace(arg_names=tuple(names) if any(names) else None)
+    return like_closed(jaxpr.jaxpr.replace(debug_info=info), jaxpr)
+
+
 def calls(jaxpr: Any, primitive: Primitive) -> bool:
     """Whether a primitive stands in a program, or in what that calls."""
     return any(

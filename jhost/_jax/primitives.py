@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core
 from jax._src import checkify, core
+from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax.experimental import jet
 from jax.extend.core import Primitive
@@ -23,6 +24,7 @@ from jhost._jax.split import (
     Refine,
     Rename,
     Split,
+    operand_names,
     register_split_rules,
 )
 
@@ -77,7 +79,7 @@ def _as_it_is(split: Split, **_: Any) -> Split:
     return split
 
 
-def _same_params(params: Mapping[str, Any], _: Derivation) -> dict[str, Any]:
+def _same_params(params: Mapping[str, Any], *_: Any) -> dict[str, Any]:
     return dict(params)
 
 
@@ -103,7 +105,24 @@ def _renamed(
     call_jaxpr: ClosedJaxpr,
     **params: Any,
 ) -> Any:
-    return rule(*args, call_jaxpr=call_jaxpr, **rename(params, how))
+    # JAX's rule for transposes makes a program that knows no names.
+    names = _names_of_transposed(call_jaxpr, *args) if how == "backward" else ()
+    return rule(*args, call_jaxpr=call_jaxpr, **rename(params, how, names))
+
+
+def _names_of_transposed(
+    jaxpr: ClosedJaxpr, cotangents: Sequence[Any], *args: Any
+) -> tuple[str, ...]:
+    """Those of what it is linear in are gone; cotangents of its results follow."""
+    pairs = zip(args, operand_names(jaxpr), strict=True)
+    kept = [name for arg, name in pairs if not isinstance(arg, ad.GradAccum)]
+    one = len(cotangents) == 1
+    given = [
+        f"the cotangent of {'the result' if one else f'result {number}'}"
+        for number, cotangent in enumerate(cotangents)
+        if not isinstance(cotangent, Zero)
+    ]
+    return (*kept, *given)
 
 
 def _refuse_jet(*_: Any, **__: Any) -> Any:

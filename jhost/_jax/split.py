@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module, util
 from typing import Any, TypeAlias
@@ -53,7 +53,8 @@ class Split:
 
     Both are closed jaxprs.  The first `kept` results of `first` are the program's own;
     those after them are there for `second` alone.  The first operands of `second` are
-    the `residuals`; a policy of the user's may have chosen them.
+    the `residuals`; a policy of the user's may have chosen them.  `names` are those of
+    the operands of `first`, as far as they are known.
     """
 
     first: Any
@@ -61,6 +62,7 @@ class Split:
     residuals: tuple[Residual, ...]
     kept: int
     by_policy: bool = False
+    names: tuple[str, ...] = ()
 
 
 Refine: TypeAlias = Callable[..., Split]
@@ -81,8 +83,11 @@ moves what a loop need not repeat before it, and parts what a checkpoint compute
 from its tangents.
 """
 
-Rename: TypeAlias = Callable[[Mapping[str, Any], Derivation], dict[str, Any]]
-"""The call's other parameters by name -> those of a program derived from it."""
+Rename: TypeAlias = Callable[..., dict[str, Any]]
+"""The call's other parameters by name, and how -> those of a program derived from it.
+
+The names of its operands follow, where its program does not have them.
+"""
 
 
 def register_split_rules(prim: Primitive, refine: Refine, rename: Rename) -> None:
@@ -124,6 +129,7 @@ def _linearize(
     number_own = len(own)
     kept = len(call_jaxpr.out_avals)
     split = _new_split(first, second, kept, forwarded, call_jaxpr)
+    split = dataclasses.replace(split, names=operand_names(call_jaxpr))
     split = refine(split, **params)
     ahead, behind = rename(params, "forward"), rename(params, "tangents")
     results = prim.bind(*primals, call_jaxpr=split.first, **ahead)
@@ -213,7 +219,8 @@ def _partially_eval(
     made = sum(source is None for source in forwarded)
     kept = len(first.out_avals) - made
     split = _new_split(first, second, kept, forwarded, call_jaxpr)
-    split = refine(split, **params)
+    names = keep(operand_names(call_jaxpr), [not u for u in unknown])
+    split = refine(dataclasses.replace(split, names=tuple(names)), **params)
     known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     ahead, behind = rename(params, "known"), rename(params, "unknown")
     results = prim.bind(*known, call_jaxpr=split.first, **ahead)
@@ -264,7 +271,8 @@ def _split_eqn(
     """JAX's rule for a call, which names residuals by variables, refined."""
     known, staged, *out, needed = rule(saveable, unknown, instantiated, eqn)
     params = dict(eqn.params)
-    del params["call_jaxpr"]
+    own_names = operand_names(params.pop("call_jaxpr"))
+    names = dict(zip(map(id, eqn.invars), own_names, strict=True))
     own = set(map(id, eqn.outvars))
     atoms, residuals, second = _residuals_first(known, staged)
     split = Split(
@@ -273,6 +281,7 @@ def _split_eqn(
         residuals=residuals,
         kept=sum(id(var) in own for var in known.outvars),
         by_policy=True,
+        names=tuple(names.get(id(var), "") for var in known.invars),
     )
     split = refine(split, **params)
     made = map(_core.Var, split.first.out_avals[split.kept :])
@@ -329,7 +338,9 @@ def _rematerialize(
         Residual(result=next(made) if number is None else number)
         for number in forwarded
     )
-    split = refine(Split(first, second, residuals, kept, by_policy=True), **params)
+    names = operand_names(call_jaxpr)
+    split = Split(first, second, residuals, kept, by_policy=True, names=names)
+    split = refine(split, **params)
     ahead, again = rename(params, "forward"), rename(params, "recomputed")
     results = prim.bind(*args, call_jaxpr=split.first, **ahead)
     saved = _handed_over(split, (), results, args)
@@ -338,6 +349,15 @@ def _rematerialize(
         return prim.bind(*saved, *args, call_jaxpr=split.second, **again)
 
     return results[:kept], saved, rematerialize
+
+
+# ---- Names ----
+
+
+def operand_names(jaxpr: Any) -> tuple[str, ...]:
+    """The name of each operand of a program, empty where there is none."""
+    names = jaxpr.debug_info.safe_arg_names(len(jaxpr.in_avals))
+    return tuple(name or "" for name in names) or ("",) * len(jaxpr.in_avals)
 
 
 # ---- Tangents ----

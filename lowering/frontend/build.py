@@ -9,23 +9,25 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jhost import errors
 from jhost._annotate import spec_entries
-from jhost._jax import aval_of, fresh_var, source_line
+from jhost._jax import arg_names, aval_of, fresh_var, source_line
 from jhost._primitives import Spec
 from jhost.lowering.frontend.control_flow import (
     control_flow,
     has_programs,
     out_names,
+    param_names,
 )
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.specs import Problem, check_spec, raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
+from jhost.lowering.frontend.value_names import Variables, handed_on, value_names
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -40,7 +42,6 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import merge_marks
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
 from jhost.lowering.rules.elementwise import moves_memory
-from jhost.lowering.rules.properties import IDENTITIES
 from jhost.lowering.rules.table import reason_of, rule_of
 
 
@@ -51,9 +52,12 @@ def build(
     mesh: AbstractMesh,
     param_names: Sequence[str],
     result_names: Sequence[str],
+    said_names: SaidNames | None = None,
     is_body: bool = False,
 ) -> Program:
     """The straight-line program of `flat`, with its marks, and those of its bodies.
+
+    `said_names` are what messages call the values: the same names, if there are none.
 
     Raises:
         SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
@@ -64,8 +68,9 @@ def build(
     """
     named = dict(zip(param_names, flat.invars, strict=True))
     check_supported(name, mesh.shape, named, flat.eqns)
+    said = said_names or SaidNames(param_names, result_names)
     builder = _Builder(
-        flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True))
+        flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said
     )
     params = builder.params(flat.invars, param_names)
     builder.given = {param.name for param in params} if is_body else set()
@@ -83,7 +88,27 @@ def build(
         body=tuple(builder.body),
         marks=tuple(builder.marks.values()),
         remarks=tuple(builder.remarks),
+        said=builder.said,
     )
+
+
+class SaidNames(NamedTuple):
+    """What messages call params and results; None where a result has no own name.
+
+    Which of the user's `variables` name the values between, `value_names` says.
+    """
+
+    params: Sequence[str]
+    results: Sequence[str | None]
+    variables: Variables = "all"
+
+    def of(self, flat: FlatJaxpr) -> dict[Var, str]:
+        """Each value's name."""
+        params = dict(zip(flat.invars, self.params, strict=True))
+        results = zip(flat.outvars, self.results, strict=True)
+        known = {var: name for var, name in results if name}
+        names = value_names(flat.eqns, params, self.variables)
+        return names | handed_on(flat.eqns, known) | params
 
 
 class _Builder:
@@ -93,6 +118,7 @@ class _Builder:
         name: str,
         mesh: AbstractMesh,
         result_names: Mapping[Var, str],
+        said_names: SaidNames,
     ) -> None:
         self.name = name
         self.mesh = mesh
@@ -108,11 +134,10 @@ class _Builder:
         # more than a device has is gathered in each iteration, not whole before.
         self.given: set[str] = set()
         self.reads = _Reads(flat)
-        self.result_names = dict(result_names)
-        for eqn in reversed(flat.eqns):
-            if eqn.primitive.name in IDENTITIES and eqn.outvars[0] in self.result_names:
-                name = self.result_names[eqn.outvars[0]]
-                self.result_names.setdefault(as_var(eqn.invars[0]), name)
+        self.result_names = handed_on(flat.eqns, result_names)
+        self.value_names = said_names.of(flat)
+        self.variables: Variables = said_names.variables
+        self.said: dict[str, str] = {}
         self.markers: dict[str, Callable[[JaxprEqn], ir.Buffer]] = {
             "copy": self.copy,
             "stream": self.stream,
@@ -145,21 +170,22 @@ class _Builder:
         return tuple(results)
 
     def define(self, var: Var, name: str | None = None) -> ir.Buffer:
-        name = name or self.result_names.get(var, "v")
-        self.buffers[var] = self.buffer(aval_of(var), name)
+        self.buffers[var] = self.buffer(var, aval_of(var), name)
         return self.buffers[var]
 
-    def buffer(self, aval: Any, name: str) -> ir.Buffer:
-        return ir.Buffer(
-            name=self.names.fresh(name),
+    def buffer(self, var: Var, aval: Any, name: str | None) -> ir.Buffer:
+        buffer = ir.Buffer(
+            name=self.names.fresh(name or self.result_names.get(var, "v")),
             shape=tuple(aval.shape),
             dtype=aval.dtype,
             dims=(ir.Dim(),) * len(aval.shape),
         )
+        self.said[buffer.name] = self.value_names[var]
+        return buffer
 
     def set(self, source: ir.Buffer, var: Var, name: str | None = None) -> ir.Buffer:
         """A copy of `source`: a value with a layout and a stream of its own."""
-        out = self.buffer(source, name or self.result_names.get(var, "v"))
+        out = self.buffer(var, source, name)
         self.body.append(ir.Set(out=out, source=source))
         return out
 
@@ -211,21 +237,25 @@ class _Builder:
         ]
         self.body.append(control_flow(eqn, ins, outs, self.body_program))
 
-    def body_program(self, jaxpr: Any, what: str, names: Sequence[str]) -> Program:
-        """The program of a body, with marks of its own."""
+    def body_program(self, jaxpr: Any, what: str, ins: Sequence[ir.Buffer]) -> Program:
+        """The program of a body on such values, with marks of its own."""
+        outside = (self.said[buffer.name] for buffer in ins)
+        own = arg_names(jaxpr) or [""] * len(ins)
+        said = [name or other for name, other in zip(own, outside, strict=True)]
         return build(
             inline_calls(jaxpr),
             name=f"{self.name}.{what}",
             mesh=self.mesh,
-            param_names=names,
+            param_names=param_names(jaxpr),
             result_names=["y"] * len(jaxpr.out_avals),
+            said_names=SaidNames(said, [None] * len(jaxpr.out_avals), self.variables),
             is_body=True,
         )
 
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name
         text = f"{primitive} works on whole arrays: {reason_of(eqn, rule)}"
-        self.remarks.append(Note(text=text, where=source_line(eqn)))
+        self.remarks.append(Note(form=text, where=source_line(eqn)))
 
     # --- Markers -------------------------------------------------------------- #
 
@@ -280,7 +310,7 @@ class _Builder:
         sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             text = f"a sharding constraint is no NamedSharding: {sharding}"
-            self.remarks.append(Note(text=text, where=source_line(eqn)))
+            self.remarks.append(Note(form=text, where=source_line(eqn)))
             return self.operand(eqn)
         if self.mesh.shape and dict(sharding.mesh.shape) != dict(self.mesh.shape):
             raise errors.MeshMismatchError(

@@ -12,8 +12,8 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.properties import CONTROL_FLOW
 
-BuildBody: TypeAlias = Callable[[Any, str, Sequence[str]], Program]
-"""From a jaxpr, what body it is, and the names of its params to its program."""
+BuildBody: TypeAlias = Callable[[Any, str, Sequence[ir.Buffer]], Program]
+"""From a jaxpr, what body it is, and what its params are outside to its program."""
 
 
 def has_programs(eqn: JaxprEqn) -> bool:
@@ -62,9 +62,8 @@ def control_flow(
 ) -> ir.ControlFlow:
     """The statement of an equation, on the buffers of its operands and results."""
 
-    def built(jaxpr: Any, what: str) -> Program:
-        body = close(jaxpr)
-        return build_body(body, what, param_names(body))
+    def built(jaxpr: Any, what: str, given: Sequence[ir.Buffer]) -> Program:
+        return build_body(close(jaxpr), what, given)
 
     params, where = eqn.params, source_line(eqn)
     ins, outs = tuple(ins), tuple(outs)
@@ -72,7 +71,7 @@ def control_flow(
         case "scan":
             first, count = scan_counts(eqn)
             return ir.Scan(
-                body=built(params["jaxpr"], "scan"),
+                body=built(params["jaxpr"], "scan", ins),
                 consts=ins[:first],
                 carry=ins[first : first + count],
                 xs=ins[first + count :],
@@ -87,8 +86,10 @@ def control_flow(
             first = params["cond_nconsts"]
             last = first + params["body_nconsts"]
             return ir.While(
-                condition=built(params["cond_jaxpr"], "while_condition"),
-                body=built(params["body_jaxpr"], "while"),
+                condition=built(
+                    params["cond_jaxpr"], "while_condition", ins[:first] + ins[last:]
+                ),
+                body=built(params["body_jaxpr"], "while", ins[first:]),
                 condition_consts=ins[:first],
                 consts=ins[first:last],
                 carry=ins[last:],
@@ -96,7 +97,9 @@ def control_flow(
                 where=where,
             )
         case _:
-            branches = [built(branch, "branch") for branch in params["branches"]]
+            branches = [
+                built(branch, "branch", ins[1:]) for branch in params["branches"]
+            ]
             return ir.Cond(
                 index=ins[0],
                 branches=tuple(branches),

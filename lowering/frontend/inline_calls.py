@@ -17,7 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import aval_of, fresh_var, user_context, with_each_eqn
+from jhost._jax import at_line_of, aval_of, fresh_var, user_context, with_each_eqn
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
     CALLS,
@@ -92,7 +92,13 @@ class _Inliner:
         self.constants: dict[int, Var] = {}
         self.barriers: list[tuple[JaxprEqn, ...]] = []
 
-    def run(self, closed_jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
+    def run(
+        self,
+        closed_jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        call: JaxprEqn | None = None,
+    ) -> Any:
         """Append the equations of `closed_jaxpr` on `args`; its results."""
         jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
         env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -103,6 +109,7 @@ class _Inliner:
             return self.constant(atom) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            eqn = at_line_of(eqn, call) if call else eqn
             outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -122,7 +129,7 @@ class _Inliner:
         body = called_body(eqn)
         if eqn.primitive.name == "jhost":
             body = _with_own_settings(body, eqn.params["config"])
-        return self.run(body, getattr(body, "consts", ()), args)
+        return self.run(body, getattr(body, "consts", ()), args, eqn)
 
     def constant(self, literal: Literal) -> Any:
         """`literal`, or one variable for it wherever it is read if it has dims."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.ir.marks import Mark
@@ -15,6 +18,7 @@ class Program:
     """A whole function on `mesh`: `params` in, `results` out.
 
     `marks` are what the user asked for and no pass has taken up yet.
+    `said` has what the user calls the values of buffers; no text of a program has it.
     """
 
     name: str
@@ -24,6 +28,9 @@ class Program:
     body: tuple[Stmt, ...]
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    said: Mapping[str, str] = dataclasses.field(
+        default_factory=dict[str, str], compare=False, repr=False
+    )
 
     def __str__(self) -> str:
         header = f"program {self.name}{mesh_text(self.mesh)}"

@@ -11,10 +11,19 @@ from jhost.lowering.ir.statements import PipelineKind, node
 
 @node
 class Note:
-    """Something to know of a value, or of the user's line `where`, if there is one."""
+    """Something to know of `values`, or of the user's line `where`, if there is one.
 
-    text: str
+    `{}` in the form of the text stands for the values, by the names of their buffers.
+    """
+
+    form: str
     where: str = ""
+    values: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        values = ", ".join(self.values)
+        return self.form.replace("{}", values) if values else self.form
 
     def __str__(self) -> str:
         return self.text + (f" [{self.where}]" if self.where else "")

@@ -27,6 +27,7 @@ from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.said import said
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
 from jhost.lowering.layouts.commute import Body, behind, is_reduction
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
@@ -247,6 +248,7 @@ class _Delayer:
         assert isinstance(maker, Compute), "only computations make partial values"
         before = made_text(stmt.source, operation(maker))
         after = spec_text(layout_of(stmt.out))
-        reason = f"{' and '.join(gone)} stayed partial until here" if gone else ""
+        names = dict.fromkeys(said(self.program, name) for name in gone)
+        reason = f"{' and '.join(names)} stayed partial until here" if gone else ""
         moved, where = self.cost_of(stmt).moved, line_of(operation(maker))
         return layout_remark(stmt.out.name, before, after, moved, reason, where)

@@ -214,5 +214,5 @@ def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
     """Where streams stopped, and why."""
     for number, reason in plan.declined.items():
         if number not in plan.parts:
-            values = ", ".join(buffer.name for buffer in graph[number].writes)
-            yield Note(text=f"streams stop before {values}: {reason}")
+            values = tuple(buffer.name for buffer in graph[number].writes)
+            yield Note(form=f"streams stop before {{}}: {reason}", values=values)

@@ -238,5 +238,6 @@ class _Padder:
     def note(self, ask: Ask, old: int, new: int) -> Note:
         axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in ask.axes)
         do = "does" if len(ask.axes) == 1 else "do"
-        text = f"dim {ask.dim} of {ask.buffer} padded from {old} to {new}"
-        return Note(text=f"{text}: {axes} {do} not divide {old}", where=ask.where)
+        text = f"dim {ask.dim} of {{}} padded from {old} to {new}"
+        text = f"{text}: {axes} {do} not divide {old}"
+        return Note(form=text, where=ask.where, values=(ask.buffer,))

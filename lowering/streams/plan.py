@@ -135,7 +135,7 @@ class _Propagation:
                 other, there = self.values[buffer.name]
                 access = part.writes.get(position)
                 if not self.meet(part.stream, access, other, there):
-                    return f"its result {buffer.name} has another stream"
+                    return "a result of it has another stream"
         stream = self.root(part.stream)
         steps, mark = self.common_steps(stream, part), self.marks[stream]
         if steps < min(part.steps, self.steps.get(stream, part.steps)):

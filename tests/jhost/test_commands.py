@@ -141,6 +141,11 @@ import jhost
 def plain(x, up, down):
     return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
 
+NUMBER = 3
+
+def step(x, up, down):
+    return jax.grad(lambda up: mlp(x, up, down).sum())(up)
+
 mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
 mlp = jhost.jit(
     plain,
@@ -176,6 +181,20 @@ def test_a_function_is_explained(
     assert out.startswith("program plain on tp=4\n  x: f32[4@tp, 8]\n")
     assert "\n\nplain: 1 loop\n" in out
     assert "collective pipeline: 2 chunks, as asked [a_model_of_mine.py:7" in out
+
+
+def test_a_function_around_jhost_functions_is_explained(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{module}:step", *SHAPES]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("step: ")
+    assert "plain (forward)" in out
+    assert "plain (backward)" in out
+    assert main(["explain", f"{module}:step", *SHAPES, "--host-ir"]) == 0
+    assert "program plain_backward on tp=4" in capsys.readouterr().out
+    assert main(["explain", f"{module}:plain", *SHAPES]) == 1
+    assert "calls no jhost function" in capsys.readouterr().err
 
 
 def test_the_mesh_may_be_larger_than_the_machine(
@@ -217,7 +236,11 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE"], "names no function; write module:function"),
         (["MODULE:nothing"], "MODULE has no nothing"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
-        (["MODULE:plain"], "MODULE:plain is no jhost function: decorate it first"),
+        (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),
+        (
+            ["MODULE:plain", "--chunks", "2"],
+            "MODULE:plain is no jhost function, which --chunks is for",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost import errors
+from jhost._call.around import calls_in
+from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.runtime import compiler_options
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
@@ -347,3 +350,72 @@ def test_what_is_in_bodies_stands_below_their_heads(
     assert [row.times for row in scan.communications] == [3]
     assert set(scan.communications) <= set(explanation.communications)
     assert str(explanation).count("s0 on axis 0") == 3  # each where it is, alone
+
+
+# --- Names of values ---------------------------------------------------------------- #
+
+
+def model(state: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Each value has a name, but the sum in the last line."""
+    h = x @ state["params"]["up"]
+    hidden = jnp.tanh(h)
+    (a, b) = hidden @ state["params"]["down"], hidden.sum()
+    y = jnp.cumsum(
+        a,
+    )
+    return jhost.stream(hidden @ state["params"]["down"], axis=0) + y[0] + b
+
+
+def step_of(mesh: Mesh) -> tuple[Callable[..., Any], dict[str, Any]]:
+    specs = {"params": {"up": P(None, "tp"), "down": P("tp")}}
+    f = jhost.jit(
+        model, mesh=mesh, in_shardings=(specs, P("tp")), out_shardings=P("tp")
+    )
+    state = {"params": {"up": UP, "down": DOWN}}
+    return lambda state, x: jax.grad(lambda s: f(s, x).sum())(state), state
+
+
+def test_values_of_a_step_have_the_user_s_names(
+    mesh: Mesh, golden: Callable[..., None]
+) -> None:
+    step, state = step_of(mesh)
+    golden(without_lines(jhost.explain(step, state, X)))
+
+
+NUMBERED = re.compile(r"\bv(_\d+)+\b|\b[xy]_?\d+\b|_partial|_gathered|_i\b")
+
+
+def test_no_line_has_the_name_of_a_buffer(mesh: Mesh) -> None:
+    step, state = step_of(mesh)
+    f = jhost.jit(model, mesh=mesh, in_shardings=(None, P("tp")))
+    texts = [jhost.explain(step, state, X), jhost.explain(f, state, X)]
+
+    def scanned(state: Any, x: jax.Array) -> Any:
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
+        body = jax.checkpoint(lambda x, state: (f(state, x), None))
+        return jax.lax.scan(body, x, stacked)[0].sum()
+
+    texts += [jhost.explain(jax.grad(scanned, 1), state, X)]
+    texts += [jhost.explain(jax.vmap(step, (None, 0)), state, X[None])]
+    for text in texts:
+        assert not NUMBERED.search(str(text)), text
+
+
+def test_dumped_programs_bear_what_jax_derived_in_their_names(mesh: Mesh) -> None:
+    step, state = step_of(mesh)
+    names = [call.program().name for call in calls_in(step, (state, X), {})]
+    assert names == ["model_forward", "model_backward"]
+    batched = jax.vmap(step, (None, 0))
+    names = [call.program().name for call in calls_in(batched, (state, X[None]), {})]
+    assert names == ["model_batched_forward", "model_batched_backward"]
+
+
+def test_names_for_messages_are_in_no_text_and_no_fingerprint(mesh: Mesh) -> None:
+    step, state = step_of(mesh)
+    for call in calls_in(step, (state, X), {}):
+        program = call.program()
+        other = dataclasses.replace(program, said={})
+        assert program.said
+        assert program == other
+        assert str(program) == str(other)
+        assert fingerprint(program) == fingerprint(other)

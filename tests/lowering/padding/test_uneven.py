@@ -148,8 +148,9 @@ def test_what_enters_is_padded_once_and_what_leaves_is_cut_once() -> None:
 def test_explain_names_the_dim_and_the_arithmetic() -> None:
     f = jhost.jit(rows_inside, mesh=mesh_of(dp=2, tp=4))
     notes = jhost.explain(f, array(10, 6), array(6, 8)).notes
-    text = "dim 0 of v padded from 10 to 12: tp (4) does not divide 10 [test_uneven.py:"
-    assert [note for note in notes if note.startswith(text)]
+    text = " padded from 10 to 12: tp (4) does not divide 10 [test_uneven.py:"
+    assert [n for n in notes if n.startswith("dim 0 of ") and text in n]
+    assert not [note for note in notes if "dim 0 of v " in note]
 
 
 @pytest.mark.parametrize(

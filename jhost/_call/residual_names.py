@@ -1,0 +1,41 @@
+"""What the two programs of a split are told of their operands: the user's names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.extend.core import Var
+
+from jhost._jax import Residual, Split, with_operand_names
+from jhost.lowering.frontend.value_names import value_names
+
+
+def with_names(split: Split) -> Split:
+    """The split with the names of what the first takes, and of what it hands over.
+
+    Those stand in the programs' debug info, where JAX has them: they reach what is
+    derived of the programs by batching, and lose what dead code elimination takes.
+    """
+    if not split.names:
+        return split
+    invars, jaxpr = split.first.jaxpr.invars, split.first.jaxpr
+    given = dict(zip(invars, split.names, strict=True))
+    names = value_names(jaxpr.eqns, given, "alone")
+    kept = [_name(residual, split, names) for residual in split.residuals]
+    rest = [""] * (len(split.second.in_avals) - len(kept))
+    return dataclasses.replace(
+        split,
+        first=with_operand_names(split.first, split.names),
+        second=with_operand_names(split.second, [*kept, *rest]),
+    )
+
+
+def _name(residual: Residual, split: Split, names: Mapping[Var, str]) -> str:
+    if residual.given is not None:
+        return split.names[residual.given]
+    if residual.result is None:
+        return "closed-over array"
+    value = split.first.jaxpr.outvars[residual.result]
+    known = names.get(value) if isinstance(value, Var) else None
+    return f"{known} (kept from the forward)" if known else ""
