@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jhost
+from tests.llama_step import example, step_of
 
 optax: Any = pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
@@ -33,12 +35,6 @@ MESHES = "dp=2,fsdp=2,tp=2", "tp=2"
 
 # Numbers that are rounded elsewhere differ by half of this; a loss is a mean of many.
 BFLOAT16 = float(jnp.finfo(jnp.bfloat16).eps)
-
-
-@functools.cache
-def example() -> dict[str, Any]:
-    path = Path(__file__).parents[2] / "examples" / "llama.py"
-    return runpy.run_path(str(path))
 
 
 def losses_of(*argv: str, steps: int = STEPS) -> list[float]:
@@ -103,6 +99,19 @@ def test_the_cross_entropy_leaves_logits_where_they_are() -> None:
     text = sharded.as_text() or ""
     assert "all-reduce" in text
     assert "all-gather" not in text
+
+
+def test_the_explanation_has_the_names_of_the_script() -> None:
+    """Of no value that of its buffer, in the step, its scans and their backwards."""
+    axes = ("dp", "fsdp", "tp")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        jit = functools.partial(jhost.jit, mesh=mesh, pipeline="p2p")
+        step, arguments = step_of(jit, mesh, layers=2)
+        text = str(jhost.explain(step, *arguments))
+    assert "llama.py:" in text
+    assert not re.findall(r".*\b[vxyo]_?\d+\b.*", text)
+    assert not re.findall(r".*_(?:i|partial|gathered)\b.*", text)
 
 
 def test_a_mesh_has_three_axes() -> None:
