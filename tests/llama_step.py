@@ -25,7 +25,7 @@ def step_of(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The step by that decorator on a model of those sizes, and its arguments' types.
 
-    It is to be called under `jax.set_mesh(mesh)`, in JAX's standard type promotion.
+    It is to be lowered under `jax.set_mesh(mesh)`, in JAX's standard type promotion.
     """
     llama = example()
     axes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -105,9 +105,9 @@ def test_the_explanation_has_the_names_of_the_script() -> None:
     """Of no value that of its buffer, in the step, its scans and their backwards."""
     axes = ("dp", "fsdp", "tp")
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    jit = functools.partial(jhost.jit, mesh=mesh, pipeline="p2p")
+    step, arguments = step_of(jit, mesh, layers=2)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        jit = functools.partial(jhost.jit, mesh=mesh, pipeline="p2p")
-        step, arguments = step_of(jit, mesh, layers=2)
         text = str(jhost.explain(step, *arguments))
     assert "llama.py:" in text
     assert not re.findall(r".*\b[vxyo]_?\d+\b.*", text)
