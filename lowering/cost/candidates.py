@@ -56,7 +56,8 @@ class Outcome:
 class Trial:
     """The candidates for one of the marks, or some alike, the others as they are.
 
-    Candidates that are `to_measure` include what cannot win by prediction.
+    Candidates that are `to_measure` include what cannot win by prediction.  A program
+    that is `in_body` is part of a scan's, say.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Trial:
         rates: Rates | None,
         *,
         to_measure: bool = False,
+        in_body: bool = False,
     ) -> None:
         self.program = program
         self.marks = marks
@@ -75,6 +77,7 @@ class Trial:
         self.following = following
         self.rates = rates
         self.to_measure = to_measure
+        self.in_body = in_body
         self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
 
@@ -181,7 +184,7 @@ class Trial:
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
-        predicted = predict(program, self.rates)
+        predicted = predict(program, self.rates, in_body=self.in_body)
         total, compute = predicted.total, predicted.compute
         host_share = predicted.host / max(total, 1e-12)
         return Outcome(candidate, text, total, compute, host_share, program)

@@ -71,7 +71,14 @@ class ChoosePipelines:
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
         part, inner = parts.holding(numbers, marks)
-        trial = Trial(part, all_marks(part), inner, self.following, self.rates)
+        trial = Trial(
+            part,
+            all_marks(part),
+            inner,
+            self.following,
+            self.rates,
+            in_body=parts.place(numbers) > 0,
+        )
         return trial.best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:

@@ -18,9 +18,15 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction
 
 
-def predict(program: Program, rates: Rates) -> Prediction:
-    """How long `program` takes on devices of those rates."""
-    tasks = unrolled(program, rates, partial(predict, rates=rates))
+def predict(program: Program, rates: Rates, *, in_body: bool = False) -> Prediction:
+    """How long `program` takes on devices of those rates, maybe as a body in another.
+
+    In a body, collectives that run beside nothing in loops run beside nothing at all:
+    six layers of Llama 8B in a scan, forward and backward, unpipelined, took 84.3 ms on
+    two H200s, where computations and collectives one after another make 83.9.
+    """
+    inside = partial(predict, rates=rates, in_body=True)
+    tasks = unrolled(program, rates, inside, in_body=in_body)
     meeting = program.mesh.size * max((task.meet for task in tasks), default=0.0)
     host = meeting + sum(task.host for task in tasks)
     parts = [task.inside or _alone(task) for task in tasks]

@@ -58,16 +58,21 @@ Predict: TypeAlias = Callable[[Program], Prediction]
 """How long a body takes."""
 
 
-def unrolled(program: Program, rates: Rates, predict: Predict) -> list[Task]:
+def unrolled(
+    program: Program, rates: Rates, predict: Predict, *, in_body: bool = False
+) -> list[Task]:
     """The tasks of a program, in its order; a body in it is one."""
-    return _Unrolled(program, rates, predict).tasks
+    return _Unrolled(program, rates, predict, in_body).tasks
 
 
 class _Unrolled(Machine):
     """A device's walk through the program, which notes what there is to do."""
 
-    def __init__(self, program: Program, rates: Rates, predict: Predict) -> None:
+    def __init__(
+        self, program: Program, rates: Rates, predict: Predict, in_body: bool
+    ) -> None:
         super().__init__(program.mesh.shape)
+        self.in_body = in_body
         self.predict = predict
         self.rates = rates
         self.mesh = self.ranks.sizes
@@ -227,7 +232,7 @@ class _Unrolled(Machine):
             meet=link.meet,
             transfer=True,
             # Outside of loops XLA itself finds what a collective can run beside.
-            alone=self.depth > 0 and not link.beside_compute,
+            alone=(self.in_body or self.depth > 0) and not link.beside_compute,
         )
         self.add(task, [out])
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, strategies as st
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -228,3 +229,24 @@ def test_control_flow_and_accumulators_are_simulated() -> None:
     predicted = predict(program, RATES)
     assert predicted.compute == 4 * 4 * 6
     assert predicted.total == predicted.compute + predicted.communication
+
+
+def test_in_a_body_collectives_run_beside_nothing() -> None:
+    """What the gather could run beside is a matmul that does not need it."""
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gathered = jhost.shard(jnp.sin(x), P())
+        beside = jhost.shard(x @ w, P("tp", None))
+        return gathered, jhost.shard(beside + gathered[:, :1], P("tp", None))
+
+    def scanned(x: jax.Array, w: jax.Array) -> Any:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P())
+        return lax.scan(lambda x, _: (x, body(x, w)), x, length=5)
+
+    def written(x: jax.Array, w: jax.Array) -> Any:
+        return body(jhost.shard(x, P("tp", None)), jhost.shard(w, P()))
+
+    once = predict(lowered(written, (8, 4), (4, 6), tp=2), RATES)
+    assert once.total < once.compute + once.communication
+    often = predict(lowered(scanned, (8, 4), (4, 6), tp=2), RATES)
+    assert often.total == 5 * (once.compute + once.communication)
