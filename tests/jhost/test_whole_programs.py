@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost._annotate import Pipeline
+from jhost._call import program as call_program
 from jhost.lowering.explain import count_loops, explain_program
 from jhost.lowering.ir.bodies import programs, statements
 from jhost.lowering.ir.fingerprint import fingerprint

@@ -52,8 +52,17 @@ def test_the_rows_of_a_lookup_are_summed_over() -> None:
 
 
 @pytest.mark.parametrize("mode", LOOKUPS)
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int32])
-@pytest.mark.parametrize("rows", [6, 300])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (np.int8, 6),
+        (np.uint8, 6),
+        (np.uint32, 6),
+        (np.int32, 6),
+        (np.int8, 300),
+        (np.uint8, 300),
+    ],
+)
 def test_bounds_are_those_of_the_whole(
     mode: str, dtype: Any, rows: int, check_rule: CheckRule
 ) -> None:
@@ -72,8 +81,10 @@ def test_indices_wider_than_a_position(mode: str, check_rule: CheckRule) -> None
         check_rule(_updated(lax.scatter_add, update), _table(), index, _table(5))
 
 
-@pytest.mark.parametrize("mode", LOOKUPS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [*((mode, np.nan) for mode in LOOKUPS), ("fill", np.inf), ("clip", -np.inf)],
+)
 def test_what_is_not_looked_up_does_not_leak(
     mode: str, value: float, check_rule: CheckRule
 ) -> None:
