@@ -49,7 +49,7 @@ def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     """By jhost `fun` gives exactly what it gives without; returns its Host IR.
 
     Compiled, and on four devices interpreted as well, unless a program was whose
-    statements are the same but for their numbers: XLA takes long for what is interpreted.
+    statements are the same but for their numbers: XLA takes long for such a one.
     """
     wanted, lowered = fun(*args), jhost.jit(fun, **settings).lower(*args)
     results = [lowered.compile()(*args)]

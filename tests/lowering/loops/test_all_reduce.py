@@ -197,7 +197,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-@settings(max_examples=15)  # each is compiled twice
+@settings(max_examples=10)  # each is compiled twice
 @given(settings_of())
 def test_any_sizes_and_neighbours(drawn: dict[str, int]) -> None:
     before, after, again = (drawn["around"] >> bit & 1 for bit in range(3))
