@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--examples",
         type=int,
-        default=50,
+        default=40,
         metavar="N",
         help="how many random programs are tried (default: %(default)s)",
     )
@@ -74,6 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile(
         "programs", max_examples=config.getoption("examples")
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and tests make few cycles: garbage is sought less."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_report_header() -> str:

@@ -146,13 +146,21 @@ def digests(tree: Any) -> dict[str, str]:
     }
 
 
-def patterns(*process: str) -> None:
+def patterns(pipeline: str, *process: str) -> None:
     if process[1] != "1":
         initialize(*process)
     for name, pattern in PATTERNS.items():
-        for pipeline in ("collective",) if name == "experts" else ("p2p", "collective"):
+        if (name, pipeline) != ("experts", "p2p"):
             for what, result in runs(pattern, pipeline):
-                say(**{f"{name}, {pipeline}, {what}": digests(result)})
+                say(**{f"{name}, {what}": digests(result)})
+
+
+def patterns_p2p(*process: str) -> None:
+    patterns("p2p", *process)
+
+
+def patterns_collective(*process: str) -> None:
+    patterns("collective", *process)
 
 
 # --- What goes wrong ---------------------------------------------------------------- #

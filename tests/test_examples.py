@@ -180,7 +180,16 @@ Captured: TypeAlias = pytest.CaptureFixture[str]
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs an example, which may import what stands next to it, as a script does."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    return lambda name, argv: runpy.run_path(str(EXAMPLES / name))["main"](argv)
+
+    def run(name: str, argv: Sequence[str]) -> None:
+        main = runpy.run_path(str(EXAMPLES / name))["main"]
+        jax.config.update("jax_disable_most_optimizations", True)  # XLA is done soon
+        try:
+            main(argv)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+
+    return run
 
 
 @pytest.fixture

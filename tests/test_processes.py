@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -34,7 +33,6 @@ PREAMBLE = ERRORS[0].text
 
 
 pytestmark = pytest.mark.slow
-each_count = pytest.mark.parametrize("count", [2, 4])
 
 
 @contextlib.contextmanager
@@ -97,20 +95,26 @@ def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # --- Right ------------------------------------------------------------------------ #
 
 
-@functools.cache
-def of_one_process() -> dict[str, dict[str, str]]:
-    (lines,) = said("patterns", 1, devices=4)
+def of_one_process(pipeline: str) -> dict[str, dict[str, str]]:
+    (lines,) = said(f"patterns_{pipeline}", 1, devices=4)
     return merged(lines)
 
 
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("pipeline", "count", "devices", "patterns"),
+    [("p2p", 2, 2, 10), ("collective", 4, 1, 11)],
+)
 def test_patterns_give_the_bits_that_one_process_gives(
-    count: int, devices: int
+    pipeline: str, count: int, devices: int, patterns: int
 ) -> None:
-    """Values, and gradients in an outer jit."""
-    several = [merged(lines) for lines in said("patterns", count, devices)]
-    assert len(of_one_process()) == 2 * (2 * 10 + 1)
-    for name, wanted in of_one_process().items():
+    """Values, and gradients in an outer jit.
+
+    Of two devices of a process, one sends to the other and one to another process.
+    """
+    found = said(f"patterns_{pipeline}", count, devices)
+    several, alone = list(map(merged, found)), of_one_process(pipeline)
+    assert len(alone) == 2 * patterns
+    for name, wanted in alone.items():
         together: dict[str, str] = {}
         for found in several:
             for part, digest in found[name].items():
@@ -134,7 +138,7 @@ def test_processes_meet_once_for_a_program() -> None:
 # --- Different programs ------------------------------------------------------------ #
 
 
-@each_count
+@pytest.mark.parametrize("count", [2, 4])
 def test_a_process_with_another_statement_is_named_by_all(count: int) -> None:
     ends = said("another_statement", count)
     assert all(lines == ends[0] for lines in ends)
@@ -162,12 +166,11 @@ def test_parameters_and_options_that_differ_are_named() -> None:
     assert dump == {"error": None}
 
 
-@each_count
-def test_what_else_makes_an_executable_is_named(count: int) -> None:
-    ends = said("another_executable", count)
+def test_what_else_makes_an_executable_is_named() -> None:
+    ends = said("another_executable", 2)
     assert all(lines == ends[0] for lines in ends)
     donated, *closed, static, of_an_object = ends[0]
-    assert f"process {count - 1}, in mine: `x is donated`" in donated["text"]
+    assert "process 1, in mine: `x is donated`" in donated["text"]
     for line in closed:
         assert "is closed over`" in line["text"]
     assert "`argument 1 is static: True`, where process" in static["text"]
@@ -181,14 +184,13 @@ def test_another_order_of_programs_is_an_error_in_all() -> None:
     assert "in block: `result: f32" in ends[0][0]["text"]
 
 
-@each_count
-def test_who_does_not_come_is_named(count: int) -> None:
-    *waiting, last = said("absent", count)
+def test_who_does_not_come_is_named() -> None:
+    *waiting, last = said("absent", 3)
     assert last == []
     for (line,) in waiting:
         assert line["error"] == "ProcessTimeoutError"
         assert "waited 2 s before the first run of block" in line["text"]
-        assert f"* process {count - 1} has not come" in line["text"]
+        assert "* process 2 has not come" in line["text"]
         assert line["text"].count("* process") == 1
 
 
@@ -219,8 +221,7 @@ def test_the_first_example_of_the_page_raises_and_the_second_runs(
     ("count", "victim", "by"),
     [
         (2, 0, signal.SIGKILL),  # which runs the coordination service
-        (2, 1, signal.SIGKILL),
-        (4, 2, signal.SIGKILL),
+        (3, 2, signal.SIGKILL),
         (2, 1, signal.SIGSTOP),
     ],
 )

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import pytest
 
 import jhost
 from jhost import errors
+from jhost._call import program as call_program
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -134,7 +134,7 @@ def test_the_first_example_raises_and_the_second_runs(
 
 def test_the_first_example_warns_and_the_second_does_not() -> None:
     page, namespace, wrong, right = error_examples("ReplicationWarning")
-    jax.clear_caches()
+    call_program._warned_lines().clear()  # pyright: ignore[reportPrivateUsage]
     with pytest.warns(errors.ReplicationWarning, match="sort is repeated"):
         run(page, wrong, dict(namespace))
     run(page, right, dict(namespace))

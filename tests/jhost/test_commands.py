@@ -60,9 +60,16 @@ def test_the_doctor_speaks_json(
 
 @pytest.fixture
 def problems(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[[str, Any], list[str]]:
     """`problems(name, value)`: what the doctor finds wrong with `name` replaced."""
+
+    # The pipelines work, as one of the tests above finds; to compile them takes most
+    # of the time.
+    if "a_pipeline" not in request.node.name:
+        monkeypatch.setattr(doctor, "_tried", lambda *_: "works")
 
     def found(name: str, value: Any) -> list[str]:
         monkeypatch.setattr(name, value)
@@ -307,7 +314,7 @@ def test_results_that_disagree_are_an_exit_status_of_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "beyond_tolerance", lambda *_: ["far"])
-    assert main(["bench", *SMALL]) == 1
+    assert main(["bench", *SMALL[:-1]]) == 1
     assert "THE RESULTS DISAGREE: far" in capsys.readouterr().out
 
 

@@ -121,9 +121,15 @@ class _Case:
     rule: DimRule
     operands: Sequence[Any]
     results: Sequence[Any]
+    made: dict[_Part, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     def run(self, place: _Part) -> Sequence[Any]:
-        """The results of the part at `place`."""
+        """The results of the part at `place`; the whole is a part of every factor."""
+        if place not in self.made:
+            self.made[place] = self._run(place)
+        return self.made[place]
+
+    def _run(self, place: _Part) -> Sequence[Any]:
         maps = zip(self.operands, self.rule.operands, strict=True)
         parts = [_cut(value, dims, place) for value, dims in maps]
         results = self.rule.rebind(self.eqn, parts, place)
@@ -150,16 +156,19 @@ def _check_sizes(
             assert dim is None or sizes[dim.factor] * dim.scale == size
 
 
+_FEW = 12
+
+
 def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
     """Ways to cut `size` steps: not at all, into single ones, with a smaller rest.
 
-    Many are cut in three: each run compiles, and single ones show nothing else.
+    Of many steps the first ones and the last are single: none in between is an edge.
     """
     yield (size,)
-    if 1 < size <= 16:
+    if size > _FEW:
+        yield (*(1,) * 3, size - 6, *(1,) * 3)
+    elif size > 1:
         yield (1,) * size
-    elif size > 16:
-        yield (size // 3, size // 3, size - size // 3 * 2)
     if size > 2:
         yield (size // 2 + 1, size - size // 2 - 1)
 

@@ -134,7 +134,6 @@ def _is_cut(case: Case) -> Counter[str]:
     return found
 
 
-@hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases())
 def test_sharded_tables_are_looked_up_and_updated_exactly(case: Case) -> None:
     for kind, count in _is_cut(case).items():

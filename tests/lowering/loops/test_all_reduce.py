@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -197,6 +197,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
+@settings(max_examples=10)  # each is compiled twice
 @given(settings_of())
 def test_any_sizes_and_neighbours(drawn: dict[str, int]) -> None:
     before, after, again = (drawn["around"] >> bit & 1 for bit in range(3))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 
 CheckRule: TypeAlias = Callable[..., set[str]]
@@ -31,7 +31,7 @@ def _factorization(draw: st.DrawFn, size: int) -> list[int]:
     return shape
 
 
-@given(st.data(), st.sampled_from([1, 6, 12, 24, 36]))
+@given(st.data(), st.sampled_from([1, 6, 12, 24]))
 def test_reshape(check_rule: CheckRule, data: st.DataObject, size: int) -> None:
     old = data.draw(_factorization(size))
     new = data.draw(_factorization(size))
@@ -79,6 +79,7 @@ def test_concatenate(
     check_rule(lambda x, y: lax.concatenate((x, y), dim), _ints(shape), _ints(other))
 
 
+@settings(max_examples=15)  # each has many shapes, which XLA compiles one by one
 @given(st.data(), st.permutations("bcmk"), st.permutations("bcnk"))
 def test_dot_general(
     check_rule: CheckRule, data: st.DataObject, lhs: list[str], rhs: list[str]
