@@ -101,19 +101,19 @@ def of_one_process(pipeline: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "count", "devices", "patterns"),
-    [("p2p", 2, 2, 10), ("collective", 4, 1, 11)],
+    ("pipeline", "count", "devices", "runs"),
+    [("p2p", 2, 2, 10 + 4), ("collective", 4, 1, 11 + 5)],
 )
 def test_patterns_give_the_bits_that_one_process_gives(
-    pipeline: str, count: int, devices: int, patterns: int
+    pipeline: str, count: int, devices: int, runs: int
 ) -> None:
-    """Values, and gradients in an outer jit.
+    """Values, and gradients of the larger ones in an outer jit.
 
     Of two devices of a process, one sends to the other and one to another process.
     """
     found = said(f"patterns_{pipeline}", count, devices)
     several, alone = list(map(merged, found)), of_one_process(pipeline)
-    assert len(alone) == 2 * patterns
+    assert len(alone) == runs
     for name, wanted in alone.items():
         together: dict[str, str] = {}
         for found in several:
@@ -185,12 +185,12 @@ def test_another_order_of_programs_is_an_error_in_all() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    *waiting, last = said("absent", 3)
+    *waiting, last = said("absent", 4)
     assert last == []
     for (line,) in waiting:
         assert line["error"] == "ProcessTimeoutError"
         assert "waited 2 s before the first run of block" in line["text"]
-        assert "* process 2 has not come" in line["text"]
+        assert "* process 3 has not come" in line["text"]
         assert line["text"].count("* process") == 1
 
 
@@ -221,7 +221,7 @@ def test_the_first_example_of_the_page_raises_and_the_second_runs(
     ("count", "victim", "by"),
     [
         (2, 0, signal.SIGKILL),  # which runs the coordination service
-        (3, 2, signal.SIGKILL),
+        (4, 2, signal.SIGKILL),
         (2, 1, signal.SIGSTOP),
     ],
 )
