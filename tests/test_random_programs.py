@@ -10,11 +10,13 @@ from typing import Any
 import chex
 import hypothesis
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies as st
 
 import jhost
+from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
@@ -129,7 +131,10 @@ def test_their_gradients_equal_the_plain_functions(case: Case, inside: bool) -> 
 def test_their_derivatives_of_any_order_equal_the_plain_functions(
     case: Case, taken: Derivatives
 ) -> None:
-    """In every mix of modes, some of them taken inside of the jhost function."""
+    """In every mix of modes, some of them taken inside of the jhost function.
+
+    JAX refuses what has no derivative also where no result depends on it.
+    """
     case.count()
     for name in taken.names:
         hypothesis.event(f"taken {name}")
@@ -141,6 +146,9 @@ def test_their_derivatives_of_any_order_equal_the_plain_functions(
         result = outcome(lambda: taken.of(case.function, jit)(*case.placed(args)))
     except REFUSALS:
         return
+    if isinstance(expected, dict) and not isinstance(result, dict):
+        live = without_dead_code(jax.make_jaxpr(case.function)(*args))
+        expected = taken.of(jax.extend.core.jaxpr_as_fun(live), jax.jit)(*args)
     assert_equal(result, expected)
 
 
