@@ -36,7 +36,8 @@ QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
 CODE_PATH = timing.Effort(warmups=1, blocks=2, calls=1, lead_in=1, instances=1)
 """Fewer calls than for a layer: one takes tens of milliseconds."""
 
-SHRINK = 64  # for CPUs, where no time means anything
+SHRINK = 64
+"""For CPUs, where no time means anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,10 +111,10 @@ def _mesh(text: str) -> Mesh:
 
 
 def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step]:
-    for option, given, known in (
-        ("models", arguments.models, MODELS),
-        ("forms", arguments.forms, LAYERS),
-    ):
+    quick: bool = arguments.quick
+    chosen = arguments.models or (["8b"] if quick else MODELS)
+    forms = arguments.forms or (["scan"] if quick else LAYERS)
+    for option, given, known in (("models", chosen, MODELS), ("forms", forms, LAYERS)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"--{option}: {unknown[0]!r} is none of {', '.join(known)}")
     shrink = 1 if on_gpu else SHRINK
@@ -122,10 +123,13 @@ def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step
             dataclasses.replace(MODELS[name], sequence=arguments.length).shrunk(shrink),
             attention="cudnn" if on_gpu else "xla",
         )
-        for name in arguments.models
+        for name in chosen
     }
-    forms = {form: arguments.layers or LAYERS[form] for form in arguments.forms}
-    return steps(models, forms, arguments.sequences, dict(mesh.shape))
+    layers = {
+        form: arguments.layers or (2 if quick and not on_gpu else LAYERS[form])
+        for form in forms
+    }
+    return steps(models, layers, arguments.sequences, dict(mesh.shape))
 
 
 def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
@@ -149,9 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="On CPUs every size is a 64th, and no time means anything.",
     )
     names, add = separated(str), parser.add_argument
-    add("--quick", action="store_true", help="fewer calls")
-    add("--models", type=names, default=list(MODELS), help="8b, 70b")
-    add("--forms", type=names, default=list(LAYERS), help=", ".join(LAYERS))
+    add("--quick", action="store_true", help="fewer calls, and one case by default")
+    add("--models", type=names, help="8b, 70b; default: both, quick: 8b")
+    add("--forms", type=names, help=f"{', '.join(LAYERS)}; default: all, quick: scan")
     add("--passes", choices=PASSES, default="both")
     add("--mesh", default="tp=4", help="tp=2, tp=4 or dp=2,tp=2; default: tp=4")
     add("--layers", type=int, help="default: 4 written out, 6 in a scan")
