@@ -35,6 +35,7 @@ class Plan:
     effort: Effort
     deadline: Deadline
     checked: bool
+    profiled: bool = False
 
 
 @dataclasses.dataclass

@@ -97,7 +97,10 @@ def _measure_one(
 
 def _mesh(text: str) -> Mesh:
     """Of "dp=2,tp=2"; axes of the first devices."""
-    axes = {name: int(size) for name, size in (a.split("=") for a in text.split(","))}
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(size.isdigit() and int(size) for _, _, size in pairs):
+        raise ValueError(f"--mesh: sizes of axes, as dp=2,tp=2, but got {text}")
+    axes = {name: int(size) for name, _, size in pairs}
     count = math.prod(axes.values())
     if set(axes) - {"dp", "tp"} or "tp" not in axes:
         raise ValueError(f"--mesh: tp, and dp if wanted, but not {text}")
@@ -116,7 +119,9 @@ def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step
     forms = arguments.forms or (["scan"] if quick else LAYERS)
     for option, given, known in (("models", chosen, MODELS), ("forms", forms, LAYERS)):
         if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"--{option}: {unknown[0]!r} is none of {', '.join(known)}")
+            raise ValueError(
+                f"--{option}: {unknown[0]!r} is none of {', '.join(known)}"
+            )
     shrink = 1 if on_gpu else SHRINK
     models = {
         name: dataclasses.replace(
@@ -143,6 +148,7 @@ def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
         effort=CODE_PATH if not on_gpu else QUICK if arguments.quick else FULL,
         deadline=timing.Deadline(arguments.time_limit),
         checked=not arguments.no_checks,
+        profiled=not arguments.no_profile,
     )
 
 
@@ -164,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--arms", type=names, default=["*"], help="names with wildcards: plain,jhost*")
     add("--time-limit", type=float, metavar="SECONDS", help="end in time, cleanly")
     add("--no-checks", action="store_true", help="times only")
+    add("--no-profile", action="store_true", help="not when nothing computes")
     add("--json", type=Path, metavar="FILE", help="default: in benchmarks/results")
     add("--list", action="store_true", help="print the names of the cases, and end")
     return parser

@@ -121,7 +121,7 @@ def _figures(times: timing.Times, step: Step) -> Entry:
     return found | {"tokens_per_s": 1e3 * step.tokens / found["min_ms"]}
 
 
-# --- Whether all compute the same ---------------------------------------------------- #
+# --- Whether all compute the same --------------------------------------------------- #
 
 
 def _compared(calls: dict[str, timing.Call], arms: Entry) -> dict[str, Entry]:
@@ -162,13 +162,14 @@ def _norm(gradients: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients))
 
 
-# --- When nothing computes ------------------------------------------------------------ #
+# --- When nothing computes ---------------------------------------------------------- #
 
 
 def _profiled(compiled: Any, call: Callable[[], Any], plan: Plan) -> Entry:
     """The parts of a call, and its share in which no computation runs."""
-    if plan.deadline.passed():
-        return {"without_computation": None, "why": OUT_OF_TIME["skipped"]}
+    if not plan.profiled or plan.deadline.passed():
+        why = OUT_OF_TIME["skipped"] if plan.profiled else "not asked for"
+        return {"without_computation": None, "why": why}
     try:
         parts = _parts(compiled, call)
     except Exception as error:
