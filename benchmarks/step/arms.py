@@ -33,6 +33,8 @@ class Marked:
         return constrain(result, self.columns)
 
     def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
+        # Said of h, or GSPMD gathers weights for the gradient of cuDNN's attention.
+        h = constrain(h, self.columns)
         return constrain(jhost.stream(h @ w, axis=0), self.rows)
 
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
