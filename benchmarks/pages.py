@@ -2,8 +2,8 @@
 
     python -m benchmarks.pages
 
-The first are what the cost model predicts, and chooses by, on four H200s; the others are
-taken from benchmarks/results: the last, of whole training steps.
+The first are what the cost model predicts, and chooses by, on four H200s; the others
+are taken from benchmarks/results: the last, of whole training steps.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pytest
 # Last, so that `jhost` stays the one that is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import report  # noqa: E402
-from benchmarks.step import __main__ as command, arms, measure, page  # noqa: E402
+from benchmarks import report
+from benchmarks.step import __main__ as command, arms, measure, page
 
 
 def run(path: Path, *options: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who computes a step, by name: each makes something with `lower`, as `jax.jit` does."""
+"""Who computes a step, by name: each makes what has `lower`, as `jax.jit` does."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _by_hand(
     comm: Communication,
     total: Callable[[jax.Array, tuple[str, ...]], jax.Array],
 ) -> Any:
-    """The gradients are taken on each device, and those of copies added up at the end."""
+    """Gradients are taken on each device, and those of copies added up at the end."""
     function = step.function(comm, backward)
     axes = tuple(axis for axis, _ in step.axes)
 
