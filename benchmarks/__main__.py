@@ -8,14 +8,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,14 +30,10 @@ from benchmarks import (
 from benchmarks.cases import Case
 from benchmarks.communication import AXIS
 from benchmarks.layers import MODELS
+from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Mode, Plan
 from benchmarks.torch_arms import TorchArms
 from jhost._progress import Progress, progress
-
-T = TypeVar("T")
-
-FORMAT = 1
-RESULTS = Path(__file__).parent / "results"
 
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 CALLS: Mapping[str, Sequence[Mode]] = {
@@ -52,20 +44,6 @@ CALLS: Mapping[str, Sequence[Mode]] = {
 
 # What `--quick` measures where nothing else is asked for: every way of communicating.
 QUICK_CASES = ("ag_qkv/8b/8192", "down_ar/8b/8192", "mlp/8b/8192")
-
-
-@dataclasses.dataclass
-class Run:
-    """The JSON file of a run: written anew after every case."""
-
-    path: Path
-    content: dict[str, Any]
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(beside, self.path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         deadline=timing.Deadline(arguments.time_limit),
         checked=not arguments.no_checks,
     )
-    run = _new_run(arguments.json, plan, on_gpu)
+    run = new_run(arguments.json, plan, on_gpu)
+    run.content["call_overhead"] = None
     passes = PASSES[arguments.passes]
     bar = progress(sum(map(len, chosen.values())) * len(passes))
     if not arguments.cases and not arguments.quick:
@@ -207,28 +186,6 @@ def _summary(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _new_run(path: Path | None, plan: Plan, on_gpu: bool) -> Run:
-    now = datetime.datetime.now(datetime.UTC)
-    facts = environment.describe()
-    if path is None:
-        kind = facts["device_kind"].replace(" ", "-").lower()
-        path = RESULTS / f"{now:%Y-%m-%d-%H%M}-{kind}.json"
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "claims": on_gpu,
-        "started": now.isoformat(timespec="seconds"),
-        "environment": facts,
-        "effort": dataclasses.asdict(plan.effort),
-        "arms": list(plan.arms),
-        "clocks_at_start": environment.clocks(),
-        "call_overhead": None,
-        "measurements": [],
-        "failed": [],
-        "not_measured": [],
-    }
-    return Run(path, content)
-
-
 def _call_overhead() -> list[dict[str, Any]]:
     return [call_overhead.measure(each, 20, 50) for each in call_overhead.cases()]
 
@@ -269,19 +226,11 @@ def _cases(arguments: argparse.Namespace, devices: int, on_gpu: bool) -> list[Ca
     return cases.select(listed, patterns)
 
 
-def _separated(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
-    def parse(text: str) -> list[T]:
-        return [convert(part) for part in text.split(",") if part]
-
-    parse.__name__ = "list"  # what argparse calls it in its errors
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
     )
-    names, numbers = _separated(str), _separated(int)
+    names, numbers = separated(str), separated(int)
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer calls, and a few cases by default")
     add("--cases", type=names, help="names or starts of names, as mlp,ag_up/*/8192")

@@ -34,6 +34,7 @@ def _same(left: Any, right: Any) -> jax.Array:
 @jax.jit
 def _errors(result: Any, reference: Any) -> jax.Array:
     def error(a: jax.Array, b: jax.Array) -> jax.Array:
+        b = b.astype(jnp.float32)
         difference = a.astype(jnp.float32) - b
         return jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(b.ravel())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ class Model:
     kv_heads: int
     head: int = 128
     sequence: int = 2048
+    attention: Literal["", "xla", "cudnn"] = ""
+    """Of `jax.nn.dot_product_attention`; written out without."""
 
     @property
     def qkv(self) -> int:
@@ -111,7 +114,7 @@ def _normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
 def _attend(qkv: jax.Array, model: Model) -> jax.Array:
     """Causal attention over the heads in `qkv`, a group's queries, key, value in turn.
 
-    Written out, and not a call of a fused kernel: every arm gets the same operations.
+    Written out unless the model names a kernel: every arm gets the same operations.
     """
     rows, width = qkv.shape
     queries, head, sequence = model.queries, model.head, model.sequence
@@ -122,6 +125,12 @@ def _attend(qkv: jax.Array, model: Model) -> jax.Array:
         lax.slice_in_dim(parts, n, n + 1, axis=3).squeeze(3)
         for n in (queries, queries + 1)
     )
+    if model.attention:
+        q = q.reshape(*q.shape[:2], groups * queries, head)
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=model.attention
+        )
+        return mixed.reshape(rows, groups * queries * head)
     scores = jnp.einsum(
         "bsgqd,btgd->bgqst", q, k, preferred_element_type=jnp.float32
     ) * (head**-0.5)

@@ -1,9 +1,9 @@
-"""Makes the tables of docs/when-it-pays.md and docs/peers.md; nothing is run.
+"""Makes tables of docs/when-it-pays.md, peers.md and benchmarks.md; nothing is run.
 
     python -m benchmarks.pages
 
-The first are what the cost model predicts, and chooses by, on four H200s; the second is
-taken from benchmarks/results.
+The first are what the cost model predicts, and chooses by, on four H200s; the others
+are taken from benchmarks/results: the last, of whole training steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 import jhost
 from benchmarks import cases, figures, layers, report
 from benchmarks.communication import Streamed
+from benchmarks.step import page as steps
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
@@ -164,6 +165,7 @@ def _times(times: Mapping[str, Mapping[str, float]]) -> str:
 TABLES = {
     "when-it-pays.md": ("predicted", predicted),
     "peers.md": ("measured", measured),
+    "benchmarks.md": ("steps", steps.measured),
 }
 """By page: the name of the place in it, and what makes the table."""
 

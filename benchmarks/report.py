@@ -56,8 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def stored(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """The runs in those files, or in all of benchmarks/results, as they began."""
-    files = files or sorted(RESULTS.glob("*.json"))
+    """The runs in those files, or in all of benchmarks/results, as they began.
+
+    Those of `python -m benchmarks.step` are of another form, and have their own table.
+    """
+    every = sorted(RESULTS.glob("*.json"))
+    files = files or [file for file in every if not file.match("*-step.json")]
     runs = (json.loads(file.read_text()) for file in files)
     return sorted(runs, key=lambda run: run["started"])
 
@@ -90,7 +94,7 @@ def measured(
     """All that is between the marks, as Markdown."""
     if not runs:
         return "No run is stored yet."
-    parts = ["## Runs", "\n".join(_run_line(run) for run in runs)]
+    parts = ["## Runs", "\n".join(run_line(run) for run in runs)]
     if not all(run["claims"] for run in runs):
         parts.append("What ran on CPUs shows that the code runs. It claims no time.")
     for group, records in groups(runs).items():
@@ -98,7 +102,7 @@ def measured(
     return "\n\n".join(parts)
 
 
-def _run_line(run: Mapping[str, Any]) -> str:
+def run_line(run: Mapping[str, Any]) -> str:
     facts = run["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items())
     effort = run["effort"]

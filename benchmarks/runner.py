@@ -35,6 +35,7 @@ class Plan:
     effort: Effort
     deadline: Deadline
     checked: bool
+    profiled: bool = False
 
 
 @dataclasses.dataclass
@@ -197,14 +198,14 @@ def _compiled(session: Session, built: Built, mode: Mode) -> Executable:
     count = session.plan.effort.instances
     compiled = built.program().lower(*[first] * count).compile()
     entry = {"compile_s": time.perf_counter() - start}
-    entry |= _memory(compiled.memory_analysis(), count)
+    entry |= memory(compiled.memory_analysis(), count)
     return Executable(
         lambda choose: compiled(*[choose(instance) for instance in range(count)]),
         entry,
     )
 
 
-def _memory(analysis: Any, instances: int) -> Entry:
+def memory(analysis: Any, instances: int = 1) -> Entry:
     """What one instance needs: the instances' temporaries share one place."""
     if analysis is None:
         return {}

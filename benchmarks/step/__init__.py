@@ -1,0 +1,1 @@
+"""A training step of Llama layers, by several arms: `python -m benchmarks.step`."""

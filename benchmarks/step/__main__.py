@@ -1,0 +1,180 @@
+"""Runs the benchmark of a training step: every form, every arm, one JSON file.
+
+    python -m benchmarks.step [--mesh tp=2] [--models 8b] [--forms written,scan]
+
+`python -m benchmarks.pages` makes a section of docs/benchmarks.md from such files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from benchmarks import environment, runner, timing
+from benchmarks.layers import MODELS
+from benchmarks.run_file import Run, new_run, separated
+from benchmarks.runner import Plan
+from benchmarks.step import page
+from benchmarks.step.arms import ARMS
+from benchmarks.step.measure import measure
+from benchmarks.step.programs import LAYERS, Step, steps
+from jhost._progress import Progress, progress
+
+PASSES = {"forward": (False,), "backward": (True,), "both": (True, False)}
+
+FULL = timing.Effort(warmups=2, blocks=5, calls=8, lead_in=4, instances=1)
+QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
+CODE_PATH = timing.Effort(warmups=1, blocks=2, calls=1, lead_in=1, instances=1)
+"""Fewer calls than for a layer: one takes tens of milliseconds."""
+
+SHRINK = 64
+"""For CPUs, where no time means anything."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the arguments, measures, and prints what came of it."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    on_gpu = jax.default_backend() == "gpu"
+    try:
+        mesh = _mesh(arguments.mesh)
+        chosen = _steps(arguments, mesh, on_gpu)
+        plan = _plan(arguments, on_gpu)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.list:
+        print("\n".join(step.name for step in chosen))
+        return
+    run = new_run(arguments.json, plan, on_gpu, suffix="-step")
+    _measure(chosen, PASSES[arguments.passes], mesh, plan, run)
+    print(page.measured([run.content]))
+    print(f"written: {run.path.name}")
+
+
+def _measure(
+    chosen: Sequence[Step], passes: Sequence[bool], mesh: Mesh, plan: Plan, run: Run
+) -> None:
+    bar = progress(len(chosen) * len(passes))
+    try:
+        for step in chosen:
+            for backward in passes:
+                _measure_one(step, mesh, backward, plan, run, bar)
+    finally:
+        bar.close()
+        run.content["clocks_at_end"] = environment.clocks()
+        run.write()
+
+
+def _measure_one(
+    step: Step, mesh: Mesh, backward: bool, plan: Plan, run: Run, bar: Progress
+) -> None:
+    what = f"{step.name} on {step.mesh}{' with gradients' if backward else ''}"
+    bar.step(what)
+    if plan.deadline.passed():
+        run.content["not_measured"].append(what)
+        return
+    try:
+        record = measure(step, mesh, backward, plan)
+        run.content["measurements"].append(record)
+        bar.say(f"{what}: {page.line(record)}")
+    except Exception as error:
+        # What fails outside of an arm: operands that do not fit, say.
+        run.content["failed"].append({what: runner.error_text(error)})
+        bar.say(f"{what}: {runner.error_text(error)}")
+    finally:
+        run.write()
+        runner.forget()
+
+
+def _mesh(text: str) -> Mesh:
+    """Of "dp=2,tp=2"; axes of the first devices."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(size.isdigit() and int(size) for _, _, size in pairs):
+        raise ValueError(f"--mesh: sizes of axes, as dp=2,tp=2, but got {text}")
+    axes = {name: int(size) for name, _, size in pairs}
+    count = math.prod(axes.values())
+    if set(axes) - {"dp", "tp"} or "tp" not in axes:
+        raise ValueError(f"--mesh: tp, and dp if wanted, but not {text}")
+    if count > jax.device_count():
+        raise ValueError(
+            f"--mesh: {text} takes {count} devices, but there are {jax.device_count()} "
+            "(JAX_NUM_CPU_DEVICES=4 makes four of any CPU)"
+        )
+    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step]:
+    quick: bool = arguments.quick
+    chosen = arguments.models or (["8b"] if quick else MODELS)
+    forms = arguments.forms or (["scan"] if quick else LAYERS)
+    for option, given, known in (("models", chosen, MODELS), ("forms", forms, LAYERS)):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(
+                f"--{option}: {unknown[0]!r} is none of {', '.join(known)}"
+            )
+    shrink = 1 if on_gpu else SHRINK
+    models = {
+        name: dataclasses.replace(
+            dataclasses.replace(MODELS[name], sequence=arguments.length).shrunk(shrink),
+            attention="cudnn" if on_gpu else "xla",
+        )
+        for name in chosen
+    }
+    layers = {
+        form: arguments.layers or (2 if quick and not on_gpu else LAYERS[form])
+        for form in forms
+    }
+    return steps(models, layers, arguments.sequences, dict(mesh.shape))
+
+
+def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
+    for pattern in arguments.arms:
+        if not fnmatch.filter(ARMS, pattern):
+            raise ValueError(f"--arms: {pattern!r} is none of {', '.join(ARMS)}")
+    patterns: list[str] = arguments.arms
+    return Plan(
+        arms=[a for a in ARMS if any(fnmatch.fnmatchcase(a, p) for p in patterns)],
+        modes=(),
+        effort=CODE_PATH if not on_gpu else QUICK if arguments.quick else FULL,
+        deadline=timing.Deadline(arguments.time_limit),
+        checked=not arguments.no_checks,
+        profiled=not arguments.no_profile,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="On CPUs every size is a 64th, and no time means anything.",
+    )
+    names, add = separated(str), parser.add_argument
+    add("--quick", action="store_true", help="fewer calls, and one case by default")
+    add("--models", type=names, help="8b, 70b; default: both, quick: 8b")
+    add("--forms", type=names, help=f"{', '.join(LAYERS)}; default: all, quick: scan")
+    add("--passes", choices=PASSES, default="both")
+    add("--mesh", default="tp=4", help="tp=2, tp=4 or dp=2,tp=2; default: tp=4")
+    add("--layers", type=int, help="default: 4 written out, 6 in a scan")
+    add("--sequences", type=int, default=4, help="in a step; default: 4")
+    add("--length", type=int, default=2048, help="tokens of a sequence; default: 2048")
+    add("--arms", type=names, default=["*"], help="names with wildcards: plain,jhost*")
+    add("--time-limit", type=float, metavar="SECONDS", help="end in time, cleanly")
+    add("--no-checks", action="store_true", help="times only")
+    add("--no-profile", action="store_true", help="not when nothing computes")
+    add("--json", type=Path, metavar="FILE", help="default: in benchmarks/results")
+    add("--list", action="store_true", help="print the names of the cases, and end")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

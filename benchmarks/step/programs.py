@@ -1,0 +1,157 @@
+"""The programs that are measured: layers, a loss, and the gradients of everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import layers
+from benchmarks.cases import Operand
+from benchmarks.communication import AXIS, Communication
+from benchmarks.layers import Model
+
+LAYERS = {"written": 4, "scan": 6, "written-checkpoint": 4, "scan-checkpoint": 6}
+"""The forms of a program, and how many layers each has unless it is told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Layers of a model, written out or in a scan, over the devices of a mesh."""
+
+    model: Model
+    form: str
+    layers: int
+    sequences: int
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}/{self.form}"
+
+    @property
+    def mesh(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes)
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.model.sequence
+
+    @property
+    def _scans(self) -> bool:
+        return self.form.startswith("scan")
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that sequences are split over, and weights are not."""
+        return tuple(axis for axis, _ in self.axes if axis != AXIS)
+
+    @property
+    def rows(self) -> P:
+        """The layout of activations between blocks."""
+        return P((*self.batch, AXIS), None)
+
+    @property
+    def columns(self) -> P:
+        """The layout of activations within blocks."""
+        return P(self.batch or None, AXIS)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """x, then the weights: one after another, or those of all layers stacked."""
+        x = Operand("x", (self.tokens, self.model.hidden), self.rows)
+        if self._scans:
+            return (x, *(_stacked(w, self.layers) for w in _weights(self.model)))
+        return (x, *_weights(self.model) * self.layers)
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        return tuple(operand.spec for operand in self.operands)
+
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
+
+    def loss(self, comm: Communication, *operands: jax.Array) -> jax.Array:
+        """The sum of squares, so that the backward pass starts from the result."""
+        x, *weights = operands
+        result = self._layers(comm)(x, tuple(weights))
+        return jnp.sum(result.astype(jnp.float32) ** 2)
+
+    def function(self, comm: Communication, backward: bool) -> Callable[..., Any]:
+        """The loss; with its gradients by all operands if both passes are wanted."""
+        loss = functools.partial(self.loss, comm)
+        everything = tuple(range(len(self.operands)))
+        return jax.value_and_grad(loss, everything) if backward else loss
+
+    def out_specs(self, backward: bool) -> Any:
+        return (P(), self.specs) if backward else P()
+
+    def _layers(self, comm: Communication) -> Callable[..., jax.Array]:
+        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            return layers.layer(comm, self.model, (x, *weights)), None
+
+        if self.form.endswith("checkpoint"):
+            layer = jax.checkpoint(layer, prevent_cse=not self._scans)
+        if self._scans:
+            return lambda x, weights: lax.scan(layer, x, weights)[0]
+
+        def written(x: jax.Array, weights: Any) -> jax.Array:
+            each = len(weights) // self.layers
+            for start in range(0, len(weights), each):
+                x, _ = layer(x, weights[start : start + each])
+            return x
+
+        return written
+
+
+def _weights(model: Model) -> tuple[Operand, ...]:
+    """Those of one layer, in the order in which `layers.layer` takes them."""
+    hidden, attended = model.hidden, model.heads * model.head
+    gain = functools.partial(Operand, shape=(hidden,), spec=P(None))
+    return (
+        gain("first_gain"),
+        _matrix("qkv", (hidden, model.qkv), P(None, AXIS)),
+        _matrix("out", (attended, hidden), P(AXIS, None)),
+        gain("second_gain"),
+        _matrix("gate", (hidden, model.ffn), P(None, AXIS)),
+        _matrix("up", (hidden, model.ffn), P(None, AXIS)),
+        _matrix("down", (model.ffn, hidden), P(AXIS, None)),
+    )
+
+
+def _matrix(name: str, shape: tuple[int, int], spec: P) -> Operand:
+    return Operand(name, shape, spec, scale=shape[0] ** -0.5)
+
+
+def _stacked(weight: Operand, count: int) -> Operand:
+    return dataclasses.replace(
+        weight, shape=(count, *weight.shape), spec=P(None, *weight.spec)
+    )
+
+
+def steps(
+    models: Mapping[str, Model],
+    forms: Mapping[str, int],
+    sequences: int,
+    axes: Mapping[str, int],
+) -> list[Step]:
+    """Each model in each form.
+
+    Raises:
+        ValueError: sequences or heads that a mesh does not divide.
+    """
+    batch = math.prod(size for axis, size in axes.items() if axis != AXIS)
+    if sequences % batch:
+        raise ValueError(f"{sequences} sequences cannot be split over {batch} devices")
+    return [
+        Step(model, form, count, sequences, tuple(axes.items()))
+        for model in models.values()
+        for form, count in forms.items()
+    ]

@@ -1,0 +1,106 @@
+"""The benchmark of a training step runs, and compares what its arms return."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+# Last, so that `jhost` stays the one that is installed.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import report
+from benchmarks.step import __main__ as command, arms, measure, page
+
+
+def run(path: Path, *options: str) -> dict[str, Any]:
+    tiny = ["--quick", "--layers", "1", "--no-profile", "--json", str(path)]
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        command.main([*tiny, *options])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "mesh"),
+    [("scan", "tp=2"), ("written-checkpoint", "dp=2,tp=2")],
+    ids=["scan", "checkpoint"],
+)
+def test_arms_have_the_same_gradients(
+    form: str, mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["plain", "compute", "jhost_p2p"]
+    chosen = ["--arms", ",".join(names), "--forms", form, "--mesh", mesh]
+    found = run(tmp_path / "run.json", *chosen, "--passes", "backward")
+    (record,) = found["measurements"]
+    assert list(record["arms"]) == names
+    for entry in record["arms"].values():
+        assert 0 < entry["min_ms"] <= entry["median_ms"]
+        assert entry["tokens_per_s"] > 0
+        assert entry["temp_bytes"] > 0
+    assert list(record["checks"]) == ["plain", "jhost_p2p"]
+    assert all(checked["right"] for checked in record["checks"].values())
+    assert record["checks"]["jhost_p2p"]["norm"] > 0
+    assert "p2p" in record["explain"]["jhost_p2p"]["choices"]
+    shown = capsys.readouterr().out
+    assert page.title(found, record) in shown
+    assert "| plain |" in shown
+
+
+def test_an_arm_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("no such program")
+
+    monkeypatch.setattr(arms, "ARMS", {"plain": arms.plain, "jhost": fails})
+    monkeypatch.setattr(measure, "ARMS", arms.ARMS)
+    monkeypatch.setattr(command, "ARMS", arms.ARMS)
+    found = run(tmp_path / "run.json", "--mesh", "tp=2", "--passes", "forward")
+    (record,) = found["measurements"]
+    assert record["arms"]["jhost"] == {"error": "ValueError: no such program"}
+    assert record["arms"]["plain"]["min_ms"] > 0
+    assert "- jhost: ValueError: no such program" in page.measured([found])
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    loss, gradient = jnp.float32(3.0), jnp.arange(8, dtype=jnp.bfloat16)
+    first = loss, (gradient,)
+    assert measure.compared(first, first)["right"]
+    assert not measure.compared((loss, (gradient[::-1],)), first)["right"]
+    assert not measure.compared((loss * jnp.nan, (gradient,)), first)["right"]
+
+
+def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (
+        ["--mesh", "tp=2,pp=2"],
+        ["--mesh", f"tp={2 * jax.device_count()}"],
+        ["--mesh", "tp"],
+        ["--forms", "unrolled"],
+        ["--models", "1b"],
+        ["--arms", "torch"],
+        ["--mesh", "dp=2,tp=2", "--sequences", "3"],
+    ):
+        with pytest.raises(SystemExit):
+            command.main(wrong)
+        assert wrong[-1].split(",")[0] in capsys.readouterr().err
+
+
+def test_the_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--list", "--mesh", "tp=2", "--models", "70b"])
+    forms = ["written", "scan", "written-checkpoint", "scan-checkpoint"]
+    assert capsys.readouterr().out.split() == [f"70b/{form}" for form in forms]
+
+
+def test_runs_of_steps_are_no_runs_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "h200-step.json").write_text("{}")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.stored() == []
+    assert page.measured([]) == "No run is stored yet."
