@@ -183,8 +183,7 @@ def _parts(compiled: Any, call: Callable[[], Any]) -> dict[str, Any]:
     module = parse_module(compiled.as_text() or "")
 
     def calls() -> None:
-        for _ in range(_PROFILED_CALLS):
-            jax.block_until_ready(call())
+        jax.block_until_ready([call() for _ in range(_PROFILED_CALLS)])
 
     found = timeline(
         read_trace(record(calls)),

@@ -164,10 +164,12 @@ def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]
 def _begins(events: Sequence[Event], calls: int) -> list[float]:
     """When each call began on a device, by what ran once in each of them.
 
-    Where nothing did, by what may have run several times in each.
+    Where nothing did, by what may have run several times in each.  What is of no
+    instruction (a fill that a library asks for) may have run in the first call only.
     """
     starts: dict[tuple[str, str], list[float]] = {}
-    for event in events:
+    named = [event for event in events if event.operation]
+    for event in named or events:
         starts.setdefault((event.operation, event.name), []).append(event.start)
     once = [times for times in starts.values() if len(times) == calls]
     often = [t[:: len(t) // calls] for t in starts.values() if not len(t) % calls]

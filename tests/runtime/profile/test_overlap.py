@@ -159,6 +159,16 @@ def test_spans_know_their_chunks_and_what_of_them_is_exposed() -> None:
     assert (start, end) == (pytest.approx(20 * US), pytest.approx(35 * US))
 
 
+def test_what_is_of_no_instruction_begins_no_call() -> None:
+    """Three fills in the first of three calls, as a library may ask for them."""
+    ran = [
+        *(kernel("gemm.0", start, start + 30) for start in (100, 200, 300)),
+        *(kernel("", 130 + n, 131 + n) for n in range(3)),
+    ]
+    found = timeline_of(one_call(gpu0={COMPUTE: ran}), number=3)
+    assert found.calls == pytest.approx((33 * US, 30 * US, 30 * US))
+
+
 def test_the_prediction_is_split_in_the_same_way() -> None:
     predicted = Prediction(
         total=100 * US, compute=70 * US, communication=50 * US, host=40 * US
