@@ -33,15 +33,15 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
+from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.frontend.build import SaidNames
 from jhost.lowering.frontend.value_names import Variables
-from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport
-from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
+from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
 from jhost.runtime import dump

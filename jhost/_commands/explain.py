@@ -49,8 +49,8 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
         help="say what jhost makes of a function on arguments of given shapes",
-        description="Prints what jhost.explain says of a function that jhost.jit made, or "
-        "that calls some, program by program: the streams, what was chosen for each "
+        description="Prints what jhost.explain says of a function that jhost.jit made, "
+        "or that calls some, program by program: the streams, what was chosen for each "
         "and why, and the communications. "
         "Nothing is run, and no accelerator is needed.",
     )

@@ -57,9 +57,9 @@ from jhost._jax.eqns import (
     new_jaxpr as new_jaxpr,
     resized_var as resized_var,
     rewritten as rewritten,
-    with_operand_names as with_operand_names,
     scan_counts as scan_counts,
     with_each_eqn as with_each_eqn,
+    with_operand_names as with_operand_names,
     without_dead_code as without_dead_code,
 )
 from jhost._jax.manual import (
