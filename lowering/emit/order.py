@@ -118,8 +118,16 @@ class Order:
         self._join(self.in_flight.pop(name))
 
     def synchronize(self, stream: StreamKey) -> None:
-        """The current stream goes on when what is on `stream` has ended."""
-        self._join(self.chains.get(stream, ()))
+        """The current stream goes on when what is on `stream` has ended.
+
+        Behind a loop that is its last computation.  Were it the last transfer, XLA
+        would issue those of the next loop before it is waited for, and make it
+        synchronous.
+        """
+        if self.active:
+            self._join(self.chains.get(stream, ()))
+        else:
+            self.chains[self.machine.current] = self.last_compute
 
     def copy(self) -> Order:
         """This state, to go on from in a branch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Collection, Sequence
 
@@ -165,15 +166,24 @@ def _begins(events: Sequence[Event], calls: int) -> list[float]:
     """When each call began on a device, by what ran once in each of them.
 
     Where nothing did, by what may have run several times in each.  What is of no
-    instruction (a fill that a library asks for) may have run in the first call only.
+    instruction (a fill that a library asks for) may have run in the first call only,
+    and so may some of what a captured graph runs: its events lie closer together than
+    those of most others.
     """
     starts: dict[tuple[str, str], list[float]] = {}
     named = [event for event in events if event.operation]
-    for event in named or events:
+    for event in sorted(named or events, key=lambda event: event.start):
         starts.setdefault((event.operation, event.name), []).append(event.start)
     once = [times for times in starts.values() if len(times) == calls]
     often = [t[:: len(t) // calls] for t in starts.values() if not len(t) % calls]
-    return [min(times) for times in zip(*(once or often), strict=True)]
+    found = [(_least_step(times), times) for times in once or often]
+    usual = statistics.median(step for step, _ in found) if found else 0
+    regular = [times for step, times in found if step >= usual / 2]
+    return [min(times) for times in zip(*regular, strict=True)]
+
+
+def _least_step(times: Sequence[float]) -> float:
+    return min((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
 def _spans(call: Sequence[Event], operations: Operations) -> list[Span]:

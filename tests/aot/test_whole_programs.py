@@ -96,6 +96,7 @@ def test_a_scan_over_layers_overlaps_in_its_bodies(h200s: MakeH200s) -> None:
         for body in dict.fromkeys(each.computation for each in permutes)
     )
     assert (len(forward), len(backward)) == (12, 24), table
+    assert all(each.asynchronous for each in permutes), table
     assert all(each.computation and each.matmuls for each in forward), table
     # The last gather of the attention's backward has nothing left to wait beside.
     assert sum(not each.matmuls for each in backward) <= 1, table

@@ -209,6 +209,21 @@ def test_gradients_of_microbatches_are_reduced_once(zero: bool) -> None:
     assert all(outside for _, outside in over_dp)
 
 
+@pytest.mark.parametrize("width", [8, 2**17])
+def test_small_sums_that_a_scan_stacks_are_reduced_once(width: int) -> None:
+    """As the gradients of gains; of larger ones each iteration reduces its own."""
+
+    def sums(xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add(count: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return count + 1, jnp.sum(x, axis=0)
+
+        return lax.scan(add, jnp.zeros((), jnp.int32), xs)
+
+    xs = array(3, 4, width)
+    program = check(sums, xs, mesh=MESH, in_shardings=P(None, "dp"))
+    assert list(moved(program).values()) == [1 if width == 8 else 3]
+
+
 def test_what_else_reads_a_sum_has_it_reduced() -> None:
     def running(xs: jax.Array) -> Any:
         def add(total: jax.Array, x: jax.Array) -> Any:

@@ -159,11 +159,12 @@ def test_spans_know_their_chunks_and_what_of_them_is_exposed() -> None:
     assert (start, end) == (pytest.approx(20 * US), pytest.approx(35 * US))
 
 
-def test_what_is_of_no_instruction_begins_no_call() -> None:
-    """Three fills in the first of three calls, as a library may ask for them."""
+@pytest.mark.parametrize("operation", ["", "command_buffer_6"])
+def test_fills_in_the_first_call_begin_no_others(operation: str) -> None:
+    """Three in the first of three calls, as a library or a graph may have them."""
     ran = [
         *(kernel("gemm.0", start, start + 30) for start in (100, 200, 300)),
-        *(kernel("", 130 + n, 131 + n) for n in range(3)),
+        *(kernel(operation, 130 + n, 131 + n) for n in range(3)),
     ]
     found = timeline_of(one_call(gpu0={COMPUTE: ran}), number=3)
     assert found.calls == pytest.approx((33 * US, 30 * US, 30 * US))
