@@ -22,6 +22,7 @@ from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
+from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.pad_uneven import PadUneven
 from jhost.lowering.units.deallocate import InsertDeallocations
 from jhost.lowering.units.segment import Segment
@@ -82,6 +83,7 @@ def passes(
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
         SplitAllReduces(),
+        StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         Segment(),

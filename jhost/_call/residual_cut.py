@@ -1,37 +1,24 @@
 """The fewest bytes that a forward program can hand to the backward one.
 
 What JAX hands on are the values that the derivatives read, such as the five arrays of
-`gelu`'s.  Most of them are computed element by element from a few others, and it costs
-less to compute them again than to write and to read them.  What is worth handing on is
-a minimum cut between what cannot be computed again and what is read (Horace He,
-"Min-cut optimal recomputation", PyTorch 2022, `torch/_functorch/partitioners.py`).
+`gelu`'s; what is worth handing on is a least cut (`lowering/ir/least_cut.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from jhost._jax import Residual, Split, rewritten
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
-from jhost.lowering.rules.elementwise import CHEAP
-from jhost.lowering.rules.properties import CALLS, IDENTITIES, VIEWS, called_body
+from jhost.lowering.ir.least_cut import least_cut, needed
+from jhost.lowering.rules.elementwise import COMPUTED_AGAIN
+from jhost.lowering.rules.properties import CALLS, IDENTITIES, called_body
 
 _APPLIED_AGAIN = IDENTITIES | {"reshard"}
-# What the user named for a policy is not made again of what it was made of.
-_COMPUTED_AGAIN = (_APPLIED_AGAIN | CHEAP | VIEWS) - {"name"}
-
-_COUNTED, _UNBOUNDED = 2**29, 2**30
-"""The capacities of all that can be cut, and of an edge that cannot: of 32 bits."""
-
-_SOURCE, _SINK = 0, 1
 
 
 def hand_over_least(split: Split) -> Split:
@@ -41,7 +28,9 @@ def hand_over_least(split: Split) -> Split:
     the user's says what is saved, only marks are applied again.
     """
     flat = inline_plain_calls(split.first)
-    again = _makers(flat, _APPLIED_AGAIN if split.by_policy else _COMPUTED_AGAIN)
+    again = _makers(
+        flat, _APPLIED_AGAIN if split.by_policy else _APPLIED_AGAIN | COMPUTED_AGAIN
+    )
     wanted = [_value_of(residual, flat) for residual in split.residuals]
     saved = _least_cut(flat, again, [var for var in wanted if var])
     eqns = _computing(wanted, saved, again, flat)
@@ -76,56 +65,20 @@ def _least_cut(
 ) -> list[Var]:
     """The variables of fewest bytes from which `wanted` can be computed again.
 
-    Every variable is an edge from its making to its reading.  Of the least cuts it is
-    the one with the least to compute.  They come in the order of the program.
+    They come in the order of the program.
     """
-    needed = _needed(again, wanted)
     given = set(flat.invars)
-    bytes_of = {var: 0 if var in given else _bytes(var) for var in needed}
-    scale = min(1.0, _COUNTED / max(1, sum(bytes_of.values())))
-    made = {var: 2 * number + 2 for number, var in enumerate(needed)}
-    edges: dict[tuple[int, int], int] = {}
-    for var in needed:
-        edges[made[var], made[var] + 1] = math.ceil(bytes_of[var] * scale)
-        if var not in again:
-            edges[_SOURCE, made[var]] = _UNBOUNDED
-        for operand in _operands(again.get(var)):
-            edges[made[operand] + 1, made[var]] = _UNBOUNDED
-        if var in wanted:
-            edges[made[var] + 1, _SINK] = _UNBOUNDED
-    behind = _behind_least_cut(edges, 2 * len(needed) + 2)
-    cut = {v for v in needed if made[v] not in behind and made[v] + 1 in behind}
+    cut = least_cut(wanted, _made_of(again), lambda v: 0 if v in given else _bytes(v))
     results = (var for eqn in flat.eqns for var in eqn.outvars)
     return [var for var in (*flat.invars, *results) if var in cut]
 
 
-def _behind_least_cut(edges: Mapping[tuple[int, int], int], size: int) -> set[int]:
-    """The nodes on the sink's side of the least cut that is nearest to it."""
-    places = np.array(list(edges), np.int32).reshape(-1, 2).T
-    capacities = np.array(list(edges.values()), np.int32)
-    graph = sparse.csr_array((capacities, tuple(places)), shape=(size, size))
-    left = graph - csgraph.maximum_flow(graph, _SOURCE, _SINK).flow
-    left.eliminate_zeros()
-    order = csgraph.breadth_first_order(left.T, _SINK, return_predecessors=False)
-    return set(map(int, order))
+def _made_of(again: Mapping[Var, JaxprEqn]) -> dict[Var, list[Var]]:
+    return {var: _operands(eqn) for var, eqn in again.items()}
 
 
-def _needed(
-    again: Mapping[Var, JaxprEqn], wanted: Iterable[Var], saved: Collection[Var] = ()
-) -> list[Var]:
-    """`wanted`, and all from which that can be computed again, back to `saved`."""
-    found: dict[Var, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var not in found:
-            found[var] = None
-            waiting += [] if var in saved else _operands(again.get(var))
-    return list(found)
-
-
-def _operands(eqn: JaxprEqn | None) -> list[Var]:
-    return [v for v in eqn.invars if not isinstance(v, Literal)] if eqn else []
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
 
 
 def _bytes(var: Var) -> int:
@@ -183,8 +136,8 @@ def _computing(
     flat: FlatJaxpr,
 ) -> list[JaxprEqn]:
     """The equations from `saved` to `wanted`, in their order."""
-    needed = _needed(again, [var for var in wanted if var], saved)
-    makers = {id(again[var]) for var in needed if var not in saved}
+    computed = needed([var for var in wanted if var], _made_of(again), saved)
+    makers = {id(again[var]) for var in computed if var not in saved}
     return [eqn for eqn in flat.eqns if id(eqn) in makers]
 
 

@@ -19,15 +19,22 @@ from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.layouts.alone import alone, layouts_in_whole, section
+from jhost.lowering.loops.sink_cheap import ComputeLate
+from jhost.lowering.loops.stack_less import StackLess
 
 _LAYERS = 3
 """From so many marks alike on, one in the middle speaks for all."""
 
 
 class Parts:
-    """A program, its bodies and their layers, each as a program of its own."""
+    """A program, its bodies and their layers, each as a program of its own.
+
+    What is cheap stands in the part that will compute it, so that no more crosses the
+    borders than will be kept.
+    """
 
     def __init__(self, program: Program) -> None:
+        program = ComputeLate().apply(StackLess().apply(program))
         self.program = program
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jhost.lowering.ir.statements import Buffer, Stmt
 
+_S = TypeVar("_S", bound=Stmt)
 
-def replace_buffers(stmt: Stmt, replaced: Mapping[str, Buffer]) -> Stmt:
+
+def replace_buffers(stmt: _S, replaced: Mapping[str, Buffer]) -> _S:
     """`stmt`, and what it holds, with the buffers of those names replaced."""
     changes = {
         field.name: _replace(getattr(stmt, field.name), replaced)

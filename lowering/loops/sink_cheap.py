@@ -8,7 +8,7 @@ works on the same rows, and be kept from there to the loop that reads them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
@@ -17,6 +17,7 @@ from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
+from jhost.lowering.loops.compute_again import with_copies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,16 +32,18 @@ class ComputeLate(EachProgram):
     def change(self, program: Program) -> Program:
         if not stream_choices(program):
             return program
-        places = _places(program)
+        program, late = with_copies(program)
+        places = _places(program, late)
         order = sorted(range(len(program.body)), key=lambda n: (places[n], n))
         body = tuple(program.body[number] for number in order)
         return dataclasses.replace(program, body=body)
 
 
-def _places(program: Program) -> list[int]:
+def _places(program: Program, late: Container[str]) -> list[int]:
     """For each statement, the one before which it stands, or itself.
 
-    From the last to the first, so that it is known where the readers stand.
+    From the last to the first, so that it is known where the readers stand.  What is
+    `late` waits for its readers in any case.
     """
     end = len(program.body)
     first = {result.name: end for result in program.results}
@@ -49,10 +52,10 @@ def _places(program: Program) -> list[int]:
     for number in reversed(range(end)):
         stmt = program.body[number]
         reads, writes = touched(stmt)
-        if _can_wait(stmt):
+        if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]
-            if _bytes(kept) <= _bytes(writes):
+            if writes[0].name in late or _bytes(kept) <= _bytes(writes):
                 places[number] = reader
         place = places[number]
         for buffer in reads:

@@ -17,6 +17,7 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
     without_factors,
 )
+from jhost.lowering.rules.properties import VIEWS
 
 _ARITHMETIC = (
     "abs",
@@ -135,6 +136,12 @@ CHEAP = frozenset(
     {*_ARITHMETIC, *_TRANSCENDENTAL, *_LOGICAL, *_IDENTITIES, "erf", "erfc", "erf_inv"}
 )
 """The elementwise ones that take less time than to read their operands."""
+
+COMPUTED_AGAIN = (CHEAP | VIEWS) - {"name"}
+"""What is rather computed a second time than kept for long.
+
+What the user named for a policy is not made again of what it was made of.
+"""
 
 
 @rule(*ELEMENTWISE)

@@ -204,11 +204,12 @@ def test_every_pass_is_dumped_in_order(
         "f.05_delay_reductions.txt",
         "f.06_convert_to_communications.txt",
         "f.07_split_all_reduces.txt",
-        "f.08_compute_late.txt",
-        "f.09_lower_streams.txt",
-        "f.10_segment.txt",
-        "f.11_receive_early.txt",
-        "f.12_insert_deallocations.txt",
+        "f.08_stack_less.txt",
+        "f.09_compute_late.txt",
+        "f.10_lower_streams.txt",
+        "f.11_segment.txt",
+        "f.12_receive_early.txt",
+        "f.13_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]

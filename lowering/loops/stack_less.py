@@ -1,0 +1,215 @@
+"""A scan stacks no more for another one than that can compute the rest from.
+
+JAX has the scan of a forward stack all that the backward's reads, such as the six inner
+values of a SwiGLU.  What is cheap to compute from others is left out, and the scan that
+reads it computes it again, slice by slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.least_cut import least_cut, needed
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.statements import Buffer, Dim, Scan, Stmt
+from jhost.lowering.loops.compute_again import (
+    Cheap,
+    is_cheap,
+    made_by,
+    operands,
+    renamed,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackLess(EachProgram):
+    """Scans, of which one slices what another stacks -> fewer bytes between them."""
+
+    name: ClassVar[str] = "stack_less"
+
+    def change(self, program: Program) -> Program:
+        names, sliced = Names.of(program), _only_sliced(program)
+        found: list[_Handed] = []
+        body: list[Stmt] = []
+        for stmt in program.body:
+            if isinstance(stmt, Scan):
+                for handed in found:
+                    stmt = _reading(stmt, handed)
+                if handed := _handed(stmt, sliced, names):
+                    found.append(handed)
+                    stmt = handed.scan
+            body.append(stmt)
+        return dataclasses.replace(program, body=tuple(body)) if found else program
+
+
+def _only_sliced(program: Program) -> set[str]:
+    """The values that scans stack and that nothing but scans reads, by slices."""
+    stacked: set[str] = set()
+    others = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
+    for stmt in program.body:
+        whole: Iterable[Buffer] = touched(stmt)[0]
+        if isinstance(stmt, Scan):
+            stacked |= {y.name for y in stmt.ys}
+            whole = (*stmt.consts, *stmt.carry)
+        others |= {buffer.name for buffer in whole}
+    return stacked - others
+
+
+# --- The scan that stacks ----------------------------------------------------------- #
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Handed:
+    """What a scan hands to those that read its slices.
+
+    `left_out` has the values of its body that some `ys` were of, by the names of these.
+    `again` makes them of values that other scans can have as `slices` or `constants`.
+    """
+
+    scan: Scan
+    left_out: Mapping[str, str]
+    again: Sequence[Cheap]
+    slices: Mapping[str, Buffer]
+    constants: Mapping[str, Buffer]
+
+
+def _handed(scan: Scan, sliced: Container[str], names: Names) -> _Handed | None:
+    """The scan with as few bytes stacked as it can; None if it is as it has to be."""
+    body, count = scan.body, len(scan.carried)
+    buffers = {b.name: b for b in body.params}
+    buffers |= {b.name: b for stmt in body.body for b in touched(stmt)[1]}
+    inside = [param.name for param in body.params]
+    constants = dict(zip(inside, scan.consts, strict=False))
+    slices = dict(zip(inside[len(inside) - len(scan.xs) :], scan.xs, strict=True))
+    stacked = [(b.name, y) for b, y in zip(body.results[count:], scan.ys, strict=True)]
+    free = {*constants, *slices, *(n for n, y in stacked if y.name not in sliced)}
+
+    def size(name: str) -> int:
+        buffer = buffers[name]
+        whole = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+        return 0 if name in free else whole
+
+    made_of = {
+        out.name: operands(stmt)
+        for stmt in body.body
+        if is_cheap(stmt)
+        for out in touched(stmt)[1]
+    }
+    wanted = {name for name, y in stacked if y.name in sliced}
+    kept = least_cut(wanted, made_of, size)
+    again = set(needed(wanted, made_of, kept)) - kept
+    left_out = {y.name: n for n, y in stacked if n in again and y.name in sliced}
+    if not left_out:
+        return None
+    there = {*constants, *slices, *(n for n, _ in stacked)}
+    left = [(n, y) for n, y in stacked if y.name not in left_out]
+    left += [
+        (name, _stacked(buffers[name], scan.length, names))
+        for name in buffers
+        if name in kept and name not in there
+    ]
+    results = (*body.results[:count], *(buffers[name] for name, _ in left))
+    smaller = dataclasses.replace(body, results=results)
+    smaller = dataclasses.replace(smaller, body=_without_unread(smaller))
+    ys = tuple(y for _, y in left)
+    return _Handed(
+        scan=dataclasses.replace(scan, body=smaller, ys=ys),
+        left_out=left_out,
+        again=[s for s in body.body if is_cheap(s) and made_by(s).name in again],
+        slices={**slices, **dict(left)},
+        constants=constants,
+    )
+
+
+def _stacked(buffer: Buffer, length: int, names: Names) -> Buffer:
+    return dataclasses.replace(
+        buffer,
+        name=names.fresh(f"{buffer.name}_stacked"),
+        shape=(length, *buffer.shape),
+        dims=(Dim(), *buffer.dims),
+    )
+
+
+def _without_unread(program: Program) -> tuple[Stmt, ...]:
+    """The statements of a program without cheap ones that nothing reads."""
+    read = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
+    left: list[Stmt] = []
+    for stmt in reversed(program.body):
+        reads, writes = touched(stmt)
+        if not is_cheap(stmt) or any(buffer.name in read for buffer in writes):
+            read |= {buffer.name for buffer in reads}
+            left.append(stmt)
+    return tuple(reversed(left))
+
+
+# --- The scans that read slices ----------------------------------------------------- #
+
+
+def _reading(scan: Scan, handed: _Handed) -> Scan:
+    """`scan`, which computes again what is no longer stacked for it."""
+    body, names = scan.body, Names.of(scan.body)
+    first = len(scan.consts) + len(scan.carry)
+    made: dict[str, Buffer] = {}
+    same: dict[str, Buffer] = {}
+    consts = list(zip(scan.consts, body.params, strict=False))
+    xs: list[tuple[Buffer, Buffer]] = []
+    for x, param in zip(scan.xs, body.params[first:], strict=True):
+        if (name := handed.left_out.get(x.name)) is None:
+            xs.append((x, param))
+        else:
+            same[param.name] = made.setdefault(name, param)
+    if not made:
+        return scan
+    copies: list[Stmt] = []
+    for stmt in _needed_for(made, handed.again):
+        for buffer in touched(stmt)[0]:
+            if buffer.name not in made:
+                constant = handed.constants.get(buffer.name)
+                whole = constant or handed.slices[buffer.name]
+                param = _param(whole, buffer, consts if constant else xs, names)
+                made[buffer.name] = param
+        out = made_by(stmt)
+        fresh = dataclasses.replace(out, name=names.fresh(f"{out.name}_again"))
+        copies.append(renamed(stmt, made, made.setdefault(out.name, fresh)))
+    carry = body.params[len(scan.consts) : first]
+    body = dataclasses.replace(
+        body,
+        params=(*(p for _, p in consts), *carry, *(p for _, p in xs)),
+        results=tuple(same.get(b.name, b) for b in body.results),
+        body=(*copies, *(replace_buffers(stmt, same) for stmt in body.body)),
+    )
+    return dataclasses.replace(
+        scan,
+        body=body,
+        consts=tuple(whole for whole, _ in consts),
+        xs=tuple(whole for whole, _ in xs),
+    )
+
+
+def _needed_for(names: Iterable[str], stmts: Sequence[Cheap]) -> list[Cheap]:
+    """Those of `stmts` that make `names`, or what these are made of."""
+    read, found = set(names), list[Cheap]()
+    for stmt in reversed(stmts):
+        if made_by(stmt).name in read:
+            read |= set(operands(stmt))
+            found.append(stmt)
+    return found[::-1]
+
+
+def _param(
+    whole: Buffer, inside: Buffer, params: list[tuple[Buffer, Buffer]], names: Names
+) -> Buffer:
+    """The param of a body that `whole` is handed to; one more where there is none."""
+    for outer, param in params:
+        if outer.name == whole.name:
+            return param
+    param = dataclasses.replace(inside, name=names.fresh(inside.name))
+    params.append((whole, param))
+    return param
