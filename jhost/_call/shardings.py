@@ -70,7 +70,7 @@ def specs(shardings: Any) -> Any:
 
 def spread(prefix: Any, tree: Any) -> list[Spec | None]:
     """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
-    if isinstance(prefix, list):
+    if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(cast(list[Any], prefix))
     # By number, because None is a leaf of `prefix`, but not of `tree`.
     given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)

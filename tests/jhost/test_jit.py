@@ -135,6 +135,18 @@ def test_in_shardings_may_be_a_prefix_of_the_arguments(mesh: Mesh) -> None:
     np.testing.assert_array_equal(compiled((X, {"b": X}), X), 3 * X)
 
 
+def test_shardings_of_a_list_are_a_list(mesh: Mesh) -> None:
+    def f(ws: list[jax.Array]) -> list[jax.Array]:
+        return [w + w for w in ws]
+
+    specs = [P("tp"), P(None, "tp")]
+    settings: dict[str, Any] = {"in_shardings": (specs,), "out_shardings": specs}
+    results = jhost.jit(f, mesh=mesh, **settings)([X, X])
+    for result, spec in zip(results, specs, strict=True):
+        np.testing.assert_array_equal(result, 2 * X)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
 def test_one_spec_is_for_all_arguments_and_one_for_all_results(mesh: Mesh) -> None:
     f = jhost.jit(
         lambda x, y: (x + y, x - y),
