@@ -12,10 +12,11 @@ from typing import Protocol
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
+from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import predict
-from jhost.lowering.ir.bodies import all_remarks, with_marks
-from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.bodies import all_marks, all_remarks, with_marks
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import REFUSALS, settle
@@ -54,30 +55,24 @@ class Outcome:
 
 
 class Trial:
-    """The candidates for one of the marks, or some alike, the others as they are.
+    """The candidates for the marks of a part that are alike, the others as they are.
 
-    Candidates that are `to_measure` include what cannot win by prediction.  A program
-    that is `in_body` is part of a scan's, say.
+    Candidates that are `to_measure` include what cannot win by prediction.
     """
 
     def __init__(
         self,
-        program: Program,
-        marks: Sequence[Mark],
-        numbers: Sequence[int],
+        part: Part,
         following: Sequence[FollowingPass],
         rates: Rates | None,
         *,
         to_measure: bool = False,
-        in_body: bool = False,
     ) -> None:
-        self.program = program
-        self.marks = marks
-        self.numbers = numbers
+        self.part = part
+        self.marks = all_marks(part.program)
         self.following = following
         self.rates = rates
         self.to_measure = to_measure
-        self.in_body = in_body
         self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
 
@@ -145,7 +140,7 @@ class Trial:
 
     def others_pipelined(self) -> bool:
         """Whether a stream of other marks may reach the value."""
-        others = (m for n, m in enumerate(self.marks) if n not in self.numbers)
+        others = (m for n, m in enumerate(self.marks) if n not in self.part.numbers)
         return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
 
     def hides_too_little(self) -> bool:
@@ -173,8 +168,8 @@ class Trial:
     def weigh(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
-        settle(marks, self.numbers, candidate)
-        program = with_marks(self.program, marks)
+        settle(marks, self.part.numbers, candidate)
+        program = with_marks(self.part.program, marks)
         text = _text(candidate)
         try:
             for step in self.following:
@@ -184,7 +179,12 @@ class Trial:
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
-        predicted = predict(program, self.rates, in_body=self.in_body)
+        predicted = predict(
+            program,
+            self.rates,
+            in_body=self.part.in_body,
+            in_pieces=self.part.in_pieces,
+        )
         total, compute = predicted.total, predicted.compute
         host_share = predicted.host / max(total, 1e-12)
         return Outcome(candidate, text, total, compute, host_share, program)

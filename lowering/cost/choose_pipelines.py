@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.candidates import FollowingPass, Trial
-from jhost.lowering.cost.parts import Parts
+from jhost.lowering.cost.parts import Part, Parts
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -70,16 +70,8 @@ class ChoosePipelines:
         why_not = self.nothing_to_gain(parts.program)
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
-        part, inner = parts.holding(numbers, marks)
-        trial = Trial(
-            part,
-            all_marks(part),
-            inner,
-            self.following,
-            self.rates,
-            in_body=parts.place(numbers) > 0,
-        )
-        return trial.best(mark)
+        part = parts.holding(numbers, marks)
+        return Trial(part, self.following, self.rates).best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """What was measured for the marks of a resolved program, by number."""
@@ -89,8 +81,8 @@ class ChoosePipelines:
         self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
     ) -> Trial:
         """A trial of all candidates for some marks of a resolved program, together."""
-        following, rates = self.following, self.rates
-        return Trial(program, marks, numbers, following, rates, to_measure=True)
+        part = Part(program=with_marks(program, marks), numbers=numbers)
+        return Trial(part, self.following, self.rates, to_measure=True)
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""

@@ -8,9 +8,10 @@ as for a single layer, and what a loop gains is not lost in the time of the othe
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.effects import touched
@@ -24,6 +25,23 @@ from jhost.lowering.loops.stack_less import StackLess
 
 _LAYERS = 3
 """From so many marks alike on, one in the middle speaks for all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A program to weigh the marks of those numbers in, maybe `in_body` of a scan.
+
+    What is handed from layer to layer may be `in_pieces`.
+    """
+
+    program: Program
+    numbers: Sequence[int]
+    in_body: bool = False
+    in_pieces: AbstractSet[str] = frozenset()
+
+
+def _border(program: Program) -> set[str]:
+    return {buffer.name for buffer in (*program.params, *program.results)}
 
 
 class Parts:
@@ -44,10 +62,8 @@ class Parts:
             for each in self.programs
         ]
 
-    def holding(
-        self, numbers: Sequence[int], marks: Sequence[Mark]
-    ) -> tuple[Program, list[int]]:
-        """The part to weigh some marks alike in, with `marks`; and their numbers there.
+    def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Part:
+        """The part to weigh some marks alike in, with `marks`.
 
         Crossing its border, values lie as they do in the whole.
         """
@@ -60,8 +76,12 @@ class Parts:
         part = body if layer is None else section(body, layer)
         if place or layer:
             part = alone(part, self.layouts[place])
-        inner = [n for n, m in enumerate(part.marks) if any(m is a for a in alike)]
-        return part, inner
+        return Part(
+            program=part,
+            numbers=[n for n, m in enumerate(part.marks) if any(m is a for a in alike)],
+            in_body=place > 0,
+            in_pieces=_border(part) - _border(body),
+        )
 
     @functools.cached_property
     def layouts(self) -> list[Mapping[str, Layout]]:

@@ -21,6 +21,7 @@ from jhost.lowering.cost.kernels import (
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import ITERATIONS
+from jhost.lowering.ir.effects import read_whole
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.machine import Machine
@@ -59,17 +60,27 @@ Predict: TypeAlias = Callable[[Program], Prediction]
 
 
 def unrolled(
-    program: Program, rates: Rates, predict: Predict, *, in_body: bool = False
+    program: Program,
+    rates: Rates,
+    predict: Predict,
+    *,
+    in_body: bool = False,
+    in_pieces: AbstractSet[str] = frozenset(),
 ) -> list[Task]:
     """The tasks of a program, in its order; a body in it is one."""
-    return _Unrolled(program, rates, predict, in_body).tasks
+    return _Unrolled(program, rates, predict, in_body, in_pieces).tasks
 
 
 class _Unrolled(Machine):
     """A device's walk through the program, which notes what there is to do."""
 
     def __init__(
-        self, program: Program, rates: Rates, predict: Predict, in_body: bool
+        self,
+        program: Program,
+        rates: Rates,
+        predict: Predict,
+        in_body: bool,
+        in_pieces: AbstractSet[str],
     ) -> None:
         super().__init__(program.mesh.shape)
         self.in_body = in_body
@@ -84,6 +95,7 @@ class _Unrolled(Machine):
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
+        self.in_pieces = in_pieces | _in_pieces(program)
         self.sent = {
             stmt.source.name
             for stmt in ir.walk(program.body)
@@ -270,7 +282,10 @@ class _Unrolled(Machine):
         )
 
     def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
-        """Contractions neither write into a part of an array nor read one in place."""
+        """Contractions neither write into a part of an array nor read one in place.
+
+        What is read in the pieces in which it is written never is one array.
+        """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
             if heavy and alias is not None and not alias.drop:
@@ -281,8 +296,16 @@ class _Unrolled(Machine):
                 yield _copy(buffer)
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
-        found = self.aliases.get(buffer.name)
-        return found[1] if found else None
+        """Which part of an array a buffer is, if it is one."""
+        (root, *_), alias = self.aliases.get(buffer.name, ((None,), None))
+        return None if root in self.in_pieces else alias
+
+
+def _in_pieces(program: Program) -> set[str]:
+    """What is written part by part and not read as a whole."""
+    stmts = ir.walk(program.body)
+    made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
+    return made - read_whole(program)
 
 
 def _by_rank(alias: ir.Select) -> bool:

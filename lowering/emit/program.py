@@ -22,7 +22,7 @@ from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import Aliases, touched, written
+from jhost.lowering.ir.effects import Aliases, read_whole, written
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
@@ -77,7 +77,7 @@ class _Emitter(Machine):
     def __init__(self, program: Program, scopes: Scopes | None = None) -> None:
         super().__init__(program.mesh.shape)
         self.program = program
-        self.read_whole = _read_whole(program)
+        self.read_whole = read_whole(program)
         self.scopes = scopes or Scopes(program)
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
@@ -339,12 +339,3 @@ class _Emitter(Machine):
                     memory = self.views[name].memory
                     memories[id(memory)] = memory
         return list(memories.values())
-
-
-def _read_whole(program: Program) -> frozenset[str]:
-    """The buffers that something reads by their own names, not by an alias."""
-    names = {buffer.name for buffer in program.results}
-    for stmt in ir.walk(program.body):
-        if not isinstance(stmt, ir.Select | ir.For | ir.If):
-            names |= {buffer.name for buffer in touched(stmt)[0]}
-    return frozenset(names)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from jhost.lowering.ir import statements as ir
+
+if TYPE_CHECKING:
+    from jhost.lowering.ir.program import Program
 
 
 def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
@@ -48,6 +52,15 @@ def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.B
 def written(stmt: ir.Stmt) -> list[ir.Buffer]:
     """The buffers that a statement, not counting those it holds, makes or writes."""
     return [] if isinstance(stmt, ir.For | ir.If) else touched(stmt)[1]
+
+
+def read_whole(program: Program) -> frozenset[str]:
+    """The buffers that something reads by their own names, not by an alias."""
+    names = {buffer.name for buffer in program.results}
+    for stmt in ir.walk(program.body):
+        if not isinstance(stmt, ir.Select | ir.For | ir.If):
+            names |= {buffer.name for buffer in touched(stmt)[0]}
+    return frozenset(names)
 
 
 class Aliases:

@@ -85,9 +85,9 @@ def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by as many predictions as that for one of them."""
     predicted: list[Program] = []
 
-    def counted(program: Program, rates: Rates, *, in_body: bool) -> Prediction:
+    def counted(program: Program, rates: Rates, **how: Any) -> Prediction:
         predicted.append(program)
-        return predict(program, rates, in_body=in_body)
+        return predict(program, rates, **how)
 
     monkeypatch.setattr(candidates, "predict", counted)
     counts: list[int] = []

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
-from jhost.lowering.cost.parts import Parts
+from jhost.lowering.cost.parts import Part, Parts
+from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, programs
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -50,13 +52,23 @@ def written_out(count: int) -> Callable[..., jax.Array]:
     return f
 
 
-def parts_of(fun: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Program]:
+def held(
+    fun: Callable[..., Any], *shapes: tuple[int, ...], **settings: Any
+) -> list[Part]:
     """The part in which each group of marks alike is weighed."""
     arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
-    program = StreamDefaults().applied_to(built(fun, *arrays, tp=4))
+    program = StreamDefaults(**settings).applied_to(built(fun, *arrays, tp=4))
     parts = Parts(program)
     marks = all_marks(program)
-    return [parts.holding(numbers, marks)[0] for numbers in marks_alike(program)]
+    return [parts.holding(numbers, marks) for numbers in marks_alike(program)]
+
+
+def parts_of(fun: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Program]:
+    return [part.program for part in held(fun, *shapes)]
+
+
+def layers_loss(*operands: jax.Array) -> jax.Array:
+    return jnp.sum(written_out(6)(*operands))
 
 
 def work(program: Program) -> int:
@@ -78,11 +90,25 @@ def test_of_layers_written_out_one_is_weighed(layers: int) -> None:
 
 
 def test_a_backward_has_layers_of_its_own() -> None:
-    def loss(*operands: jax.Array) -> jax.Array:
-        return jnp.sum(written_out(6)(*operands))
-
-    parts = parts_of(jax.grad(loss, argnums=(0, 1, 2)), *OPERANDS)
+    parts = parts_of(jax.grad(layers_loss, argnums=(0, 1, 2)), *OPERANDS)
     assert max(map(work, parts)) <= 2 * 6  # forward 3 a layer, backward 6
+
+
+def test_a_layer_hands_on_what_is_kept_of_it() -> None:
+    """Of x, tanh(x) and its derivative one; and it stays in pieces between layers."""
+    rates = rates_of("NVIDIA H200", processes=1)
+    assert rates is not None
+    following = passes(settings=StreamDefaults(), streams=4, strict=False)
+    gradients = jax.grad(layers_loss, argnums=(0, 1, 2))
+    for part in held(gradients, *OPERANDS, pipeline="p2p"):
+        border = (*part.program.params, *part.program.results)
+        wide = [b.name for b in border if b.shape == (ROWS, HIDDEN)]
+        assert len(wide) == 1
+        assert wide[0] in part.in_pieces
+        assert not part.in_pieces & {"x", "w", "v"}
+        lowered = run_passes(part.program, (*following.layouts, *following.loops))
+        apart = predict(lowered, rates, in_pieces=part.in_pieces)
+        assert apart.compute < predict(lowered, rates).compute
 
 
 def test_a_body_is_weighed_by_itself() -> None:
