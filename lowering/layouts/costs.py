@@ -13,21 +13,37 @@ from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Moved:
-    """Bytes received by a device; those that no loop hides count before the others."""
+    """Bytes received by a device; those that no loop hides count before the others.
+
+    Where the bytes are the same, the fewest `communications` are best.
+    """
 
     exposed: int = 0
     hidden: int = 0
+    communications: int = 0
 
     def __add__(self, other: Moved) -> Moved:
         if not (other.exposed or other.hidden):
             return self  # as most often
-        return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
+        return Moved(
+            self.exposed + other.exposed,
+            self.hidden + other.hidden,
+            self.communications + other.communications,
+        )
 
     def __sub__(self, other: Moved) -> Moved:
-        return Moved(self.exposed - other.exposed, self.hidden - other.hidden)
+        return Moved(
+            self.exposed - other.exposed,
+            self.hidden - other.hidden,
+            self.communications - other.communications,
+        )
 
     def __mul__(self, times: int) -> Moved:
-        return self if times == 1 else Moved(self.exposed * times, self.hidden * times)
+        if times == 1:
+            return self
+        return Moved(
+            self.exposed * times, self.hidden * times, self.communications * times
+        )
 
     @property
     def all(self) -> int:
@@ -92,6 +108,6 @@ def moved_by(
     for step in steps:
         size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
         hidden = streamed is not None and streamed.hides(step)
-        moved += Moved(hidden=size) if hidden else Moved(exposed=size)
+        moved += Moved(0, size, 1) if hidden else Moved(size, 0, 1)
         have = step.layout
     return moved

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set as AbstractSet
 from typing import TypeAlias, TypeGuard
 
 from jhost._jax import fresh_var
@@ -30,24 +30,24 @@ Cheap: TypeAlias = Compute | Select
 def with_copies(program: Program) -> tuple[Program, set[str]]:
     """`program` with cheap values made anew where fewer bytes are kept then.
 
-    The depth of a value is the most contractions and communications on a way to it.
-    One that is read at its own depth and at others is kept for those, or computed
-    again there from others that are, whatever takes fewer bytes.
+    A value that is also read behind work that it goes into (a contraction, say) is kept
+    for that, or computed again there from others that are, whatever takes fewer bytes.
 
     Returns:
         The program, and the names of what is to be computed where it is first read.
     """
     if all(mark.pipeline == "off" for mark in stream_choices(program)):
         return program, set()
-    depths = _Depths(program)
-    again = depths.computed_again()
-    return _with_copies(program, depths.inner, again) if again else (program, set())
+    flow = _Flow(program)
+    again = flow.computed_again()
+    return _with_copies(program, flow, again) if again else (program, set())
 
 
-class _Depths:
-    """How deep the values of a program lie, and which of them are cheap to make.
+class _Flow:
+    """What reads the values of a program, and which of them are cheap to make.
 
-    `inner` is the depth of each statement's operands, and `there` what is kept anyway.
+    The depth of a value is the most work on a way to it: what is computed again is made
+    of values as deep, or of what is `there` or kept anyway.
     """
 
     def __init__(self, program: Program) -> None:
@@ -55,24 +55,55 @@ class _Depths:
         self.there = {b.name for b in (*program.params, *program.results)}
         self.depths = dict.fromkeys((b.name for b in program.params), 0)
         self.sizes: dict[str, int] = {}
-        self.inner: list[int] = []
         self.makers: dict[str, Cheap] = {}
-        serial = {m.buffer for m in program.marks if isinstance(m, SerialMark)}
-        for stmt in program.body:
-            reads, writes = touched(stmt)
-            inner = max((self.depths.get(b.name, 0) for b in reads), default=0)
-            self.inner.append(inner)
-            for buffer in writes:
-                self.depths[buffer.name] = inner + _takes_long(stmt)
-                size = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
-                self.sizes[buffer.name] = size
-                if is_cheap(stmt) and buffer.name not in serial:
-                    self.makers[buffer.name] = stmt
+        self.made_by: dict[str, int] = {}
+        # Sets of statements, as integers with a bit for each: all that one needs; those
+        # from which a way to it leads through others that are work; and of those from
+        # which none does, the ones that are as deep.
+        self.before: list[int] = []
+        self.behind: list[int] = []
+        self.beside: list[int] = []
+        self.serial = {m.buffer for m in program.marks if isinstance(m, SerialMark)}
+        for number, stmt in enumerate(program.body):
+            self.add(number, stmt)
 
-    def computed_again(self) -> dict[str, int]:
-        """What is computed again, with its depth: deeper readers take the copy."""
-        wanted = self._read_deeper()
-        again: dict[str, int] = {}
+    def add(self, number: int, stmt: Stmt) -> None:
+        reads, writes = touched(stmt)
+        depth = max((self.depths.get(b.name, 0) for b in reads), default=0)
+        works = _takes_long(stmt)
+        before, behind, beside = 0, 0, 1 << number
+        for name in {b.name for b in reads if b.name in self.made_by}:
+            maker = self.made_by[name]
+            before |= self.before[maker] | 1 << maker
+            through = _takes_long(self.body[maker])
+            behind |= self.before[maker] if through else self.behind[maker]
+            if self.depths[name] == depth and not works:
+                beside |= self.beside[maker]
+        self.before.append(before)
+        self.behind.append(behind)
+        self.beside.append(beside)
+        for buffer in writes:
+            self.made_by[buffer.name] = number
+            self.depths[buffer.name] = depth + works
+            size = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+            self.sizes[buffer.name] = size
+            if is_cheap(stmt) and buffer.name not in self.serial:
+                self.makers[buffer.name] = stmt
+
+    def is_behind(self, number: int, name: str) -> bool:
+        """Whether a statement stands behind work that a value, or its like, goes into.
+
+        A derivative of the forward's goes nowhere else, but what it is made of does.
+        """
+        maker = self.made_by.get(name)
+        return maker is not None and bool(self.behind[number] & self.beside[maker])
+
+    def computed_again(self) -> set[str]:
+        """What is computed again behind the work that it goes into."""
+        wanted = self._read_behind()
+        again: set[str] = set()
+        for name in self._read_by_work_on_both_sides():
+            self.makers.pop(name, None)  # to keep it takes no time
         for depth in range(max(wanted, default=-1), -1, -1):
             here = wanted.get(depth, set())
             made_of = self._made_of(here, depth)
@@ -83,30 +114,39 @@ class _Depths:
             )
             for name in kept:
                 wanted.setdefault(self.depths[name], set()).add(name)
-            computed = set(needed(here, made_of, kept)) - kept
-            again |= dict.fromkeys(computed, depth)
+            again |= set(needed(here, made_of, kept)) - kept
         return again
 
-    def _read_deeper(self) -> dict[int, set[str]]:
-        """By depth, the values that are read deeper."""
+    def _read_behind(self) -> dict[int, set[str]]:
+        """By depth, the values that are read behind work that they go into."""
         found: dict[int, set[str]] = {}
-        for stmt, inner in zip(self.body, self.inner, strict=True):
-            for buffer in touched(stmt)[0]:
-                depth = self.depths.get(buffer.name, 0)
-                if depth < inner:
-                    found.setdefault(depth, set()).add(buffer.name)
+        for number, stmt in enumerate(self.body):
+            for name in (buffer.name for buffer in touched(stmt)[0]):
+                if self.is_behind(number, name):
+                    found.setdefault(self.depths[name], set()).add(name)
         return found
 
+    def _read_by_work_on_both_sides(self) -> set[str]:
+        """What is written to memory for work before and behind what it goes into."""
+        sides: tuple[set[str], set[str]] = set(), set()
+        for number, stmt in enumerate(self.body):
+            for buffer in touched(stmt)[0] if _takes_long(stmt) else ():
+                sides[self.is_behind(number, buffer.name)].add(buffer.name)
+        return sides[False] & sides[True]
+
     def _made_of(self, names: Iterable[str], depth: int) -> dict[str, list[str]]:
-        """The operands of what is cheap of `names` at `depth`, and those of these."""
+        """The operands of what is cheap of `names`, and those of these.
+
+        That is as far as they are at `depth`, or made of params without work.
+        """
         found: dict[str, list[str]] = {}
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name in found or name not in self.makers or self.depths[name] != depth:
-                continue
-            found[name] = operands(self.makers[name])
-            waiting += found[name]
+            there = self.depths[name] in (0, depth)
+            if there and name in self.makers and name not in found:
+                found[name] = operands(self.makers[name])
+                waiting += found[name]
         return found
 
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
@@ -161,40 +201,39 @@ def renamed(stmt: Cheap, operands: Mapping[str, Buffer], out: Buffer) -> Cheap:
 
 
 def _with_copies(
-    program: Program, inner: Sequence[int], again: Mapping[str, int]
+    program: Program, flow: _Flow, again: AbstractSet[str]
 ) -> tuple[Program, set[str]]:
     """`program` with a copy behind the maker of each value that is computed `again`.
 
-    What is only read deeper is computed there, and needs no copy.
+    What is only read behind work is computed there, and needs no copy.
     """
-    names, here = Names.of(program), _read_here(program, inner, again)
+    names, here = Names.of(program), _read_before(program, flow, again)
     copies: dict[str, Buffer] = {}
     late: set[str] = set()
     body: list[Stmt] = []
-    for stmt, depth in zip(program.body, inner, strict=True):
-        there = [b for b in touched(stmt)[0] if b.name in copies]
-        deeper = {b.name: copies[b.name] for b in there if again[b.name] < depth}
+    for number, stmt in enumerate(program.body):
+        copied = [b.name for b in touched(stmt)[0] if b.name in copies]
+        behind = {n: copies[n] for n in copied if flow.is_behind(number, n)}
         if not is_cheap(stmt) or (out := made_by(stmt)).name not in again:
-            body.append(replace_buffers(stmt, deeper))
+            body.append(replace_buffers(stmt, behind))
             continue
-        operands = {b.name: copies[b.name] for b in there}
         if out.name in here:
-            body.append(replace_buffers(stmt, deeper))
+            body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)
         late.add(out.name)
-        body.append(renamed(stmt, operands, out))
+        body.append(renamed(stmt, {n: copies[n] for n in copied}, out))
     return dataclasses.replace(program, body=tuple(body)), late
 
 
-def _read_here(
-    program: Program, inner: Sequence[int], again: Mapping[str, int]
-) -> set[str]:
-    """What of `again` is read at its own depth as well."""
+def _read_before(
+    program: Program, flow: _Flow, again: AbstractSet[str]
+) -> AbstractSet[str]:
+    """What of `again` is read before all work that it goes into as well."""
     read = {result.name for result in program.results}
-    for stmt, depth in zip(reversed(program.body), reversed(inner), strict=True):
-        reads, writes = touched(stmt)
+    for number in reversed(range(len(program.body))):
+        reads, writes = touched(program.body[number])
         waits = bool(writes) and all(b.name in again for b in writes)
         if not waits or any(b.name in read for b in writes):
-            read |= {b.name for b in reads if again.get(b.name, -1) >= depth}
+            read |= {b.name for b in reads if not flow.is_behind(number, b.name)}
     return read
