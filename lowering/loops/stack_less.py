@@ -42,7 +42,7 @@ class StackLess(EachProgram):
             if isinstance(stmt, Scan):
                 for handed in found:
                     stmt = _reading(stmt, handed)
-                if handed := _handed(stmt, sliced, names):
+                if handed := _Stacking(stmt).handed(sliced, names):
                     found.append(handed)
                     stmt = handed.scan
             body.append(stmt)
@@ -80,61 +80,74 @@ class _Handed:
     constants: Mapping[str, Buffer]
 
 
-def _handed(scan: Scan, sliced: Container[str], names: Names) -> _Handed | None:
-    """The scan with as few bytes stacked as it can; None if it is as it has to be."""
-    body, count = scan.body, len(scan.carried)
-    buffers = {b.name: b for b in body.params}
-    buffers |= {b.name: b for stmt in body.body for b in touched(stmt)[1]}
-    inside = [param.name for param in body.params]
-    constants = dict(zip(inside, scan.consts, strict=False))
-    slices = dict(zip(inside[len(inside) - len(scan.xs) :], scan.xs, strict=True))
-    stacked = [(b.name, y) for b, y in zip(body.results[count:], scan.ys, strict=True)]
-    free = {*constants, *slices, *(n for n, y in stacked if y.name not in sliced)}
+class _Stacking:
+    """The values that a scan stacks, `(name in the body, stacked)`, and all others."""
 
-    def size(name: str) -> int:
-        buffer = buffers[name]
-        whole = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
-        return 0 if name in free else whole
+    def __init__(self, scan: Scan) -> None:
+        body, first = scan.body, len(scan.consts) + len(scan.carry)
+        inside = [param.name for param in body.params]
+        results = body.results[len(scan.carried) :]
+        self.scan = scan
+        self.constants = dict(zip(inside, scan.consts, strict=False))
+        self.slices = dict(zip(inside[first:], scan.xs, strict=True))
+        self.stacked = [(b.name, y) for b, y in zip(results, scan.ys, strict=True)]
+        self.buffers = {b.name: b for b in body.params}
+        self.buffers |= {b.name: b for s in body.body for b in touched(s)[1]}
+        self.cheap = [stmt for stmt in body.body if is_cheap(stmt)]
 
-    made_of = {
-        out.name: operands(stmt)
-        for stmt in body.body
-        if is_cheap(stmt)
-        for out in touched(stmt)[1]
-    }
-    wanted = {name for name, y in stacked if y.name in sliced}
-    kept = least_cut(wanted, made_of, size)
-    again = set(needed(wanted, made_of, kept)) - kept
-    left_out = {y.name: n for n, y in stacked if n in again and y.name in sliced}
-    if not left_out:
-        return None
-    there = {*constants, *slices, *(n for n, _ in stacked)}
-    left = [(n, y) for n, y in stacked if y.name not in left_out]
-    left += [
-        (name, _stacked(buffers[name], scan.length, names))
-        for name in buffers
-        if name in kept and name not in there
-    ]
-    results = (*body.results[:count], *(buffers[name] for name, _ in left))
-    smaller = dataclasses.replace(body, results=results)
-    smaller = dataclasses.replace(smaller, body=_without_unread(smaller))
-    ys = tuple(y for _, y in left)
-    return _Handed(
-        scan=dataclasses.replace(scan, body=smaller, ys=ys),
-        left_out=left_out,
-        again=[s for s in body.body if is_cheap(s) and made_by(s).name in again],
-        slices={**slices, **dict(left)},
-        constants=constants,
-    )
+    def handed(self, sliced: Container[str], names: Names) -> _Handed | None:
+        """The scan with as few bytes stacked as it can; None if it is so already."""
+        kept, again = self.cut(sliced)
+        left_out = {y.name: n for n, y in self.stacked if n in again}
+        if not left_out:
+            return None
+        there = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
+        more = [name for name in self.buffers if name in kept and name not in there]
+        left = [(name, y) for name, y in self.stacked if y.name not in left_out]
+        left += [(name, self.stack(name, names)) for name in more]
+        return _Handed(
+            scan=self.stacking(left),
+            left_out=left_out,
+            again=[stmt for stmt in self.cheap if made_by(stmt).name in again],
+            slices={**self.slices, **dict(left)},
+            constants=self.constants,
+        )
 
+    def cut(self, sliced: Container[str]) -> tuple[set[str], set[str]]:
+        """What to stack or take from outside, and what to make again of it."""
+        wanted = {name for name, y in self.stacked if y.name in sliced}
+        free = {name for name, y in self.stacked if y.name not in sliced}
+        free |= {*self.constants, *self.slices}
+        made_of = {
+            made_by(s).name: operands(s)
+            for s in self.cheap
+            if made_by(s).name not in free
+        }
+        kept = least_cut(
+            wanted, made_of, lambda name: 0 if name in free else self.size(name)
+        )
+        return kept, set(needed(wanted, made_of, kept)) - kept
 
-def _stacked(buffer: Buffer, length: int, names: Names) -> Buffer:
-    return dataclasses.replace(
-        buffer,
-        name=names.fresh(f"{buffer.name}_stacked"),
-        shape=(length, *buffer.shape),
-        dims=(Dim(), *buffer.dims),
-    )
+    def size(self, name: str) -> int:
+        buffer = self.buffers[name]
+        return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+
+    def stack(self, name: str, names: Names) -> Buffer:
+        buffer = self.buffers[name]
+        return dataclasses.replace(
+            buffer,
+            name=names.fresh(f"{name}_stacked"),
+            shape=(self.scan.length, *buffer.shape),
+            dims=(Dim(), *buffer.dims),
+        )
+
+    def stacking(self, pairs: Sequence[tuple[str, Buffer]]) -> Scan:
+        """The scan with these stacked, and no others."""
+        scan, count = self.scan, len(self.scan.carried)
+        ys = [self.buffers[name] for name, _ in pairs]
+        body = dataclasses.replace(scan.body, results=(*scan.body.results[:count], *ys))
+        body = dataclasses.replace(body, body=_without_unread(body))
+        return dataclasses.replace(scan, body=body, ys=tuple(y for _, y in pairs))
 
 
 def _without_unread(program: Program) -> tuple[Stmt, ...]:
