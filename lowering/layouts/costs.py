@@ -46,6 +46,11 @@ class Moved:
         )
 
     @property
+    def of_bytes(self) -> tuple[int, int]:
+        """The bytes alone."""
+        return self.exposed, self.hidden
+
+    @property
     def all(self) -> int:
         return self.exposed + self.hidden
 

@@ -155,6 +155,8 @@ class LayoutRemarks:
         if rank is None:
             return self.undivisible(op.sizes[factor], axis)
         mine, instead = contest.rank, f"with dim {dim} over {axis}"
+        if rank[0].of_bytes == mine[0].of_bytes and rank[0] > mine[0]:
+            return _Reason(f"{instead}, as much would move in more communications")
         if rank[0] > mine[0]:
             return _Reason(f"{instead}, {_rival_text(rank[0], mine[0])}")
         if rank[0] < mine[0]:

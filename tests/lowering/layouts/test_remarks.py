@@ -39,13 +39,21 @@ def test_an_axis_claimed_twice_says_what_the_other_way_would_take() -> None:
 
 def test_a_tie_says_that_the_larger_operand_stays() -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return shard(x, P("tp", None)) + shard(w, P(None, "tp"))
+
+    assert said(f, (8, 1), (8, 4), tp=4) == [
+        "x: P('tp', None) -> P(None, None) for add: 24 bytes a device; "
+        "with dim 0 over tp, as much would move, of a larger operand",
+    ]
+
+
+def test_a_tie_says_that_there_would_be_more_communications() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
         return shard(rows_and_columns(x, w), P("tp", None))
 
     assert said(f, (8, 4), (4, 16), tp=4) == [
-        "x: P('tp', None) -> P(None, None) for dot_general: 96 bytes a device; "
-        "with dim 0 over tp, as much would move, of a larger operand",
-        "y: P(None, 'tp') by dot_general -> P('tp', None): 96 bytes a device; "
-        "as constrained",
+        "w: P(None, 'tp') -> P(None, None) for dot_general: 192 bytes a device; "
+        "with dim 1 over tp, as much would move in more communications",
     ]
 
 
