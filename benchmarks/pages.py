@@ -88,7 +88,7 @@ def gain(case: cases.Case) -> Gain:
         out_shardings=case.out_spec,
     )
     there = Devices(platform="gpu", kind=KIND, count=case.devices, processes=1)
-    rates = rates_of(KIND, 1)
+    rates = rates_of(KIND)
     assert rates
     with mock.patch.object(program, "devices_of", return_value=there):
         (off,) = programs(f.with_options(pipeline="off"), *case.abstract())

@@ -71,7 +71,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     _repeat(call, _WARM_UP, wait)
     trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
     module = parse_module(compiled.as_text())
-    rates = rates_of(devices.kind, devices.processes)
+    rates = rates_of(devices.kind, devices.reach)
     return overlap_report(
         timeline(
             trace,

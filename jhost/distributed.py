@@ -1,16 +1,21 @@
 """Many processes: `jax.distributed`, with what overlap needs set before XLA starts.
 
+And meshes over them, whose axes lie within processes where they have to.
 Before they run, programs are compared between the processes: `runtime/agreement.py`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
 
 from jhost import errors
 from jhost._jax import backend_is_up
@@ -129,3 +134,130 @@ def _with_flags(given: str, flags: Mapping[str, Any]) -> str:
         if name not in given
     ]
     return " ".join([*given.split(), *more])
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    *,
+    within: str | Sequence[str] | None = None,
+    axis_types: Sequence[AxisType] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh over the devices of all processes, with axes that stay within a process.
+
+    Only between the devices of one process do transfers run beside matmuls, so the axes
+    that jhost pipelines along have to lie there.  `jax.make_mesh` does not know of
+    processes, and refuses GPUs of several hosts.
+
+    Args:
+        axes: the name and size of each axis, the outermost first.
+        within: the axis or axes whose devices have to be in one process; by default
+            the last, and `()` for none.  What room they leave in a process goes to the
+            others, the last first.
+        axis_types: one for each axis, as for `jax.make_mesh`; by default all `Auto`.
+        devices: the devices to use; by default as many of `jax.devices()` as the axes
+            need.
+
+    Returns:
+        The mesh, laid by `jax.experimental.mesh_utils.create_hybrid_device_mesh`.
+
+    Raises:
+        ArgumentError: axes that are no mapping from names to whole numbers above 0.
+        OptionError: there are too few devices, not equally many of each process, or too
+            few in a process for the axes that have to lie within one.
+        UnknownAxisError: `within` names an axis that is not there.
+
+    Example:
+        >>> import jax
+        >>> import jhost
+        >>> mesh = jhost.distributed.make_mesh({"dp": 1, "tp": jax.device_count()})
+        >>> mesh.axis_names
+        ('dp', 'tp')
+    """
+    _check_axes(axes)
+    inner = _inner_axes(axes, within)
+    chosen, room = _equal_share(axes, jax.devices() if devices is None else devices)
+    local = _in_a_process(axes, inner, room)
+    too_large = [axis for axis in inner if local[axis] != axes[axis]]
+    if too_large:
+        wanted = " x ".join(f"{axis}={axes[axis]}" for axis in inner)
+        raise errors.OptionError(
+            f"jhost.distributed.make_mesh cannot lay {wanted} within a process, which "
+            f"has {room} of the {len(chosen)} devices. Make {' and '.join(too_large)} "
+            "smaller, start processes with more devices, or give within=() to lay axes "
+            "across processes, where nothing is pipelined unasked."
+        )
+    grid = mesh_utils.create_hybrid_device_mesh(
+        [local[axis] for axis in axes],
+        [size // local[axis] for axis, size in axes.items()],
+        chosen,
+        process_is_granule=True,
+    )
+    types = axis_types or (AxisType.Auto,) * len(axes)
+    return Mesh(grid, tuple(axes), axis_types=tuple(types))
+
+
+def _check_axes(axes: Any) -> None:
+    pairs = axes.items() if isinstance(axes, Mapping) else [(axes, None)]
+    wrong = [
+        f"{name!r}: {size!r}"
+        for name, size in pairs
+        if not isinstance(name, str)
+        or isinstance(size, bool)
+        or not isinstance(size, int)
+        or size < 1
+    ]
+    if wrong or not pairs:
+        raise errors.ArgumentError(
+            "jhost.distributed.make_mesh takes axes as a mapping from names to whole "
+            f"numbers above 0, as {{'dp': 2, 'tp': 4}}, but got {axes!r}."
+        )
+
+
+def _inner_axes(axes: Mapping[str, int], within: Any) -> tuple[str, ...]:
+    """The axes that have to stay within a process, in the order of the mesh."""
+    if within is None:
+        return tuple(axes)[-1:]
+    named = (within,) if isinstance(within, str) else tuple(within)
+    if unknown := [axis for axis in named if axis not in axes]:
+        raise errors.UnknownAxisError(
+            f"jhost.distributed.make_mesh got within={within!r}, but its axes are "
+            f"{', '.join(axes)}.",
+            [repr(axis) for axis in unknown],
+        )
+    return tuple(axis for axis in axes if axis in named)
+
+
+def _equal_share(
+    axes: Mapping[str, int], devices: Sequence[Any]
+) -> tuple[list[Any], int]:
+    """The devices of a mesh, and how many of them each process has."""
+    count = math.prod(axes.values())
+    product = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+    chosen = sorted(devices, key=lambda d: (d.process_index, d.id))[:count]
+    of_each = Counter(device.process_index for device in chosen)
+    if len(chosen) < count:
+        raise errors.OptionError(
+            f"jhost.distributed.make_mesh got {product}, which are {count} devices, "
+            f"but there are {len(devices)}."
+        )
+    if len(set(of_each.values())) > 1:
+        shares = ", ".join(f"{n} of process {p}" for p, n in sorted(of_each.items()))
+        raise errors.OptionError(
+            f"jhost.distributed.make_mesh got {product}, which are {count} devices: "
+            f"{shares}. Each process has to have equally many: give other sizes, or "
+            "devices=."
+        )
+    return chosen, count // len(of_each)
+
+
+def _in_a_process(
+    axes: Mapping[str, int], inner: Sequence[str], room: int
+) -> dict[str, int]:
+    """Of each axis, the part that lies within a process of so many devices."""
+    local = dict.fromkeys(axes, 1)
+    outer = [axis for axis in axes if axis not in inner]
+    for axis in (*reversed(inner), *reversed(outer)):
+        local[axis] = math.gcd(axes[axis], room)
+        room //= local[axis]
+    return local

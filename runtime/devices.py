@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from jhost.lowering.ir.reach import Reach
 from jhost.runtime.mesh import AnyMesh
 
 
@@ -16,19 +19,23 @@ from jhost.runtime.mesh import AnyMesh
 class Devices:
     """The devices of a mesh: how many of what `kind`, in how many `processes`.
 
-    `kind` is JAX's `device_kind`.  JAX does not tell whether two GPUs of a process
-    reach each other's memory; XLA falls back to collectives where they do not.
+    `kind` is JAX's `device_kind`; `reach` says of each axis with more than one device
+    how far apart those lie that differ along it alone.
+    JAX does not tell whether two GPUs of a process reach each other's memory; XLA falls
+    back to collectives where they do not.
     """
 
     platform: str
     kind: str
     count: int
     processes: int
+    reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
 
     @property
-    def copies_between_peers(self) -> bool:
-        """Whether permutes can be copies: one process owns all of several GPUs."""
-        return self.platform == "gpu" and self.count > 1 and self.processes == 1
+    def copied(self) -> frozenset[str]:
+        """The axes along which permutes can be copies: GPUs that one process owns."""
+        within = {axis for axis, reach in self.reach.items() if reach == "process"}
+        return frozenset(within) if self.platform == "gpu" else frozenset()
 
 
 def devices_of(mesh: AnyMesh | None) -> Devices:
@@ -43,7 +50,46 @@ def devices_of(mesh: AnyMesh | None) -> Devices:
         kind=devices[0].device_kind,
         count=len(devices),
         processes=len({device.process_index for device in devices}),
+        reach={} if mesh is None else _reaches(mesh, devices),
     )
+
+
+def all_devices() -> Mesh:
+    """A mesh of all devices: an axis for the processes, and one for those of each."""
+    every: list[Any] = jax.devices()
+    owners = sorted({device.process_index for device in every})
+    rows = [[d for d in every if d.process_index == owner] for owner in owners]
+    if len({len(row) for row in rows}) > 1:
+        return Mesh(np.array(every), ("devices",))
+    return Mesh(np.array(rows), ("processes", "devices"))
+
+
+def _reaches(mesh: AnyMesh, devices: list[Any]) -> dict[str, Reach]:
+    """How far each axis reaches; one that has no devices here stays in a process."""
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    if len(devices) < mesh.size:
+        return dict.fromkeys(sizes, "process")
+    grid = np.empty(mesh.size, dtype=object)
+    grid[:] = devices
+    grid = grid.reshape(tuple(mesh.shape.values()))
+    return {axis: _reach(grid, mesh.axis_names.index(axis)) for axis in sizes}
+
+
+def _reach(grid: np.ndarray, dim: int) -> Reach:
+    """How far apart devices lie that differ along that dim of the grid alone."""
+
+    def differ(number: Any) -> bool:
+        numbers = np.vectorize(number, otypes=[int])(grid)
+        return bool((numbers != numbers.take([0], dim)).any())
+
+    if not differ(lambda device: device.process_index):
+        return "process"
+    return "hosts" if differ(_host) else "host"
+
+
+def _host(device: Any) -> int:
+    """XLA numbers the hosts of GPUs, or what NVLink joins; else a process is one."""
+    return getattr(device, "slice_index", device.process_index)
 
 
 def ask_for_cpu_devices(count: int) -> None:

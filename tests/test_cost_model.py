@@ -109,7 +109,7 @@ def test_predictions_of_both_passes_are_near(
     entry = record["modes"]["program"][ARMS[pipeline]]
     if "min_ms" not in entry:
         pytest.skip("it was not measured")
-    rates = rates_of(H200, processes=1)
+    rates = rates_of(H200)
     assert rates is not None
     cotangent = jax.ShapeDtypeStruct(case.cotangent().shape, jnp.bfloat16)
     both = programs(vjp(f), cotangent, *case.abstract())

@@ -74,8 +74,11 @@ def _traced(
 ) -> Any:
     """The jaxpr of a function; arguments that are no arrays are what they are.
 
-    So those that are static to a `jax.jit` may be given to it as they are.
+    So those that are static to a `jax.jit` may be given to it as they are.  A function
+    of `jax.jit` traces itself: with options for the compiler, JAX lets no other do so.
     """
+    if isinstance(fun, jax.stages.Wrapped):
+        return fun.trace(*args, **kwargs).jaxpr
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 

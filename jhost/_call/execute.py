@@ -21,6 +21,7 @@ from jhost.lowering.explain import adds_up_in_loops, count_loops
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import permutes
 from jhost.runtime import dump
 from jhost.runtime.agreement import compare_programs
 from jhost.runtime.compiler_options import (
@@ -76,8 +77,10 @@ def executable_options(program: Program, config: Config) -> dict[str, Any] | Non
 
 
 def _asked(program: Program, config: Config) -> dict[str, Any]:
-    adds_up = adds_up_in_loops(program)
-    wishes = overlap_options(config.mesh, adds_up) if count_loops(program) else {}
+    if not count_loops(program):
+        return dict(config.compiler_options)
+    adds_up, permuted = adds_up_in_loops(program), permutes(program)
+    wishes = overlap_options(config.mesh, adds_up, permuted)
     return wishes | dict(config.compiler_options)
 
 

@@ -300,7 +300,7 @@ def _passes(config: Config, strict: bool) -> Passes:
         settings=_settings(config),
         streams=config.streams,
         strict=strict,
-        rates=rates_of(devices.kind, devices.processes),
+        rates=rates_of(devices.kind, devices.reach),
         device_kind=devices.kind,
         tuned=tuned_here(config.tunings, config.mesh),
     )

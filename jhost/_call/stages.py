@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -17,7 +17,9 @@ from jhost._jax import as_weak
 from jhost.lowering.explain import Explanation, adds_up_in_loops, explain_program
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import apart, apart_text, permutes
 from jhost.runtime.compiler_options import explained_refusals, options_report
+from jhost.runtime.devices import Devices, devices_of
 from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.profile.schedule import Schedule, parse_schedule
 
@@ -164,6 +166,17 @@ def explained(program: Program, config: Config) -> Explanation:
     explanation = explain_program(program)
     options: tuple[str, ...] = ()
     if explanation.loops:
-        adds_up = adds_up_in_loops(program)
-        options = options_report(config.name, config.mesh, adds_up)
-    return dataclasses.replace(explanation, name=config.title, options=options)
+        adds_up, permuted = adds_up_in_loops(program), permutes(program)
+        options = options_report(config.name, config.mesh, adds_up, permuted)
+    notes = (*explanation.notes, *_notes_of_reach(program, devices_of(config.mesh)))
+    return dataclasses.replace(
+        explanation, name=config.title, notes=notes, options=options
+    )
+
+
+def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
+    """Why permutes that were asked for hide nothing."""
+    axes = sorted(permutes(program))
+    if devices.platform == "gpu" and apart(axes, devices.reach):
+        text = apart_text(axes, devices.reach, dict(program.mesh.shape))
+        yield f"a p2p pipeline hides nothing: {text}"

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jhost import errors
@@ -25,8 +24,9 @@ from jhost._timing import take_turns
 from jhost._tuning_cache import folder
 from jhost._version import __version__
 from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import overlap_options, wanted_options
-from jhost.runtime.devices import Devices, devices_of
+from jhost.runtime.devices import Devices, all_devices, devices_of
 
 JAX = ((0, 10), (0, 13))
 """The first version of JAX that jhost works with, and the first that it does not."""
@@ -109,7 +109,7 @@ def examined() -> Report:
     devices = _devices(report)
     if devices is None:
         return report
-    mesh = Mesh(np.array(devices), ("devices",))
+    mesh = all_devices()
     here = devices_of(mesh)
     _links(report, devices, here)
     _options(report, mesh)
@@ -258,7 +258,7 @@ def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
                 )
             )
     report.facts["pipelines"]["auto"] = _auto(here)
-    if here.platform == "gpu" and not here.copies_between_peers and here.count > 1:
+    if here.platform == "gpu" and not here.copied and here.count > 1:
         report.notes.append(
             "the GPUs belong to several processes: permutes are kernels, not copies "
             "by engine. One process a host, with all its GPUs, overlaps more"
@@ -277,13 +277,20 @@ def _tried(block: Block, pipeline: str) -> str:
 
 def _auto(here: Devices) -> str:
     """What `pipeline="auto"` does on such devices."""
-    rates = rates_of(here.kind, here.processes)
+    rates = rates_of(here.kind, here.reach)
     if here.count == 1:
         return "pipelines nothing: there is one device"
     if rates is None:
         return "pipelines nothing: these devices are not known; use jhost.tune"
-    links = {"p2p": rates.permute, "collective": rates.collective}
-    beside = [name for name, link in links.items() if link.beside_compute]
+    kinds: dict[str, CommunicationKind] = {
+        "p2p": "CollectivePermute",
+        "collective": "AllGather",
+    }
+    beside = [
+        name
+        for name, kind in kinds.items()
+        if any(rates.link(kind, [axis]).beside_compute for axis in here.reach)
+    ]
     if not beside:
         return "pipelines nothing: no transfer runs beside computation here"
     return f"chooses by prediction; {' and '.join(beside)} can overlap"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import apart, apart_text, permutes
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import REFUSALS, settle
 
@@ -177,6 +179,9 @@ class Trial:
         except REFUSALS as refusal:
             self.refusals.append(f"not {text}: {first_line(refusal)}")
             return None
+        if why_not := self.moves_apart(candidate, program):
+            self.refusals.append(f"not {text}: {why_not}")
+            return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
         predicted = predict(
@@ -184,10 +189,20 @@ class Trial:
             self.rates,
             in_body=self.part.in_body,
             in_pieces=self.part.in_pieces,
+            followed=True,
         )
         total, compute = predicted.total, predicted.compute
         host_share = predicted.host / max(total, 1e-12)
         return Outcome(candidate, text, total, compute, host_share, program)
+
+    def moves_apart(self, candidate: StreamChoice, program: Program) -> str:
+        """Why a candidate that nobody named has permutes that nothing could hide."""
+        if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
+            return ""
+        already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
+        more = [axis for axis, n in permutes(program).items() if n > already[axis]]
+        mesh, reach = dict(program.mesh.shape), self.rates.reach
+        return apart_text(more, reach, mesh) if apart(more, reach) else ""
 
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
         """The outcome on two streams, where that costs nothing and the host is ahead.

@@ -19,6 +19,7 @@ from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import apart, apart_text
 from jhost.lowering.ir.requests import (
     StreamDefaults,
     Tuned,
@@ -94,6 +95,10 @@ class ChoosePipelines:
             self.rates.permute.beside_compute or self.rates.collective.beside_compute
         ):
             return f"on {self.device_kind} devices no transfer runs beside computation"
+        mesh, reach = dict(program.mesh.shape), self.rates.reach
+        axes = [axis for axis, size in mesh.items() if size > 1]
+        if len(apart(axes, reach)) == len(axes):
+            return apart_text(axes, reach, mesh)
         return ""
 
 

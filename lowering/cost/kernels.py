@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -107,9 +107,9 @@ class _Unit:
                 kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
                 yield Launch(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
-            read = {source for var in fusion for source in self.sources[var]}
-            kernel = Kernel(self.traffic(read) + self.traffic(fusion))
-            yield Launch(kernel, frozenset(read), frozenset(fusion))
+            for read, written in self.connected(fusion):
+                kernel = Kernel(self.traffic(read) + self.traffic(written))
+                yield Launch(kernel, read, written)
 
     def fusions(self) -> list[list[int]]:
         """The values that fusions write, by what must be complete before them.
@@ -129,6 +129,23 @@ class _Unit:
                 written = [var for var in outs if reduces or var in self.wanted]
                 fusions.setdefault(own, []).extend(written)
         return [fusion for fusion in fusions.values() if fusion]
+
+    def connected(
+        self, fusion: Sequence[int]
+    ) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """What the parts of a fusion read and write that read nothing in common."""
+        parts: list[tuple[frozenset[int], frozenset[int]]] = []
+        for var in fusion:
+            read, written = frozenset(self.sources[var]), frozenset({var})
+            joined = [part for part in parts if part[0] & read]
+            parts = [part for part in parts if part not in joined]
+            parts.append(
+                (
+                    read.union(*(others for others, _ in joined)),
+                    written.union(*(others for _, others in joined)),
+                )
+            )
+        return parts
 
     def origins(self) -> dict[int, set[int]]:
         """The values in memory that each value is made from."""

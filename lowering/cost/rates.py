@@ -9,8 +9,9 @@ transfer is work like any other, and nothing runs beside anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.statements import CommunicationKind
 
 
@@ -23,7 +24,8 @@ class Link:
     busy for `host`, and once in a program for `meet` more for each device, until the
     threads of all have met.  `between_two` is the bandwidth with which two devices
     gather and scatter, if that is less; their all-reduces keep to `bandwidth`.
-    `beside_compute`: whether it runs while matmuls fill the device.
+    `beside_compute`: whether it runs while matmuls fill the device.  `network`: whether
+    it leaves the host, and so takes no turns with what stays there.
     """
 
     delay: float = 0.0
@@ -33,6 +35,7 @@ class Link:
     between_two: float | None = None
     host: float
     beside_compute: bool
+    network: bool = False
 
     def seconds(self, kind: CommunicationKind, received: float, devices: int) -> float:
         """How long each of `devices` takes to receive that many bytes."""
@@ -47,6 +50,9 @@ class Rates:
     `matmul` is FLOP/s while every multiprocessor has a tile of the largest kind;
     `tiles` are (rows, columns, share of that rate).  `memory` is bytes per second,
     `launch` the seconds between two kernels, `host` those to launch one.
+    `permute` holds between devices of one process, `collective` on one host, and
+    `network` between hosts; `reach` says how far apart the devices along each axis of a
+    mesh lie, where it is not within a process.
     """
 
     matmul: float
@@ -57,6 +63,19 @@ class Rates:
     host: float
     permute: Link
     collective: Link
+    network: Link
+    reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
+
+    def link(self, kind: CommunicationKind, axes: Iterable[str]) -> Link:
+        """What moves bytes among the devices along some axes of the mesh.
+
+        Between processes there is no copy engine: a permute is a collective's kernel.
+        """
+        reaches = {self.reach.get(axis, "process") for axis in axes}
+        if "hosts" in reaches:
+            return self.network
+        copied = kind == "CollectivePermute" and reaches == {"process"}
+        return self.permute if copied else self.collective
 
     def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
         """A matmul by the tile that suits it best, in one wave of them or more.
@@ -99,6 +118,14 @@ _H200 = Rates(
         host=10e-6,
         beside_compute=False,
     ),
+    # Not measured: 400 Gb/s of InfiniBand for each GPU, less a fifth.
+    network=Link(
+        latency=40e-6,
+        bandwidth=40e9,
+        host=10e-6,
+        beside_compute=False,
+        network=True,
+    ),
 )
 
 _CPU = Rates(
@@ -110,17 +137,15 @@ _CPU = Rates(
     host=0.0,
     permute=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
     collective=Link(latency=50e-6, bandwidth=2e9, host=0.0, beside_compute=False),
+    network=Link(
+        latency=50e-6, bandwidth=1e9, host=0.0, beside_compute=False, network=True
+    ),
 )
 
 _RATES: Mapping[str, Rates] = {"NVIDIA H200": _H200, "cpu": _CPU}
 
 
-def rates_of(kind: str, processes: int) -> Rates | None:
-    """The rates of devices of that kind (JAX's `device_kind`), if they are known.
-
-    Between processes there is no copy engine: a permute is a collective's kernel.
-    """
+def rates_of(kind: str, reach: Mapping[str, Reach] | None = None) -> Rates | None:
+    """The rates of devices of that kind (JAX's `device_kind`), if they are known."""
     rates = _RATES.get(kind)
-    if rates is None or processes == 1:
-        return rates
-    return dataclasses.replace(rates, permute=rates.collective)
+    return rates and dataclasses.replace(rates, reach=reach or {})

@@ -26,6 +26,7 @@ from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import apart
 from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
@@ -41,8 +42,9 @@ class Task:
     """One statement of one iteration; `after` are the numbers of those it waits for.
 
     `seconds` on the device and `host` on its launching thread; `delay` and `meet` are a
-    link's.  `alone`: a transfer beside which nothing computes.  `inside` is what the
-    bodies of control flow come to.
+    link's, as is whether it goes over the `network`.  `alone`: a transfer beside which
+    nothing computes; `between`: one between processes.  `inside` is what the bodies of
+    control flow come to.
     """
 
     seconds: float
@@ -51,6 +53,8 @@ class Task:
     delay: float = 0.0
     meet: float = 0.0
     transfer: bool = False
+    network: bool = False
+    between: bool = False
     alone: bool = False
     inside: Prediction | None = None
 
@@ -234,8 +238,7 @@ class _Unrolled(Machine):
     ) -> None:
         devices = axes_size(axes, self.mesh)
         received = received_bytes(kind, _size(source), devices)
-        permute = kind == "CollectivePermute"
-        link = self.rates.permute if permute else self.rates.collective
+        link = self.rates.link(kind, axes)
         task = Task(
             seconds=link.seconds(kind, received, devices),
             host=link.host,
@@ -243,6 +246,8 @@ class _Unrolled(Machine):
             delay=link.delay,
             meet=link.meet,
             transfer=True,
+            network=link.network,
+            between=bool(apart(axes, self.rates.reach)),
             # Outside of loops XLA itself finds what a collective can run beside.
             alone=(self.in_body or self.depth > 0) and not link.beside_compute,
         )

@@ -25,12 +25,14 @@ class StreamedDim:
     """A dim that a pipeline works on in chunks.
 
     `axes` are the mesh axes over which the user sharded it, here or elsewhere in the
-    stream.
+    stream; `along` is that which a p2p pipeline moves chunks along, where it is one of
+    several.
     """
 
     dim: int
     pipeline: PipelineKind
     axes: frozenset[str]
+    along: str | None = None
 
     def hides(self, step: Step) -> bool:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
@@ -39,13 +41,42 @@ class StreamedDim:
         hands shards of the dim on, which `SplitAllReduces` makes of an all-reduce as
         well, and takes in collectives that do not mix chunks.
         """
-        if self.pipeline == "collective" or step.kind == "AllReduce":
+        if self.pipeline == "collective":
             return True
+        if step.kind == "AllReduce":
+            return self.moves(step)
         if step.dim == self.dim:
-            return step.kind in ("AllGather", "ReduceScatter")
+            return step.kind in ("AllGather", "ReduceScatter") and self.moves(step)
         if step.source_dim == self.dim:
             return False
         return bool(self.axes) and not self.axes & set(step.axes)
+
+    def moves(self, step: Step) -> bool:
+        """Whether the permutes of a p2p pipeline can take the place of `step`."""
+        return self.along is None or step.axes == (self.along,)
+
+
+def one_way_each(
+    streamed: Mapping[str, StreamedDim], mesh: Sequence[str]
+) -> list[Mapping[str, StreamedDim]]:
+    """The dims as p2p pipelines along each axis would hide them, the innermost first.
+
+    The axes of a `mesh` over which one dim is sharded may each be that along which its
+    chunks move, but only one can be: what moves along the others is not hidden.
+    """
+    several = {name: d for name, d in streamed.items() if len(d.axes) > 1}
+    several = {name: d for name, d in several.items() if d.pipeline == "p2p"}
+    axes = frozenset[str]().union(*(dim.axes for dim in several.values()))
+    return [
+        {
+            name: dataclasses.replace(dim, along=axis)
+            if name in several and axis in dim.axes
+            else dim
+            for name, dim in streamed.items()
+        }
+        for axis in reversed(mesh)
+        if axis in axes
+    ] or [streamed]
 
 
 def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:

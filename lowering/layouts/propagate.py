@@ -30,7 +30,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.hidden_dims import streamed_dims
+from jhost.lowering.layouts.hidden_dims import one_way_each, streamed_dims
 from jhost.lowering.layouts.levels import Crossing, Level, flattened, local_name
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import StepKind, plan_reshard
@@ -89,7 +89,9 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
         tuple(streamed.items()),
     )
     if key not in known:  # which keeps the statements, so that no others get their ids
-        known[key] = solve_layouts(program, shardings, streamed)
+        ways = one_way_each(streamed, program.mesh.axis_names)
+        solved = [solve_layouts(program, shardings, way) for way in ways]
+        known[key] = min(solved, key=lambda solution: solution.moved.all)
     return dataclasses.replace(known[key], level=level)
 
 

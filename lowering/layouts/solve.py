@@ -56,7 +56,10 @@ class Contest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """Layouts by buffer name; an assignment and a contest for each operation."""
+    """Layouts by buffer name; an assignment and a contest for each operation.
+
+    `moved` is what it all comes to.
+    """
 
     operations: tuple[Operation, ...]
     level: Level
@@ -64,6 +67,7 @@ class Solution:
     assignments: tuple[Assignment, ...]
     contests: tuple[Contest, ...]
     costs: Costs
+    moved: Moved
 
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""
@@ -96,6 +100,7 @@ def solve_layouts(
         assignments=best.in_order(),
         contests=tuple(contests),
         costs=solver.costs,
+        moved=best.total,
     )
 
 

@@ -1,4 +1,4 @@
-"""Four H200s that are not there: XLA compiles for them, and nothing runs."""
+"""H200s that are not there: XLA compiles for them, and nothing runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ TARGET = Path(__file__).parents[1] / "targets" / "h200.pbtxt"
 @pytest.fixture(scope="session")
 def h200s(request: pytest.FixtureRequest) -> MakeH200s:
     """`h200s({"tp": 4})`: a mesh of those axes, of the four; `compile` works on it."""
+    return _maker(request, "1x1x4")
+
+
+@pytest.fixture(scope="session")
+def two_processes(request: pytest.FixtureRequest) -> MakeH200s:
+    """The same, where the first two are of one process and the others of another."""
+    return _maker(request, "1x2x2")
+
+
+def _maker(request: pytest.FixtureRequest, topology: str) -> MakeH200s:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         if request.config.getoption("require_gpu_compiler"):
             pytest.fail("jax-cuda13-plugin is not installed")
         pytest.skip("needs jax-cuda13-plugin: pip install -e '.[test-gpu]'")
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x4"
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology=topology
     )
 
     def make(axes: Mapping[str, int]) -> Mesh:
-        devices = np.array(topology.devices).reshape(tuple(axes.values()))
+        devices = np.array(found.devices).reshape(tuple(axes.values()))
         return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
     return make

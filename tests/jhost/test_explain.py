@@ -410,6 +410,13 @@ def test_dumped_programs_bear_what_jax_derived_in_their_names(mesh: Mesh) -> Non
     assert names == ["model_batched_forward", "model_batched_backward"]
 
 
+def test_a_jit_with_options_for_the_compiler_is_explained(mesh: Mesh) -> None:
+    """JAX traces it by itself alone."""
+    step, state = step_of(mesh)
+    told = jax.jit(step, compiler_options={"xla_cpu_enable_fast_math": False})
+    assert jhost.explain(told, state, X) == jhost.explain(jax.jit(step), state, X)
+
+
 def test_names_for_messages_are_in_no_text_and_no_fingerprint(mesh: Mesh) -> None:
     step, state = step_of(mesh)
     for call in calls_in(step, (state, X), {}):

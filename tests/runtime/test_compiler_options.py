@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 import jhost
+from jhost.lowering.ir.reach import Reach
 from jhost.runtime import compiler_options
 from jhost.runtime.devices import Devices
 
@@ -75,25 +76,51 @@ def test_a_function_with_options_warns_inside_an_outer_jit() -> None:
         assert float(jax.jit(with_options)(one)) == 2.0
 
 
-GPUS = Devices(platform="gpu", kind="NVIDIA H200", count=4, processes=1)
+GPUS = Devices(
+    platform="gpu",
+    kind="NVIDIA H200",
+    count=4,
+    processes=1,
+    reach={"dp": "process", "tp": "process"},
+)
+PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+AMONG_SEVERAL = {"xla_gpu_collective_permute_connected_components": True}
+SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
 
 
-def test_copies_in_one_process_and_symmetric_buffers_between_several(
+@pytest.mark.parametrize(
+    ("processes", "reach", "permuted", "ways"),
+    [
+        (1, {}, None, PEER),
+        (1, {}, (), PEER),
+        (4, {"dp": "host", "tp": "host"}, None, SYMMETRIC),
+        (2, {"dp": "host"}, None, PEER | AMONG_SEVERAL),
+        (2, {"dp": "host"}, ("tp",), PEER | AMONG_SEVERAL),
+        (2, {"dp": "hosts"}, ("dp", "tp"), PEER | AMONG_SEVERAL),
+        (2, {"dp": "hosts"}, ("dp",), SYMMETRIC),
+        (2, {"dp": "hosts"}, (), SYMMETRIC),
+    ],
+)
+def test_copies_within_a_process_and_symmetric_buffers_between_several(
+    processes: int,
+    reach: dict[str, Reach],
+    permuted: tuple[str, ...] | None,
+    ways: dict[str, object],
     make_mesh: Callable[[Sequence[int], Sequence[str]], Mesh],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mesh = make_mesh((4,), ("tp",))
-    monkeypatch.setattr(compiler_options, "devices_of", lambda mesh: GPUS)
-    alone = compiler_options.wanted_options(mesh)
-    assert alone["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
-    several = dataclasses.replace(GPUS, processes=4)
-    monkeypatch.setattr(compiler_options, "devices_of", lambda mesh: several)
-    between = compiler_options.wanted_options(mesh)
-    assert "xla_gpu_enable_triton_gemm" not in between
-    adding = compiler_options.wanted_options(mesh, adds_up=True)
-    assert adding == between | {"xla_gpu_enable_triton_gemm": False}
-    assert "xla_gpu_collective_permute_mode" not in between
-    assert between["xla_gpu_experimental_enable_nccl_symmetric_buffers"] is True
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    there = dataclasses.replace(
+        GPUS, processes=processes, reach={**GPUS.reach, **reach}
+    )
+    monkeypatch.setattr(compiler_options, "devices_of", lambda mesh: there)
+    wanted = compiler_options.wanted_options(mesh, permuted=permuted)
+    assert {
+        n: v for n, v in wanted.items() if n in PEER | AMONG_SEVERAL | SYMMETRIC
+    } == ways
+    assert "xla_gpu_enable_triton_gemm" not in wanted
+    adding = compiler_options.wanted_options(mesh, adds_up=True, permuted=permuted)
+    assert adding == wanted | {"xla_gpu_enable_triton_gemm": False}
 
 
 @pytest.mark.usefixtures("options_not_asked_for")

@@ -22,7 +22,7 @@ from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.traced import built, chunk_counts, loops, remarks
 
-H200 = rates_of("NVIDIA H200", processes=1)
+H200 = rates_of("NVIDIA H200")
 assert H200 is not None
 EASY = dataclasses.replace(
     H200, collective=dataclasses.replace(H200.collective, beside_compute=True)
@@ -165,8 +165,15 @@ def test_collectives_are_weighed_where_they_run_beside_matmuls() -> None:
     ("settings", "reason"),
     [
         ({"rates": None, "kind": "an abacus"}, "devices of the kind an abacus"),
-        ({"rates": rates_of("cpu", 1), "kind": "cpu"}, "on cpu devices no transfer"),
-        ({"rates": rates_of("NVIDIA H200", 4)}, "no transfer runs beside"),
+        ({"rates": rates_of("cpu"), "kind": "cpu"}, "on cpu devices no transfer"),
+        (
+            {"rates": rates_of("NVIDIA H200", {"tp": "host"})},
+            "the devices along tp are in several processes of a host",
+        ),
+        (
+            {"rates": rates_of("NVIDIA H200", {"tp": "hosts"})},
+            "an axis that is pipelined has to lie within a host, in one process",
+        ),
         ({"tp": 1}, "there is one device"),
     ],
 )

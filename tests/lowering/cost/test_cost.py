@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.statements import CommunicationKind, Compute
 from tests.lowering.traced import lowered
 
@@ -33,8 +35,9 @@ RATES = Rates(
     host=0,
     permute=LINK,
     collective=dataclasses.replace(LINK, beside_compute=False),
+    network=dataclasses.replace(LINK, beside_compute=False, network=True),
 )
-H200 = rates_of("NVIDIA H200", processes=1)
+H200 = rates_of("NVIDIA H200")
 
 
 def gathered(pipeline: Any, rows: int = 8) -> Program:
@@ -178,15 +181,34 @@ def test_a_pipeline_is_bounded_by_its_queues(
     assert predicted.total <= predicted.compute + predicted.communication
 
 
+def test_what_goes_over_the_network_takes_no_turns_with_permutes() -> None:
+    """Two gathers are done when the longer is: one of them leaves the host."""
+
+    def f(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, y = jhost.shard(x, P("dp")), jhost.shard(y, P("tp"))
+        return jhost.shard(x, P()), jhost.shard(y, P())
+
+    program = lowered(f, (8, 4), (8, 4), dp=2, tp=2)
+
+    def moved(reach: Mapping[str, Reach]) -> float:
+        return predict(program, dataclasses.replace(RATES, reach=reach)).total
+
+    assert moved({}) == moved({"dp": "host"}) > moved({"dp": "hosts"})
+
+
 # --- Rates -------------------------------------------------------------------------- #
 
 
 def test_between_processes_permutes_are_collectives() -> None:
     assert H200 is not None
     assert H200.permute.beside_compute
-    between = rates_of("NVIDIA H200", processes=4)
-    assert between is not None
-    assert between.permute == H200.collective
+    assert H200.link("CollectivePermute", ["tp"]) == H200.permute
+    apart = rates_of("NVIDIA H200", {"dp": "hosts", "ep": "host"})
+    assert apart is not None
+    assert apart.link("CollectivePermute", ["tp"]) == H200.permute
+    assert apart.link("CollectivePermute", ["ep"]) == H200.collective
+    assert apart.link("AllGather", ["tp", "ep"]) == H200.collective
+    assert apart.link("AllGather", ["tp", "dp"]) == H200.network
 
 
 @pytest.mark.parametrize(
@@ -201,7 +223,7 @@ def test_two_devices_gather_more_slowly(
 
 
 def test_unknown_devices_have_no_rates() -> None:
-    assert rates_of("an abacus", processes=1) is None
+    assert rates_of("an abacus") is None
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_backward_has_layers_of_its_own() -> None:
 
 def test_a_layer_hands_on_what_is_kept_of_it() -> None:
     """Of x, tanh(x) and its derivative one; and it stays in pieces between layers."""
-    rates = rates_of("NVIDIA H200", processes=1)
+    rates = rates_of("NVIDIA H200")
     assert rates is not None
     following = passes(settings=StreamDefaults(), streams=4, strict=False)
     gradients = jax.grad(layers_loss, argnums=(0, 1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.propagate import PropagateLayouts
+from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import communications, each_size, exact, on, program_of, tp
 from tests.lowering.traced import array, asked, loops, work
 
@@ -105,3 +109,30 @@ def test_constraints_do_not_give_way_to_a_stream() -> None:
     program = PropagateLayouts().apply(asked(f, (8, 8), (8, 8), tp=4))
     (result,) = program.results
     assert [dim.axes for dim in result.dims] == [("tp",), ()]
+
+
+def test_chunks_move_along_one_of_the_axes_of_a_dim() -> None:
+    """Rows over both axes, weights over both: what moves over dp is not hidden.
+
+    The weights are gathered, and their gradients scattered, over dp; no rows are.
+    """
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.maximum(x @ up, 0) @ down, 0, pipeline="p2p")
+
+    args = array(32, 16), array(16, 32, seed=1), array(32, 16, seed=2)
+    rows = P(("dp", "tp"))
+    specs = (rows, P("dp", "tp"), P("tp", "dp")), rows
+    how = on({"dp": 2, "tp": 2}, *specs)
+    exact(f, *args, **how)
+    _, backward = programs(vjp(jhost.jit(f, **how)), args[0], *args)
+    moved = Counter(
+        (stmt.kind, stmt.axes)
+        for stmt in statements(backward)
+        if isinstance(stmt, Communicate)
+    )
+    assert moved == {
+        ("CollectivePermute", ("tp",)): 3,
+        ("AllGather", ("dp",)): 2,
+        ("ReduceScatter", ("dp",)): 2,
+    }

@@ -236,7 +236,7 @@ def large(**mark: Any) -> Program:
 
 
 def test_pieces_are_predicted_to_hide_the_way_back() -> None:
-    rates = rates_of("NVIDIA H200", processes=1)
+    rates = rates_of("NVIDIA H200")
     assert rates is not None
     plain, whole, pieces = (
         predict(large(**mark), rates).total

@@ -1,0 +1,80 @@
+"""How far apart the devices along an axis of the mesh lie, and what that means.
+
+Only GPUs that one process owns copy from one to another by copy engine, beside
+matmuls.  All else is a kernel of NCCL's, which needs multiprocessors that a matmul does
+not leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.program import Program
+
+Reach: TypeAlias = Literal["process", "host", "hosts"]
+"""In one process, in several of one host, or on several hosts."""
+
+_WHERE: Mapping[Reach, str] = {
+    "host": "in several processes of a host",
+    "hosts": "on several hosts",
+}
+
+_WHAT_HELPS: Mapping[Reach, str] = {
+    "host": "one process a host, with all its GPUs, would let it be pipelined",
+    "hosts": "an axis that is pipelined has to lie within a host, in one process",
+}
+
+
+def apart(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
+    """Those of some axes whose devices are not in one process."""
+    return [axis for axis in axes if reach.get(axis, "process") != "process"]
+
+
+def apart_text(
+    axes: Iterable[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
+) -> str:
+    """Why nothing that moves along such axes of a mesh is hidden, and what helps."""
+    names = apart(axes, reach)
+    farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
+    helps = _laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
+    return (
+        f"the devices along {' and '.join(names)} are {_WHERE[farthest]}, and what "
+        f"moves between processes runs beside no matmul; {helps}"
+    )
+
+
+def _laid_better(
+    names: Sequence[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
+) -> str:
+    """How to lay axes within a process that could lie there in place of others."""
+    within = [axis for axis in reach if axis not in apart(reach, reach)]
+    room = math.prod(mesh[axis] for axis in within)
+    size = math.prod(mesh[axis] for axis in names)
+    if size == 1 or room % size:
+        return ""
+    inner = {axis: mesh[axis] for axis in names}
+    others = {axis: size for axis, size in mesh.items() if axis not in inner}
+    return (
+        f"they would fit into one process, where {' and '.join(within)} lies: "
+        f"jhost.distributed.make_mesh({others | inner})"
+    )
+
+
+def permutes(program: Program) -> Counter[str]:
+    """How many permutes go along each axis of the mesh."""
+    return Counter(axis for stmt in statements(program) for axis in _along(stmt))
+
+
+def _along(stmt: ir.Stmt) -> tuple[str, ...]:
+    match stmt:
+        case ir.Communicate(kind="CollectivePermute" | "SwapAxes", axes=axes):
+            return axes
+        case ir.Send(axis=axis):
+            return (axis,)
+        case _:
+            return ()
