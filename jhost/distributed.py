@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +21,7 @@ from jhost import errors
 from jhost._jax import backend_is_up
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
+from jhost.runtime.launch import alone_on_its_host, is_first, one_gpu_each
 
 _LONGEST_TIMEOUT = 1e9
 """Thirty years: in milliseconds it is still a number that JAX can pass on."""
@@ -38,7 +39,8 @@ def initialize(
 ) -> None:
     """Makes this one of several processes, as `jax.distributed.initialize` does.
 
-    Call it before anything else that asks JAX for devices.  Under SLURM, Open MPI and
+    Call it before anything else that asks JAX for devices.  It warns where SLURM or
+    Open MPI started a process for each GPU of a host.  Under SLURM, Open MPI and
     Kubernetes no argument is needed.  `docs/processes.md` says how to launch, and when
     processes end whose peers died: `heartbeat_timeout_seconds` (100 by default) after
     one was killed, `shutdown_timeout_seconds` (300) after one raised.
@@ -71,7 +73,8 @@ def initialize(
     """
     _check_timeout(program_timeout_seconds)
     _check_is_early()
-    if local_device_ids is None and _is_alone_on_its_host(os.environ):
+    _warn_of_one_gpu_each(local_device_ids)
+    if local_device_ids is None and alone_on_its_host(os.environ):
         local_device_ids = ()  # JAX then leaves all of them visible
     jax.distributed.initialize(
         coordinator_address, num_processes, process_id, local_device_ids, **arguments
@@ -113,17 +116,10 @@ def _check_is_early() -> None:
         )
 
 
-def _is_alone_on_its_host(environment: Mapping[str, str]) -> bool:
-    """Whether SLURM or Open MPI started one process a host.
-
-    JAX takes the number of a process on its host for that of its only GPU.
-    """
-    if "JAX_LOCAL_DEVICE_IDS" in environment:
-        return False
-    # "1(x4)" is one on each of four hosts.
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    size = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    return bool(re.fullmatch(r"1(\(x\d+\))?", tasks)) or size == "1"
+def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
+    advice = one_gpu_each(os.environ)
+    if advice and local_device_ids is None and is_first(os.environ):
+        warnings.warn(f"{advice}.\nSee docs/processes.md", stacklevel=3)
 
 
 def _with_flags(given: str, flags: Mapping[str, Any]) -> str:

@@ -41,6 +41,12 @@ def mesh_of(devices: list[Any]) -> Mesh:
     )
 
 
+def hybrid_mesh() -> Mesh:
+    """Two ways of data, and tensors over the other devices, if need be of others."""
+    axes = {"dp": 2, "tp": jax.device_count() // 2}
+    return jhost.distributed.make_mesh(axes, within=())
+
+
 def placed(mesh: Mesh, shape: tuple[int, ...], spec: P, seed: int) -> jax.Array:
     """Small integers, so that sums in any order are exact."""
     whole = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
@@ -52,9 +58,9 @@ def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
 
 
-def blocks_on(devices: list[Any], **how: Any) -> partial[jax.Array]:
+def blocks_on(where: list[Any] | Mesh, **how: Any) -> partial[jax.Array]:
     """`block` on some devices, to be called without arguments."""
-    mesh = mesh_of(devices)
+    mesh = where if isinstance(where, Mesh) else mesh_of(where)
     how = {"pipeline": "p2p", "in_shardings": SPECS, "out_shardings": ROW, **how}
     operands = [placed(mesh, *pair, seed=0) for pair in zip(BLOCK, SPECS, strict=True)]
     return partial(jhost.jit(block, mesh=mesh, **how), *operands)
@@ -123,7 +129,7 @@ PATTERNS = {
 }  # fmt: skip
 
 
-# In their gradients are those of the others.
+# The others' gradients are like theirs.
 DIFFERENTIATED = "block", "swiglu", "contracted", "experts", "layers"
 
 
@@ -172,13 +178,35 @@ def patterns_collective(*process: str) -> None:
     patterns("collective", *process)
 
 
+HYBRID_SPECS = P(("dp", "tp")), P("dp", "tp"), P("tp", "dp")
+
+
+def hybrid_runs(mesh: Mesh) -> Iterator[tuple[str, Any]]:
+    """A block and a scan of them, weights over all devices, and their gradients."""
+    rows, *_ = HYBRID_SPECS
+    how: dict[str, Any] = {"mesh": mesh, "pipeline": "p2p", "out_shardings": rows}
+    pairs = enumerate(zip(BLOCK, HYBRID_SPECS, strict=True))
+    operands = [placed(mesh, *pair, seed=n) for n, pair in pairs]
+    for fun in (block, layers):
+        f = jhost.jit(fun, in_shardings=HYBRID_SPECS, **how)
+        yield f"{fun.__name__}, value", f(*operands)
+        gradients = jax.jit(jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2)))
+        yield f"{fun.__name__}, gradients", gradients(*operands)
+
+
+def hybrid(*process: str) -> None:
+    initialize(*process)
+    for what, result in hybrid_runs(hybrid_mesh()):
+        say(**{what: digests(result)})
+
+
 # --- What goes wrong ---------------------------------------------------------------- #
 
 
 def loop(*process: str) -> None:
     """For ever, until somebody dies."""
     initialize(*process, heartbeat_timeout_seconds=10)
-    f = blocks_on(jax.devices())
+    f = blocks_on(hybrid_mesh())
     while True:
         jax.block_until_ready(f())
         say(ran=True)
@@ -201,7 +229,7 @@ def another_statement(port: str, count: str, number: str) -> None:
         activation = jnp.tanh if is_last else jnp.sin
         return jhost.stream(activation(x @ up) @ down, axis=0)
 
-    mesh = mesh_of(jax.devices())
+    mesh = hybrid_mesh()
     operands = [placed(mesh, *pair, seed=0) for pair in zip(BLOCK, SPECS, strict=True)]
     f = jhost.jit(mine, mesh=mesh, in_shardings=SPECS, pipeline="p2p")
     caught(partial(f, *operands))

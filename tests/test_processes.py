@@ -20,6 +20,7 @@ import pytest
 
 from jhost import distributed, errors
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
+from tests.run_in_processes import digests, hybrid_runs
 from tests.tables import DOCS
 from tests.test_readme import blocks
 
@@ -114,12 +115,29 @@ def test_patterns_give_the_bits_that_one_process_gives(
     found = said(f"patterns_{pipeline}", count, devices)
     several, alone = list(map(merged, found)), of_one_process(pipeline)
     assert len(alone) == runs
-    for name, wanted in alone.items():
-        together: dict[str, str] = {}
-        for found in several:
-            for part, digest in found[name].items():
-                assert together.setdefault(part, digest) == digest, (name, part)
-        assert together == wanted, name
+    assert together(several) == alone
+
+
+def together(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """The parts of all processes, which agree where two have the same."""
+    parts: dict[str, dict[str, str]] = {}
+    for process in found:
+        for name, own in process.items():
+            for part, digest in own.items():
+                known = parts.setdefault(name, {}).setdefault(part, digest)
+                assert known == digest, (name, part)
+    return parts
+
+
+@pytest.mark.parametrize(("count", "tp"), [(2, 2), (4, 4)])
+def test_data_and_tensor_parallelism_give_the_bits_of_one_process(
+    count: int, tp: int
+) -> None:
+    """tp within a process, and over two; weights lie on all devices."""
+    mesh = distributed.make_mesh({"dp": 2, "tp": tp})
+    alone = {name: digests(result) for name, result in hybrid_runs(mesh)}
+    assert len(alone) == 4
+    assert together(map(merged, said("hybrid", count))) == alone
 
 
 def test_processes_meet_once_for_a_program() -> None:
@@ -274,18 +292,6 @@ def test_a_timeout_is_above_zero_and_ends(seconds: float) -> None:
 def test_a_timeout_is_a_number(seconds: Any) -> None:
     with pytest.raises(errors.ArgumentError, match="takes a number of seconds"):
         distributed.initialize(program_timeout_seconds=seconds)
-
-
-def test_a_process_alone_on_its_host_sees_all_its_gpus() -> None:
-    alone = distributed._is_alone_on_its_host  # pyright: ignore[reportPrivateUsage]
-    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"})
-    assert alone({"SLURM_STEP_TASKS_PER_NODE": "1"})
-    assert alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
-    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "8(x4)"})
-    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1,2"})
-    assert not alone({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
-    assert not alone({"SLURM_STEP_TASKS_PER_NODE": "1", "JAX_LOCAL_DEVICE_IDS": "0"})
-    assert not alone({})
 
 
 def test_flags_of_the_user_stand() -> None:

@@ -27,6 +27,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, all_devices, devices_of
+from jhost.runtime.launch import one_gpu_each
 
 JAX = ((0, 10), (0, 13))
 """The first version of JAX that jhost works with, and the first that it does not."""
@@ -111,6 +112,7 @@ def examined() -> Report:
         return report
     mesh = all_devices()
     here = devices_of(mesh)
+    _launch(report)
     _links(report, devices, here)
     _options(report, mesh)
     _pipelines(report, devices, here)
@@ -191,6 +193,13 @@ def _on_cpu(report: Report) -> None:
             "pip install 'jhost[cuda]', and see that nvidia-smi lists the GPUs",
         )
     )
+
+
+def _launch(report: Report) -> None:
+    """How the processes of a job were started, where this is one of them."""
+    if advice := one_gpu_each(os.environ):
+        what, change = advice.split(". ", 1)
+        report.problems.append(Problem(what, change[0].lower() + change[1:]))
 
 
 # --- Links and options ---------------------------------------------------------- #
