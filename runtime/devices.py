@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -38,6 +40,19 @@ class Devices:
         return frozenset(within) if self.platform == "gpu" else frozenset()
 
 
+_assumed: ContextVar[str] = ContextVar("_assumed", default="")
+
+
+@contextmanager
+def assumed(kind: str) -> Generator[None]:
+    """Inside, devices are taken to be GPUs of that kind: for predictions alone."""
+    token = _assumed.set(kind)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def devices_of(mesh: AnyMesh | None) -> Devices:
     """The devices of `mesh`; those of the backend where it names none."""
     devices: list[Any] = jax.devices()
@@ -46,8 +61,8 @@ def devices_of(mesh: AnyMesh | None) -> Devices:
     elif mesh is not None:
         devices = devices[: mesh.size]
     return Devices(
-        platform=devices[0].platform,
-        kind=devices[0].device_kind,
+        platform="gpu" if _assumed.get() else devices[0].platform,
+        kind=_assumed.get() or devices[0].device_kind,
         count=len(devices),
         processes=len({device.process_index for device in devices}),
         reach={} if mesh is None else _reaches(mesh, devices),

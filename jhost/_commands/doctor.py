@@ -302,7 +302,10 @@ def _auto(here: Devices) -> str:
     ]
     if not beside:
         return "pipelines nothing: no transfer runs beside computation here"
-    return f"chooses by prediction; {' and '.join(beside)} can overlap"
+    how = "prediction"
+    if rates.estimated:
+        how = "estimates from data sheets, where a tenth is to be gained"
+    return f"chooses by {how}; {' and '.join(beside)} can overlap"
 
 
 # --- Files ---------------------------------------------------------------------- #

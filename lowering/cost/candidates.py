@@ -26,6 +26,9 @@ from jhost.lowering.ir.requests import REFUSALS, settle
 GAIN = 0.97
 """What a pipeline's time must be below, as a share of the time without."""
 
+CLEAR_GAIN = 0.9
+"""The same by rates that are estimated."""
+
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
 
@@ -100,9 +103,14 @@ class Trial:
         """The first of the outcomes, but for one that gains enough."""
         chosen, *others = self.outcomes
         for outcome in others:
-            if outcome.seconds < GAIN * chosen.seconds:
+            if outcome.seconds < self.gain * chosen.seconds:
                 chosen = outcome
         return chosen
+
+    @property
+    def gain(self) -> float:
+        """What a candidate's time must be below, as a share of a simpler one's."""
+        return CLEAR_GAIN if self.known.estimated else GAIN
 
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
@@ -118,7 +126,8 @@ class Trial:
     def reason(self, ranked: Sequence[Outcome]) -> str:
         """The prediction for the choice, and for what it was chosen from."""
         rows = [(outcome.text, outcome.seconds) for outcome in ranked]
-        return ranking_text("predicted", rows, self.refusals)
+        how = "estimated from data sheets" if self.known.estimated else "predicted"
+        return ranking_text(how, rows, self.refusals)
 
     def candidates(self, mark: StreamChoice) -> Iterator[StreamChoice]:
         """What could be done with a mark, as far as it leaves that open."""
@@ -149,7 +158,7 @@ class Trial:
         """Whether the candidate weighed last would win if more chunks hid the rest."""
         if self.to_measure:
             return True
-        return self.outcomes[-1].compute < GAIN * self.chosen().seconds
+        return self.outcomes[-1].compute < self.gain * self.chosen().seconds
 
     @property
     def known(self) -> Rates:

@@ -3,7 +3,8 @@
 One row a kind of device.  H200: measured on hosts with NVLink between all GPUs, jax
 0.11.2, one process for all of them; `docs/benchmarks.md` compares what follows from
 them with measured times.  CPU: XLA's devices on one host, on two cores; there a
-transfer is work like any other, and nothing runs beside anything.
+transfer is work like any other, and nothing runs beside anything.  Other GPUs are
+estimated from the H200 and their makers' data sheets.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class Link:
         slower = devices == 2 and kind != "AllReduce" and self.between_two
         return self.latency + received / (slower or self.bandwidth)
 
+    def times(self, factor: float) -> Link:
+        """A link of so many times the bandwidth."""
+        between_two = self.between_two and self.between_two * factor
+        return dataclasses.replace(
+            self, bandwidth=self.bandwidth * factor, between_two=between_two
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -52,7 +60,8 @@ class Rates:
     `launch` the seconds between two kernels, `host` those to launch one.
     `permute` holds between devices of one process, `collective` on one host, and
     `network` between hosts; `reach` says how far apart the devices along each axis of a
-    mesh lie, where it is not within a process.
+    mesh lie, where it is not within a process.  Rates are `estimated` where nothing
+    was measured on such devices: then only clear gains count.
     """
 
     matmul: float
@@ -64,6 +73,7 @@ class Rates:
     permute: Link
     collective: Link
     network: Link
+    estimated: bool = False
     reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
 
     def link(self, kind: CommunicationKind, axes: Iterable[str]) -> Link:
@@ -142,7 +152,68 @@ _CPU = Rates(
     ),
 )
 
-_RATES: Mapping[str, Rates] = {"NVIDIA H200": _H200, "cpu": _CPU}
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _DataSheet:
+    """What a GPU's maker says: FLOP/s of dense bfloat16, and bytes per second.
+
+    `link` is what a GPU receives from the others of its host, by NVLink or PCIe.
+    """
+
+    matmul: float
+    multiprocessors: int
+    memory: float
+    link: float
+
+    def rates(self) -> Rates:
+        """The H200's, as far as this GPU is faster or slower on paper."""
+        link = self.link / _SHEET_OF_H200.link
+        return dataclasses.replace(
+            _H200,
+            matmul=_H200.matmul * self.matmul / _SHEET_OF_H200.matmul,
+            multiprocessors=self.multiprocessors,
+            memory=_H200.memory * self.memory / _SHEET_OF_H200.memory,
+            permute=_H200.permute.times(link),
+            collective=_H200.collective.times(link),
+            estimated=True,
+        )
+
+
+# NVIDIA's data sheets of 2025: H200, H100, A100, L40S, and HGX B200.
+_SHEET_OF_H200 = _DataSheet(
+    matmul=989e12, multiprocessors=132, memory=4.8e12, link=450e9
+)
+_SHEETS: Mapping[str, _DataSheet] = {
+    "NVIDIA H100 80GB HBM3": _DataSheet(
+        matmul=989e12, multiprocessors=132, memory=3.35e12, link=450e9
+    ),
+    "NVIDIA H100 PCIe": _DataSheet(
+        matmul=756e12, multiprocessors=114, memory=2.0e12, link=64e9
+    ),
+    "NVIDIA A100-SXM4-80GB": _DataSheet(
+        matmul=312e12, multiprocessors=108, memory=2.04e12, link=300e9
+    ),
+    "NVIDIA A100-SXM4-40GB": _DataSheet(
+        matmul=312e12, multiprocessors=108, memory=1.56e12, link=300e9
+    ),
+    "NVIDIA B200": _DataSheet(
+        matmul=2250e12, multiprocessors=148, memory=8.0e12, link=900e9
+    ),
+    "NVIDIA L40S": _DataSheet(
+        matmul=362e12, multiprocessors=142, memory=0.864e12, link=32e9
+    ),
+}
+
+_RATES: Mapping[str, Rates] = {
+    "NVIDIA H200": _H200,
+    "cpu": _CPU,
+    **{kind: sheet.rates() for kind, sheet in _SHEETS.items()},
+}
+
+
+def known_kinds() -> tuple[str, ...]:
+    """The kinds of devices that there are rates for."""
+    return tuple(_RATES)
 
 
 def rates_of(kind: str, reach: Mapping[str, Reach] | None = None) -> Rates | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from jhost.runtime.devices import all_devices, devices_of
+from jhost.runtime.devices import all_devices, assumed, devices_of
 
 KIND = jax.devices()[0].device_kind
 
@@ -94,3 +94,10 @@ def test_devices_that_are_not_here_are_taken_to_be_in_one_process() -> None:
 def test_all_devices_of_one_process_are_a_row() -> None:
     mesh = all_devices()
     assert dict(mesh.shape) == {"processes": 1, "devices": jax.device_count()}
+
+
+def test_devices_that_are_not_there_can_be_assumed() -> None:
+    with assumed("NVIDIA H200"):
+        there = devices_of(None)
+        assert (there.platform, there.kind) == ("gpu", "NVIDIA H200")
+    assert devices_of(None).kind == KIND

@@ -185,6 +185,22 @@ def test_where_nothing_can_win_nothing_is_weighed(
     assert not report(program).predicted
 
 
+def test_by_estimates_a_tenth_is_to_be_gained() -> None:
+    """What gains less by the very same rates is not taken."""
+    seen: set[str] = set()
+    for rows in (1024, 2048, 4096, 8192):
+        known = report(lowered(mlp(), *sizes(rows)))
+        assert H200 is not None
+        estimated = dataclasses.replace(H200, estimated=True)
+        chosen = report(lowered(mlp(), *sizes(rows), rates=estimated))
+        times = dict(known.predicted)
+        off = times.pop("not pipelined")
+        seen.add(chosen.pipeline)
+        assert (chosen.pipeline == "p2p") == (min(times.values()) < 0.9 * off)
+        assert "estimated from data sheets to take" in chosen.reason
+    assert seen == {"off", "p2p"}
+
+
 # --- What the user says ------------------------------------------------------------- #
 
 OVERRIDES = [

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost._text import seconds_text
 from jhost.lowering.cost.kernels import Kernel, kernels
-from jhost.lowering.cost.rates import Link, Rates, rates_of
+from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
@@ -220,6 +220,29 @@ def test_two_devices_gather_more_slowly(
 ) -> None:
     link = Link(latency=0.5, bandwidth=4, between_two=2, host=0, beside_compute=False)
     assert link.seconds(kind, 4, devices) == seconds
+
+
+@pytest.mark.parametrize("kind", [k for k in known_kinds() if k.startswith("NVIDIA")])
+def test_gpus_are_measured_or_estimated_from_the_one_that_was(kind: str) -> None:
+    rates = rates_of(kind)
+    assert rates is not None
+    assert rates.estimated == (kind != "NVIDIA H200")
+    assert H200 is not None
+    faster = [
+        rates.matmul / H200.matmul,
+        rates.memory / H200.memory,
+        rates.permute.bandwidth / H200.permute.bandwidth,
+    ]
+    assert rates.permute.beside_compute
+    assert 0.05 < min(faster) <= max(faster) < 2.5
+
+
+def test_what_is_the_same_on_paper_has_the_same_rates() -> None:
+    h100 = rates_of("NVIDIA H100 80GB HBM3")
+    assert H200 is not None
+    assert h100 == dataclasses.replace(
+        H200, memory=H200.memory * 3.35 / 4.8, estimated=True
+    )
 
 
 def test_unknown_devices_have_no_rates() -> None:
