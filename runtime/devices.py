@@ -45,12 +45,17 @@ _assumed: ContextVar[str] = ContextVar("_assumed", default="")
 
 @contextmanager
 def assumed(kind: str) -> Generator[None]:
-    """Inside, devices are taken to be GPUs of that kind: for predictions alone."""
+    """Inside, devices are taken to be GPUs of that kind: for predictions alone.
+
+    What was lowered for others is forgotten.
+    """
     token = _assumed.set(kind)
+    jax.clear_caches()
     try:
         yield
     finally:
         _assumed.reset(token)
+        jax.clear_caches()
 
 
 def devices_of(mesh: AnyMesh | None) -> Devices:

@@ -98,6 +98,8 @@ class Row:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
     try:
         devices = devices_here(arguments.devices)
         most = sizes_here(devices)["tokens"]

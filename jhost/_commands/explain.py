@@ -14,18 +14,21 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jhost import errors
+from jhost._annotate import Pipeline
 from jhost._call.around import calls_in, explain_around
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
-from jhost.runtime.devices import ask_for_cpu_devices
+from jhost._commands.block import count
+from jhost.lowering.cost.rates import known_kinds
+from jhost.runtime.devices import ask_for_cpu_devices, assumed
 from jhost.runtime.mesh import AnyMesh
 
 DEVICES = 8
@@ -79,11 +82,31 @@ def add_command(commands: Any) -> None:
         metavar="AXES",
         help="such as dp=2,tp=4 (default: the function's own)",
     )
-    for name, meaning in (
-        ("pipeline", "the pipeline to ask for, as jhost.jit's"),
-        ("chunks", "the chunk count to ask for, as jhost.jit's"),
-    ):
-        parser.add_argument(f"--{name}", help=f"{meaning} (default: the function's)")
+    parser.add_argument(
+        "--pipeline",
+        choices=get_args(Pipeline),
+        help="the pipeline to ask for, as jhost.jit's (default: the function's)",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=_chunks,
+        metavar="N",
+        help="the chunk count to ask for, or auto, as jhost.jit's (default: the "
+        "function's)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=[kind for kind in known_kinds() if kind != "cpu"],
+        metavar="KIND",
+        help="predict for GPUs of that kind, which need not be here, such as "
+        "'NVIDIA H200'",
+    )
+    parser.add_argument(
+        "--devices",
+        type=count,
+        metavar="N",
+        help=f"how many there are (default: {DEVICES}, or what --mesh needs)",
+    )
     parser.add_argument(
         "--host-ir", action="store_true", help="print the program itself as well"
     )
@@ -117,16 +140,18 @@ def axes(text: str) -> dict[str, int]:
     return found
 
 
+def _chunks(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    count = math.prod((arguments.mesh or {"": DEVICES}).values())
+    needed = math.prod((arguments.mesh or {}).values())
     with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
-        ask_for_cpu_devices(count)
+        ask_for_cpu_devices(arguments.devices or max(needed, DEVICES))
     try:
         function = _loaded(arguments.function)
-        args = arguments.shape
-        if arguments.arguments is not None:
-            args = _loaded(arguments.arguments)()
-    except _NotThere as error:
+        args = _arguments(arguments)
+    except _NotThereError as error:
         parser.error(str(error))
     if not callable(function):
         parser.error(f"{arguments.function} is no function")
@@ -134,12 +159,28 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if options and not isinstance(function, JitFunction):
         names = " or ".join(f"--{name}" for name in options)
         parser.error(f"{arguments.function} is no jhost function, which {names} is for")
+    there = assumed(arguments.device) if arguments.device else contextlib.nullcontext()
     try:
-        print(_text(function, tuple(args), options, arguments.host_ir))
-    except (errors.JhostError, TypeError) as error:
+        with there:
+            print(_text(function, args, options, arguments.host_ir))
+    except (errors.JhostError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _arguments(arguments: argparse.Namespace) -> tuple[Any, ...]:
+    """The arguments of the function, by their shapes or from a module."""
+    if arguments.arguments is None:
+        return tuple(arguments.shape)
+    found = _loaded(arguments.arguments)
+    found = found() if callable(found) else found
+    if not isinstance(found, tuple | list):
+        raise _NotThereError(
+            f"{arguments.arguments} is no tuple of arguments, and no function that "
+            f"returns one, but gave {type(found).__name__}"
+        )
+    return tuple(found)
 
 
 def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> str:
@@ -156,14 +197,19 @@ def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> st
     return "\n\n".join(map(str, texts))
 
 
-class _NotThere(Exception):
+class _NotThereError(Exception):
     """A name that a module does not have, or a module that there is not."""
 
 
 def _loaded(name: str) -> Any:
     module, _, path = name.partition(":")
     if not module or not path:
-        raise _NotThere(f"{name!r} names no function; write module:function")
+        raise _NotThereError(f"{name!r} names no function; write module:function")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise _NotThereError(
+            f"{module!r} is no module's name; write it with dots, as mymodel.layers, "
+            "from the folder that holds it"
+        )
     if os.getcwd() not in sys.path:  # as for `python -m`, also under `python -P`
         sys.path.insert(0, os.getcwd())
     try:
@@ -171,10 +217,10 @@ def _loaded(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and what it needs is not
-        raise _NotThere(f"there is no module {module!r}") from error
+        raise _NotThereError(f"there is no module {module!r}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise _NotThere(f"{module} has no {path}")
+            raise _NotThereError(f"{module} has no {path}")
         found = getattr(found, part)
     return found
 
@@ -186,8 +232,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.pipeline is not None:
         options["pipeline"] = arguments.pipeline
     if arguments.chunks is not None:
-        chunks = arguments.chunks
-        options["chunks"] = int(chunks) if chunks.isdecimal() else chunks
+        options["chunks"] = arguments.chunks
     return options
 
 

@@ -164,6 +164,8 @@ mlp = jhost.jit(
 def arguments():
     kinds = ((16, 8), (8, 16), (16, 8))
     return tuple(jax.ShapeDtypeStruct(kind, "float32") for kind in kinds)
+
+ARGUMENTS = arguments()
 """
 
 SHAPES = ["--shape", "16x8", "8x16", "16x8"]
@@ -213,12 +215,26 @@ def test_the_mesh_may_be_larger_than_the_machine(
     assert "p2p pipeline: 64 chunks" in capsys.readouterr().out
 
 
-def test_arguments_may_come_from_a_function(
-    module: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["arguments", "ARGUMENTS"])
+def test_arguments_may_come_from_a_function_or_be_a_tuple(
+    name: str, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["explain", f"{module}:mlp", "--arguments", f"{module}:arguments"]
+    command = ["explain", f"{module}:mlp", "--arguments", f"{module}:{name}"]
     assert main(command) == 0
     assert "plain: 0 loops" in capsys.readouterr().out
+
+
+def test_what_is_predicted_may_be_for_devices_that_are_not_there(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--shape", "8192x4096:bf16", "4096x14336:bf16", "14336x4096:bf16"]
+    command = ["explain", f"{module}:mlp", *shapes, "--devices", "4", "--device"]
+    assert main([*command, "NVIDIA H200"]) == 0
+    out = capsys.readouterr().out
+    assert "p2p with a chunk a device, predicted to take" in out
+    assert "collective_permute_mode='COLLECTIVES_PEER_MEMORY'" in out
+    assert main([*command, "NVIDIA A100-SXM4-80GB"]) == 0
+    assert "estimated from data sheets to take" in capsys.readouterr().out
 
 
 def test_what_jhost_refuses_is_an_exit_status_of_1(
@@ -244,6 +260,12 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE:nothing"], "MODULE has no nothing"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
         (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),
+        (["../m:f"], "'../m' is no module's name; write it with dots"),
+        (["MODULE:mlp", "--arguments", "MODULE:NUMBER"], "MODULE:NUMBER is no tuple"),
+        (["MODULE:mlp", "--chunks", "0"], "'0' is not a whole number above 0"),
+        (["MODULE:mlp", "--chunks", "many"], "'many' is not a whole number above 0"),
+        (["MODULE:mlp", "--pipeline", "ring"], "invalid choice: 'ring'"),
+        (["MODULE:mlp", "--device", "abacus"], "invalid choice: 'abacus'"),
         (
             ["MODULE:plain", "--chunks", "2"],
             "MODULE:plain is no jhost function, which --chunks is for",
@@ -263,13 +285,16 @@ def test_bad_arguments_of_explain_are_an_exit_status_of_2(
     assert text.replace("MODULE", module) in capsys.readouterr().err
 
 
-def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")], ids=["its own", "smaller"])
+def test_explain_makes_the_devices_that_a_module_asks_for(
+    mesh: tuple[str, ...], module: str
+) -> None:
     """In a fresh process, without accelerators, from the folder of the module."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment["PYTHONPATH"] = str(Path(jhost.__file__).parents[1])
     finished = subprocess.run(
-        [sys.executable, "-m", "jhost", "explain", f"{module}:mlp", *SHAPES],
+        [sys.executable, "-m", "jhost", "explain", f"{module}:mlp", *SHAPES, *mesh],
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -324,6 +349,7 @@ def test_results_that_disagree_are_an_exit_status_of_1(
         (["--devices", "1000"], "asks for more devices than the"),
         (["--devices", "2", "--tokens", "7"], "2 does not divide 7"),
         (["--rounds", "0"], "'0' is not a whole number above 0"),
+        (["--json", "nowhere/f.json"], "--json: there is no folder nowhere"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
