@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 try:
@@ -66,8 +67,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
     """Two trees of arrays have equal types, and values as close as can be asked.
 
     Args:
-        given: arrays, as computed.
-        wanted: arrays, as they should be.
+        given: arrays of any shapes, or numbers, as computed.
+        wanted: arrays or numbers, as they should be.
         tolerance: how far values may lie apart, as a part of the largest one of the
             array; 0 for not at all.  By default what suits the dtype: 1e-4 for float32,
             2e-2 for bfloat16, not at all for integers.
@@ -83,10 +84,16 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
         ...
         AssertionError: the result: they differ by 9.5e-07 of the largest value; ...
     """
+    given, wanted = jax.tree.map(_as_array, (given, wanted))
     chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
     problems = beyond_tolerance(given, wanted, tolerance)
     if problems:
         raise AssertionError("\n".join(problems))
+
+
+def _as_array(leaf: Any) -> Any:
+    """Numbers of Python's as JAX takes them."""
+    return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
 
 
 def assert_equals_plain(
@@ -114,6 +121,7 @@ def assert_equals_plain(
 
     Raises:
         AssertionError: they differ; the text has every case that does.
+        ArgumentError: `f` is no jhost function, or `pipelines` or `meshes` are empty.
         PipelineError: a pipeline in `pipelines` cannot be.
 
     Example:
@@ -123,6 +131,12 @@ def assert_equals_plain(
         >>> assert_equals_plain(f, jnp.ones((8, 2)), meshes=[{"tp": 1}])
     """
     f, args = as_jhost_function("testing.assert_equals_plain", f, args)
+    for name, several in (("pipelines", pipelines), ("meshes", meshes)):
+        if several is not None and not len(several):
+            raise errors.ArgumentError(
+                f"jhost.testing.assert_equals_plain got no {name}, and would compare "
+                f"nothing. Leave {name}= out for the usual."
+            )
     problems: list[str] = []
     for mesh in meshes or [None]:
         # The arguments are needed again.

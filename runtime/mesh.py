@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -173,8 +181,10 @@ def foreign_arrays(values: Mapping[str, Any], mesh: AnyMesh) -> list[str]:
 
 
 def devices_text(devices: Iterable[Any]) -> str:
-    """A short list of devices, in order."""
-    ids = sorted(device.id for device in devices)
+    """A short list of devices; those of a set in order."""
+    if isinstance(devices, Set):
+        devices = sorted(devices, key=lambda device: device.id)
+    ids = [device.id for device in devices]
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
     return f"device{'s' if len(ids) > 1 else ''} {shown}"
 

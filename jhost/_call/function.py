@@ -394,8 +394,7 @@ class JitFunction(Generic[P, R]):
     def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> Traced:
         arguments = self._static.without(args, kwargs)
         leaves, tree = jax.tree.flatten(arguments)
-        given = shardings.spread(self._settings.in_shardings, arguments[0])
-        given += shardings.spread(None, arguments[1])
+        given = self._in_specs(*arguments)
         types = typed(jax.tree.leaves(types_of(arguments)), leaves, given, mesh)
         with jax.sharding.use_abstract_mesh(mesh):
             traced = self._traced(args, kwargs, jax.tree.unflatten(tree, types))
@@ -455,9 +454,21 @@ class JitFunction(Generic[P, R]):
         # As for `jax.jit`, in_shardings are a prefix of the positional arguments.
         args, kwargs = jax.tree.unflatten(traced.in_tree, numbers)
         results = jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))
-        ins = shardings.spread(self._settings.in_shardings, args)
-        rest = shardings.spread(None, kwargs)
-        return ins + rest, shardings.spread(self._settings.out_shardings, results)
+        ins = self._in_specs(args, kwargs)
+        outs = self._settings.out_shardings
+        return ins, shardings.spread(outs, results, f"out_shardings of {self._name}")
+
+    def _in_specs(self, args: Any, kwargs: Any) -> list[Spec | None]:
+        """What the user gave for each leaf of the arguments."""
+        prefix = self._settings.in_shardings
+        if kwargs and prefix is not None:
+            raise errors.OptionError(
+                f"jhost.jit of {self._name} does not support kwargs when in_shardings "
+                f"is specified, as jax.jit does not. Give {', '.join(kwargs)} by "
+                "position."
+            )
+        given = shardings.spread(prefix, args, f"in_shardings of {self._name}")
+        return given + shardings.spread(None, kwargs)
 
     # --- When something is wrong ---------------------------------------------- #
 

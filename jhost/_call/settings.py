@@ -86,6 +86,7 @@ def check(settings: Settings) -> None:
     _check_shardings({"in": settings.in_shardings, "out": settings.out_shardings})
     _check_chunks(settings.chunks)
     _check_tuning(settings.tuning)
+    _check_compiler_options(settings.compiler_options)
     if settings.pipeline not in get_args(Pipeline):
         raise errors.OptionError(
             f"jhost.jit got pipeline={settings.pipeline!r}, which is none of "
@@ -102,6 +103,27 @@ def check(settings: Settings) -> None:
         raise errors.OptionError(
             f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
             "1."
+        )
+
+
+def _check_compiler_options(options: Any) -> None:
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise errors.ArgumentError(
+            "jhost.jit takes a mapping from names to values as compiler_options, but "
+            f"got {options!r}."
+        )
+    offenders = [
+        f"{name!r}: {value!r}"
+        for name, value in options.items()
+        if not isinstance(name, str) or not isinstance(value, str | bool | int | float)
+    ]
+    if offenders:
+        raise errors.ArgumentError(
+            "jhost.jit takes names of XLA's options with texts, numbers or bools as "
+            "compiler_options.",
+            offenders,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -68,10 +68,19 @@ def specs(shardings: Any) -> Any:
     return jax.tree.map(one, shardings, is_leaf=is_sharding)
 
 
-def spread(prefix: Any, tree: Any) -> list[Spec | None]:
-    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
+def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
+    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix.
+
+    Raises:
+        OptionError: it is none; `what` it is, is named in it.
+    """
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(cast(list[Any], prefix))
+    if offenders := list(_mismatches(prefix, tree, what.partition(" ")[0])):
+        raise errors.OptionError(
+            f"{what} have to be a tree prefix of what they are for, as for jax.jit.",
+            offenders,
+        )
     # By number, because None is a leaf of `prefix`, but not of `tree`.
     given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
     numbers = jax.tree.unflatten(structure, range(len(given)))
@@ -79,6 +88,33 @@ def spread(prefix: Any, tree: Any) -> list[Spec | None]:
     return [
         specs[number] for number in jax.tree.leaves(jax.tree.broadcast(numbers, tree))
     ]
+
+
+def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:
+    """Where `prefix` has other children than `tree`."""
+    if is_sharding(prefix):
+        return
+    mine, theirs = _children(prefix), _children(tree)
+    if mine.keys() != theirs.keys() or type(prefix) is not type(tree):
+        theirs_text = _kind(tree, theirs)
+        yield f"{path} is {_kind(prefix, mine)}, and what it is for {theirs_text}"
+        return
+    for key, child in mine.items():
+        yield from _mismatches(child, theirs[key], path + key)
+
+
+def _children(node: Any) -> dict[str, Any]:
+    """What a node of a tree holds, by key; a leaf holds nothing."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    return {jax.tree_util.keystr(path): child for path, child in pairs if path}
+
+
+def _kind(node: Any, children: Mapping[str, Any]) -> str:
+    if not children and jax.tree_util.all_leaves([node]):
+        return "one array"
+    return f"a {type(node).__name__} of {', '.join(children) or 'nothing'}"
 
 
 def own(leaf: Any) -> NamedSharding | None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhost import errors
+from jhost._annotate import as_int
 from jhost._call.function import JitFunction
 from jhost._call.program import Call
 from jhost._jax import evaluate, rewritten
@@ -33,7 +34,8 @@ def calls_of(
     """
     calls = {f.__name__: f.as_call(args, kwargs)}
     if gradients is not False:
-        derived = _gradient_calls(f, args, kwargs, _argnums(gradients))
+        argnums = _argnums(gradients, len(args))
+        derived = _gradient_calls(f, args, kwargs, argnums)
         names = ["keeping residuals", "backward"]
         if len(derived) != len(names):
             names = [f"gradient {number}" for number in range(len(derived))]
@@ -50,10 +52,24 @@ def calls_of(
     }
 
 
-def _argnums(gradients: bool | int | Sequence[int]) -> Sequence[int] | None:
+def _argnums(gradients: Any, count: int) -> Sequence[int] | None:
+    """The numbers of positional arguments, from 0, or None for all that are floats."""
     if isinstance(gradients, bool):
         return None
-    return (gradients,) if isinstance(gradients, int) else gradients
+    several = gradients if isinstance(gradients, Sequence) else (gradients,)
+    numbers = list(map(as_int, several))
+    if isinstance(gradients, str) or None in numbers:
+        raise errors.ArgumentError(
+            "jhost.tune takes a bool, or numbers of positional arguments, as "
+            f"gradients, but got {gradients!r}."
+        )
+    known = [n for n in numbers if n is not None]
+    if beyond := [n for n in known if not -count <= n < count]:
+        raise errors.OptionError(
+            f"jhost.tune got gradients={gradients!r}, but there are {count} positional "
+            f"arguments: {', '.join(map(str, beyond))} is none of them."
+        )
+    return [n % count for n in known]
 
 
 def _gradient_calls(

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jhost import _tuning_cache, errors
+from jhost._annotate import as_int
 from jhost._api import JitFunction, as_jhost_function
 from jhost._call.program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
@@ -60,8 +61,9 @@ def tune(
         `jhost.jit(..., tuning=...)`.
 
     Raises:
-        ArgumentError: `f` is no jhost function, or an argument has only a type.
-        OptionError: fewer than one round.
+        ArgumentError: `f` is no jhost function, an argument has only a type, or
+            `gradients` are no numbers.
+        OptionError: fewer than one round, or `gradients` by no argument that there is.
 
     Example:
         >>> import jax.numpy as jnp
@@ -105,9 +107,11 @@ def tune(
     return tuning
 
 
-def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) -> None:
-    if rounds < 1:
-        raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: Any) -> None:
+    if (as_int(rounds) or 0) < 1:
+        raise errors.OptionError(
+            f"jhost.tune got rounds={rounds!r}, but needs an int of at least 1."
+        )
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
     types = [
         f"{jax.tree_util.keystr(path)}: {leaf}"

@@ -250,6 +250,9 @@ def test_more_chunks_than_a_device_has_rows_are_refused(mesh: Mesh) -> None:
         ({"pipeline": None}, errors.OptionError, "pipeline=None"),
         ({"streams": 0}, errors.OptionError, "streams=0"),
         ({"streams": "4"}, errors.OptionError, "streams='4'"),
+        ({"compiler_options": [1]}, errors.ArgumentError, r"but got \[1\]"),
+        ({"compiler_options": {1: 2}}, errors.ArgumentError, "1: 2"),
+        ({"compiler_options": {"a": None}}, errors.ArgumentError, "'a': None"),
     ],
     ids=str,
 )
@@ -333,11 +336,48 @@ def test_a_value_is_not_known_while_tracing() -> None:
         jhost.jit(lambda x: x if x.sum() > 0 else -x)(X)
 
 
-def test_shardings_that_are_no_prefix_are_refused(mesh: Mesh) -> None:
-    for name in ("in_shardings", "out_shardings"):
-        f = jhost.jit(identity, **options(mesh=mesh, **{name: (P(), P())}))
-        with pytest.raises(ValueError, match=r"pytree|tree prefix"):
-            f(X)
+TREE = {"w": X, "b": X}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        (
+            "in_shardings",
+            ({"w": P()}, P()),
+            r"in_shardings\[0\] is a dict of \['w'\], .* a dict of \['b'\], \['w'\]",
+        ),
+        (
+            "in_shardings",
+            (P(), {"w": P(), "b": P()}),
+            r"in_shardings\[1\] is a dict of \['b'\], \['w'\], .* for one array",
+        ),
+        (
+            "in_shardings",
+            (P(), P(), P()),
+            r"in_shardings is a tuple of \[0\], \[1\], \[2\], .* of \[0\], \[1\]",
+        ),
+        ("out_shardings", {"a": P()}, r"a dict of \['a'\], .* of \['b'\], \['w'\]"),
+        ("out_shardings", {"w": [P()], "b": P()}, r"\['w'\] is a list of \[0\]"),
+    ],
+    ids=str,
+)
+def test_shardings_that_are_no_prefix_are_refused(
+    name: str, given: Any, told: str, mesh: Mesh
+) -> None:
+    settings: Any = {"mesh": mesh, name: given}
+    f = jhost.jit(lambda tree, x: jax.tree.map(lambda y: y + x, tree), **settings)
+    with pytest.raises(errors.OptionError, match=told):
+        f(TREE, X)
+
+
+def test_meshes_of_the_same_devices_in_another_order_are_told_apart(
+    mesh: Mesh,
+) -> None:
+    turned = Mesh(mesh.devices[::-1], mesh.axis_names)
+    f: Any = jhost.jit(identity, mesh=mesh, in_shardings=NamedSharding(turned, P("tp")))
+    with pytest.raises(errors.MeshMismatchError, match=r"(?s)0, 1, 2, 3.*3, 2, 1, 0"):
+        f(X)
 
 
 def test_every_error_is_a_builtin_one_too_and_names_its_section() -> None:

@@ -198,3 +198,27 @@ def test_other_loops_and_communications_are_named() -> None:
     assert "missing: AllReduce over tp" in text
     assert "too much: ReduceScatter over tp" in text
     assert "relu_block: 0 loops" in text
+
+
+def test_numbers_of_python_s_are_compared_as_arrays() -> None:
+    testing.assert_close({"x": 1.0, "n": 2}, {"x": 1.0, "n": 2})
+    with pytest.raises(AssertionError, match=r"they differ by 5\.0e-01"):
+        testing.assert_close(1.0, 2.0)
+    with pytest.raises(AssertionError, match="types"):
+        testing.assert_close(1, 1.0)
+
+
+def test_gradients_by_integers_hold_nothing_to_compare() -> None:
+    nothing = np.zeros((2,), jax.dtypes.float0)
+    testing.assert_close(nothing, nothing)
+    with pytest.raises(AssertionError, match="shapes"):
+        testing.assert_close(nothing, np.zeros((3,), jax.dtypes.float0))
+    with pytest.raises(AssertionError, match="types"):
+        testing.assert_close(nothing, np.zeros((2,), np.float32))
+
+
+@pytest.mark.parametrize("name", ["meshes", "pipelines"])
+def test_what_would_compare_nothing_is_refused(name: str) -> None:
+    none: Any = {name: []}
+    with pytest.raises(errors.ArgumentError, match=f"got no {name}"):
+        testing.assert_equals_plain(block, *ARGS, **none)

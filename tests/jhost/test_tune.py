@@ -334,11 +334,20 @@ def test_arguments_of_tune_are_checked() -> None:
         errors.ArgumentError, match=r"jhost\.tune takes a function made"
     ):
         jhost.tune(relu_block, *ARGS)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(errors.OptionError, match="rounds=0"):
-        jhost.tune(f, *ARGS, rounds=0)
-    for gradients in (3, (4, 5)):
-        with pytest.raises(errors.ArgumentError, match="no gradients of relu_block"):
-            tuned(gradients=gradients)
+    for rounds in (0, 1.5, "a", True):
+        with pytest.raises(errors.OptionError, match=f"rounds={rounds!r}"):
+            jhost.tune(f, *ARGS, rounds=rounds)  # pyright: ignore[reportArgumentType]
+    beyond: Any = [(3, "3"), (-4, "-4"), ((0, 4, 5), "4, 5")]
+    for gradients, which in beyond:
+        with pytest.raises(errors.OptionError, match=f"3 .* arguments: {which} is"):
+            jhost.tune(f, *ARGS, gradients=gradients)
+    wrong: Any = ["a", 1.5, (0, "b"), None, (True,)]
+    for gradients in wrong:
+        with pytest.raises(errors.ArgumentError, match="as gradients, but got"):
+            jhost.tune(f, *ARGS, gradients=gradients)
+    scale = jhost.jit(lambda x, n: x[n])
+    with pytest.raises(errors.ArgumentError, match="no gradients of <lambda>"):
+        jhost.tune(scale, jnp.ones(2), jnp.arange(2, dtype=jnp.int32), gradients=-1)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ARGS]
     with pytest.raises(errors.ArgumentError, match=r"\[0\]\[2\]: ShapeDtypeStruct"):
         jhost.tune(f, *types)
