@@ -19,6 +19,11 @@ def bytes_text(count: int) -> str:
     return f"{count} bytes"
 
 
+def counted(count: object, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
+
+
 def flops_text(count: int) -> str:
     """`count` operations as one would say them."""
     for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6)):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jhost._text import bytes_text
+from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
@@ -75,8 +75,7 @@ class Explanation:
 
     def __str__(self) -> str:
         calls = f", run {self.calls} times" if self.calls > 1 else ""
-        loops = f"{self.loops} loop{'' if self.loops == 1 else 's'}"
-        lines = [f"{self.name}{calls}: {loops}"]
+        lines = [f"{self.name}{calls}: {counted(self.loops, 'loop')}"]
         inner = (*self.programs, *self.bodies)
         for title, field in _ROWS.items():
             inside = [row for each in inner for row in getattr(each, field)]
@@ -175,7 +174,7 @@ def _bodies(program: Program, times: int) -> Iterator[Explanation]:
 def _body_names(stmt: ir.ControlFlow) -> Sequence[str]:
     match stmt:
         case ir.Scan(length=length):
-            return [f"in a scan of {length} iteration{'' if length == 1 else 's'}"]
+            return [f"in a scan of {counted(length, 'iteration')}"]
         case ir.While():
             return ["in the condition of a while loop", "in a while loop"]
         case ir.Cond(branches=branches):

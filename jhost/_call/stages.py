@@ -168,10 +168,25 @@ def explained(program: Program, config: Config) -> Explanation:
     if explanation.loops:
         adds_up, permuted = adds_up_in_loops(program), permutes(program)
         options = options_report(config.name, config.mesh, adds_up, permuted)
-    notes = (*explanation.notes, *_notes_of_reach(program, devices_of(config.mesh)))
+    notes = (
+        *explanation.notes,
+        *_notes_of_nothing_marked(explanation, config),
+        *_notes_of_reach(program, devices_of(config.mesh)),
+    )
     return dataclasses.replace(
         explanation, name=config.title, notes=notes, options=options
     )
+
+
+def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterator[str]:
+    """That settings for streams were given, and no value has one."""
+    given = {"pipeline": config.pipeline, "chunks": config.chunks}
+    asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
+    if asked and not explanation.streams and not config.role:
+        yield (
+            f"nothing is marked: {' and '.join(asked)} hold for values that "
+            "jhost.stream marks"
+        )
 
 
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:

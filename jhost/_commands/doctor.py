@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jhost import errors
 from jhost._commands.block import Block, block_on, devices_here, hosted, plain
 from jhost._compare import beyond_tolerance
+from jhost._text import counted
 from jhost._timing import take_turns
 from jhost._tuning_cache import folder
 from jhost._version import __version__
@@ -89,8 +90,7 @@ class Report:
         lines += [f"note: {note}" for note in self.notes]
         for problem in self.problems:
             lines += [f"PROBLEM: {problem.what}", f"  what to do: {problem.advice}"]
-        count = len(self.problems)
-        lines.append(f"{count} problem{'' if count == 1 else 's'} found")
+        lines.append(f"{counted(len(self.problems), 'problem')} found")
         return "\n".join(lines)
 
 

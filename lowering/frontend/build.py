@@ -44,6 +44,8 @@ from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
 from jhost.lowering.rules.elementwise import moves_memory
 from jhost.lowering.rules.table import reason_of, rule_of
 
+_MOVED = "a move to other memory"
+
 
 def build(
     flat: FlatJaxpr,
@@ -225,7 +227,8 @@ class _Builder:
         self.body.append(ir.Compute(unit=unit, ins=ins, outs=outs))
         if moves_memory(eqn):  # a loop would put its chunks together in one memory
             self.marks |= {
-                (SerialMark, b.name): SerialMark(buffer=b.name) for b in outs
+                (SerialMark, b.name): SerialMark(buffer=b.name, reason=_MOVED)
+                for b in outs
             }
 
     def control_flow(self, eqn: JaxprEqn) -> None:

@@ -59,9 +59,10 @@ class StreamChoice(OnLines):
 
 @node
 class SerialMark:
-    """`jhost.serial`: no stream reaches this buffer."""
+    """No stream reaches this buffer: `jhost.serial`, or whatever else the reason is."""
 
     buffer: str
+    reason: str = "jhost.serial"
 
 
 @node

@@ -72,7 +72,9 @@ class StreamReport(OnLines):
     @property
     def text(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
-        return f"{self.stream} on axis {self.axis}: {how}: {self.reason}"
+        said = self.reason.removeprefix(f"{how}, ")
+        colon = ":" if said == self.reason else ","
+        return f"{self.stream} on axis {self.axis}: {how}{colon} {said}"
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"

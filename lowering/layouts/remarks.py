@@ -154,7 +154,7 @@ class LayoutRemarks:
         rank, (axis, factor) = contest.rivals.get(claim), claim
         if rank is None:
             return self.undivisible(op.sizes[factor], axis)
-        mine, instead = contest.rank, f"with dim {dim} over {axis}"
+        mine, instead = contest.rank, f"were dim {dim} left over {axis}"
         if rank[0].of_bytes == mine[0].of_bytes and rank[0] > mine[0]:
             return _Reason(f"{instead}, as much would move in more communications")
         if rank[0] > mine[0]:
@@ -245,8 +245,10 @@ def _moved_text(moved: Moved) -> str:
 
 
 def _rival_text(rival: Moved, chosen: Moved) -> str:
-    late = ", hidden by no pipeline" if chosen.hidden and not rival.hidden else ""
-    return f"in all {_moved_text(rival)}{late}"
+    moved = _moved_text(rival).replace("a device", "a device would move", 1)
+    text = f"in all {moved}"
+    late = chosen.hidden and not rival.hidden
+    return f"{text}, which no pipeline would hide" if late else text
 
 
 def made_text(made: Buffer, op: Operation) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from jhost import errors
+from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
@@ -82,7 +83,8 @@ def _collective(
     chunks = -(-extent // steps)
     if chunks < count:
         reason = (
-            f"{chunks} chunks of {steps}: {extent} steps make no {count} of one size"
+            f"{counted(chunks, 'chunk')} of {steps}: {counted(extent, 'step')} make no "
+            f"{count} of one size"
         ) + (f"; {why}" if why else "")
     if chunks == 1:
         return off("one chunk is no loop")
@@ -94,8 +96,9 @@ def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) 
     if count // devices > extent:
         each = f", {count // devices} on a device," if devices > 1 else ""
         raise errors.ChunksError(
-            f"{count} chunks were asked for{each} where a device has {extent} steps "
-            "to cut. Ask for fewer chunks, or stream another dim.",
+            f"{count} chunks were asked for{each} where a device has "
+            f"{counted(extent, 'step')} to cut. Ask for fewer chunks, or stream "
+            "another dim.",
             [f"axis={mark.dim} at {mark.where}"],
         )
 
@@ -126,7 +129,7 @@ def _p2p(
         for number, part in parts.items()
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
-    source = "the devices" if mark.chunks is None else "as asked"
+    source = "one a device" if mark.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     return Pipelining(
         pipeline="p2p",

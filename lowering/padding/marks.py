@@ -45,7 +45,8 @@ def move_marks(
                     names = {mark.buffer: None, **names}
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]
             case SerialMark():
-                moved += [mark, *(SerialMark(buffer=b.name) for b in others)]
+                names = [mark.buffer, *(b.name for b in others)]
+                moved += [dataclasses.replace(mark, buffer=name) for name in names]
             case BarrierMark():
                 names = [mark.buffer, *(b.name for b in others)]
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]

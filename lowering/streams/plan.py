@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from jhost._text import counted
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -60,7 +61,7 @@ def plan_streams(
     mesh: Mapping[str, int],
 ) -> StreamPlan:
     """Propagate the streams of `marks` through `graph` to a fixed point."""
-    propagation = _Propagation(graph, frozenset(m.buffer for m in serial), mesh)
+    propagation = _Propagation(graph, {m.buffer: m.reason for m in serial}, mesh)
     streams = {f"s{number}": mark for number, mark in enumerate(marks)}
     for stream, mark in streams.items():
         propagation.seed(stream, mark)
@@ -70,7 +71,10 @@ def plan_streams(
 
 class _Propagation:
     def __init__(
-        self, graph: Sequence[Node], serial: frozenset[str], mesh: Mapping[str, int]
+        self,
+        graph: Sequence[Node],
+        serial: Mapping[str, str],
+        mesh: Mapping[str, int],
     ) -> None:
         self.graph = graph
         self.serial = serial
@@ -130,7 +134,7 @@ class _Propagation:
         """`part`, unless a result belongs to another stream or is serial."""
         for position, buffer in enumerate(node.writes):
             if buffer.name in self.serial:
-                return "jhost.serial or a move to other memory keeps it whole"
+                return f"{self.serial[buffer.name]} keeps it whole"
             if buffer.name in self.values:
                 other, there = self.values[buffer.name]
                 access = part.writes.get(position)
@@ -144,7 +148,8 @@ class _Propagation:
         count = mark.chunks if mark.pipeline != "p2p" else None
         if isinstance(count, int) and steps < count:
             self.offered[stream] = max(steps, self.offered.get(stream, steps))
-            return f"it has {steps} steps, fewer than the {count} chunks asked for"
+            has = counted(steps, "step")
+            return f"it has {has}, fewer than the {count} chunks asked for"
         return part
 
     def common_steps(self, stream: str, part: Part) -> Fraction:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost import errors
-from jhost._text import bytes_text
+from jhost._text import bytes_text, counted
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
@@ -56,9 +56,9 @@ class Schedule:
         rows = [_cells(communication) for communication in self.communications]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         counts = (
-            _counted(len(rows), "communication"),
-            _counted(len(self.matmuls), "matmul"),
-            _counted(len(self.others), "other kernel"),
+            counted(len(rows), "communication"),
+            counted(len(self.matmuls), "matmul"),
+            counted(len(self.others), "other kernel"),
         )
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n  ".join([f"schedule: {', '.join(counts)}", *lines])
@@ -267,7 +267,7 @@ def _how(communication: ScheduledCommunication) -> str:
     if not communication.asynchronous:
         return "synchronous" + where
     counts = [
-        _counted(len(names), noun)
+        counted(len(names), noun)
         for names, noun in (
             (communication.matmuls, "matmul"),
             (communication.others, "other kernel"),
@@ -275,7 +275,3 @@ def _how(communication: ScheduledCommunication) -> str:
         if names
     ]
     return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{where}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -196,6 +196,27 @@ def test_a_function_without_streams_says_so() -> None:
     assert str(explanation) == "<lambda>: 0 loops"
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"pipeline": "p2p", "chunks": 4},
+            "pipeline='p2p' and chunks=4 hold for values",
+        ),
+        ({"chunks": 2}, "chunks=2 hold for values"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_settings_for_streams_where_nothing_is_marked_are_noted(
+    settings: Any, said: str | None, mesh: Mesh
+) -> None:
+    f = jhost.jit(lambda x: x @ x.T, mesh=mesh, in_shardings=P("tp"), **settings)
+    notes = [n for n in jhost.explain(f, X).notes if "nothing is marked" in n]
+    assert len(notes) == (said is not None)
+    assert all(str(said) in note for note in notes)
+
+
 def test_serial_stops_a_stream_and_is_named() -> None:
     @jhost.jit(chunks=2)
     def model(x: jax.Array) -> jax.Array:

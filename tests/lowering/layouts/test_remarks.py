@@ -33,7 +33,7 @@ def rows_and_columns(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_an_axis_claimed_twice_says_what_the_other_way_would_take() -> None:
     assert said(rows_and_columns, (8, 8), (8, 16), tp=4) == [
         "x: P('tp', None) -> P(None, None) for dot_general: 192 bytes a device; "
-        "with dim 0 over tp, in all 384 bytes a device"
+        "were dim 0 left over tp, in all 384 bytes a device would move"
     ]
 
 
@@ -43,7 +43,7 @@ def test_a_tie_says_that_the_larger_operand_stays() -> None:
 
     assert said(f, (8, 1), (8, 4), tp=4) == [
         "x: P('tp', None) -> P(None, None) for add: 24 bytes a device; "
-        "with dim 0 over tp, as much would move, of a larger operand",
+        "were dim 0 left over tp, as much would move, of a larger operand",
     ]
 
 
@@ -53,7 +53,7 @@ def test_a_tie_says_that_there_would_be_more_communications() -> None:
 
     assert said(f, (8, 4), (4, 16), tp=4) == [
         "w: P(None, 'tp') -> P(None, None) for dot_general: 192 bytes a device; "
-        "with dim 1 over tp, as much would move in more communications",
+        "were dim 1 left over tp, as much would move in more communications",
     ]
 
 
@@ -63,7 +63,8 @@ def test_what_a_pipeline_hides_is_told_from_what_it_does_not() -> None:
 
     assert said(f, (16, 8), (8, 8), tp=4) == [
         "x: P('tp', None) -> P(None, None) for dot_general: 384 bytes a device in a "
-        "pipeline; with dim 0 over tp, in all 192 bytes a device, hidden by no pipeline"
+        "pipeline; were dim 0 left over tp, in all 192 bytes a device would move, "
+        "which no pipeline would hide"
     ]
 
 

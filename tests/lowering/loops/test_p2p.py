@@ -434,7 +434,7 @@ def test_more_pieces_than_rows_of_a_shard_are_refused() -> None:
 def test_the_choice_is_explained() -> None:
     program = program_of(matmul, *gathering(4), **tp(4, *GATHER))
     (report,) = remarks(program, StreamReport)
-    assert "p2p pipeline: 4 chunks, the devices" in report.text
+    assert "p2p pipeline: 4 chunks, one a device" in report.text
 
 
 def test_a_rotated_result_is_whole_and_in_order() -> None:
