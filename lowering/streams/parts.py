@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from fractions import Fraction
 
+from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.statements import (
@@ -134,13 +135,18 @@ def _compute_part(
 
     size = op.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
     if size % access.groups.numerator:
-        return f"{size} steps do not divide into the shards of a gathered dim"
+        return undivided(size)
     reads, written = accesses(op.operands), accesses(op.results)
     # Of a factor that one result reduces and another follows, no loop does both.
     alone = written or op.reducers[factor] is None
     if alone and len(written) < len(op.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Part(stream, size, access.groups, reads, written, factor)
+
+
+def undivided(size: int) -> str:
+    """Why so many steps cannot be cut as a dim is that is gathered or scattered."""
+    return f"{counted(size, 'step')} do not divide into the shards of a gathered dim"
 
 
 def whole_reason(stmt: Compute, dim: int) -> str:

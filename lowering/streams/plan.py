@@ -9,9 +9,10 @@ s-th slice of every device's shard: the dim is then seen as `groups` equal stret
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._text import counted
@@ -20,7 +21,7 @@ from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.parts import Access, Part, part_of
+from jhost.lowering.streams.parts import Access, Part, part_of, undivided
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,17 +224,43 @@ class _Propagation:
         extents: dict[str, int] = {}
         for stream in marks:
             mine = {n: part for n, part in parts.items() if part.stream == stream}
-            denominators = [
-                access.groups.denominator
-                for part in mine.values()
-                for access in (*part.reads.values(), *part.writes.values())
-            ]
-            factor = Fraction(math.lcm(*denominators))
-            parts |= {n: part.scaled(factor) for n, part in mine.items()}
-            offered = self.offered.get(stream, Fraction(1))
-            steps = self.steps.get(stream, offered) / factor
+            factor = _common_denominator(mine.values())
+            mine = {n: part.scaled(factor) for n, part in mine.items()}
+            parts |= mine
+            for number in self.without_whole_steps(mine):
+                del parts[number], mine[number]
+            offered = self.offered.get(stream, Fraction(1)) / factor
+            every = [part.steps for part in mine.values()] or [offered]
+            steps = functools.reduce(_gcd, every)
             extents[stream] = int(steps) if steps.denominator == 1 else 1
         return StreamPlan(marks, parts, extents, self.declined)
+
+    def without_whole_steps(self, parts: Mapping[int, Part]) -> list[int]:
+        """The parts that joined before the groups were known, and are not so cut.
+
+        Those that stand beside one that stays are where the stream ends.
+        """
+        left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
+        reached = {
+            buffer.name
+            for number in parts.keys() - set(left_out)
+            for buffer in (*self.graph[number].reads, *self.graph[number].writes)
+        }
+        for number in left_out:
+            node = self.graph[number]
+            if reached & {b.name for b in (*node.reads, *node.writes)}:
+                self.declined.setdefault(number, undivided(parts[number].size))
+        return left_out
+
+
+def _common_denominator(parts: Iterable[Part]) -> Fraction:
+    """By how much all groups have to be scaled up to be whole."""
+    denominators = [
+        access.groups.denominator
+        for part in parts
+        for access in (*part.reads.values(), *part.writes.values())
+    ]
+    return Fraction(math.lcm(*denominators))
 
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:

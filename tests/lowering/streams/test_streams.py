@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost import errors
 from jhost.lowering.ir.remarks import StreamReport
+from tests.lowering.on_mesh import exact, tp
 from tests.lowering.traced import (
     WHOLE,
     aliases,
@@ -255,3 +258,53 @@ def test_a_sum_over_the_streamed_dim_ends_its_loop() -> None:
     first, *rest = work(program.body)
     assert first == "loop(tanh, reduce_sum)"
     assert rest[-1] == "loop(sub)"
+
+
+# --- Dims that are split where they are gathered ------------------------------------ #
+
+
+@given(
+    devices=st.sampled_from([2, 4]),
+    sequences=st.sampled_from([1, 2, 3, 4, 8]),
+    marks=st.sets(st.sampled_from(["before", "inside", "behind"]), min_size=1),
+    pipeline=st.sampled_from(["p2p", "collective", "auto"]),
+)
+@settings(max_examples=15)
+def test_tokens_that_are_sequences_in_between_are_exact(
+    devices: int, sequences: int, marks: set[str], pipeline: str
+) -> None:
+    """Rows are gathered, then split into sequences, each of which is taken whole.
+
+    Chunks of all devices' rows need not be whole sequences: the stream then stops.
+    """
+    rows = 8 * sequences
+
+    def marked(x: jax.Array, where: str) -> jax.Array:
+        return stream(x, 0) if where in marks else x
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        h = marked(x @ up, "before").reshape(sequences, 8, 8)
+        h = marked(jnp.cumsum(h, axis=1), "inside").reshape(rows, 8)
+        return marked(h @ down, "behind")
+
+    args = array(rows, 4), array(4, 8, seed=1), array(8, 4, seed=2)
+    specs = (P("tp"), P(None, "tp"), P("tp")), P("tp")
+    try:
+        exact(f, *args, **tp(devices, *specs, pipeline=pipeline))
+    except (errors.PipelineError, errors.ChunksError, errors.StreamDimError):
+        assert pipeline != "auto"
+
+
+def test_marks_on_both_sides_of_whole_sequences_make_two_loops() -> None:
+    """Two sequences on four devices: a chunk is half of one."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        h = jnp.cumsum(stream(x @ up, 0).reshape(2, 16, 8), axis=1)
+        return stream(h.reshape(32, 8) @ down, 0)
+
+    args = array(32, 4), array(4, 8, seed=1), array(8, 4, seed=2)
+    specs = (P("tp"), P(None, "tp"), P("tp")), P("tp")
+    program = exact(f, *args, **tp(4, *specs, pipeline="p2p"))
+    assert len(loops(program)) == 2
+    said = "2 steps do not divide into the shards of a gathered dim"
+    assert any(said in note for note in notes(program))
