@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
 
 TOLERANCES = {
     "float64": 1e-12,
@@ -37,7 +39,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     if not a.size:
         return jnp.zeros((), jnp.float32)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return jnp.any(a != b).astype(jnp.float32)
+        return jnp.mean((a != b).astype(jnp.float32))
     if a.dtype.itemsize < 4:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     # What is equal has no distance, infinities and NaN among it.
@@ -51,7 +53,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
 def relative_errors(given: Any, wanted: Any) -> list[float]:
     """For each array of two trees, the largest distance as a part of the largest value.
 
-    For other dtypes than floats it is 1 if anything differs, and else 0.
+    For other dtypes than floats it is the part of the elements that differ.
     """
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
     return [
@@ -71,24 +73,63 @@ def _beside(value: Any, other: Any) -> Any:
     return value if there is None else jax.device_put(value, there)
 
 
+def tolerances_of(jaxpr: Any) -> list[float]:
+    """The tolerance of each result: that of the narrowest type which goes into it.
+
+    Sums of bfloat16's are as exact as those in whatever type the result is, and so is
+    what is compared with them.
+    """
+    known: dict[Any, float] = {}
+
+    def of(atom: Any) -> float:
+        if isinstance(atom, Literal):
+            return 0.0
+        return known.setdefault(atom, tolerance(atom.aval.dtype))
+
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in inner.eqns:
+        loosest = max(
+            (
+                *(of(atom) for atom in eqn.invars),
+                *(each for body in jaxprs_in_params(eqn.params) for each in _in(body)),
+            ),
+            default=0.0,
+        )
+        known |= {var: max(loosest, of(var)) for var in eqn.outvars}
+    return [of(atom) for atom in inner.outvars]
+
+
+def _in(jaxpr: Any) -> list[float]:
+    """The tolerances of all results in a body, and of those of bodies in it."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    own = [tolerance(var.aval.dtype) for eqn in inner.eqns for var in eqn.outvars]
+    bodies = [b for eqn in inner.eqns for b in jaxprs_in_params(eqn.params)]
+    return own + [each for body in bodies for each in _in(body)]
+
+
 def beyond_tolerance(
-    given: Any, wanted: Any, allowed: float | None = None
+    given: Any, wanted: Any, allowed: float | Sequence[float] | None = None
 ) -> list[str]:
     """A line for each array of two trees of equal types that lies too far apart.
 
-    That is by a part of the largest value, `allowed` or what suits the dtype.
+    That is by a part of the largest value, `allowed` (of all, or of each) or what suits
+    the dtype.
     """
+    leaves = jax.tree.leaves(wanted)
+    limits = allowed if isinstance(allowed, Sequence) else [allowed] * len(leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(wanted)]
     rows = zip(
         paths,
-        jax.tree.leaves(wanted),
+        [
+            tolerance(leaf.dtype) if limit is None else limit
+            for leaf, limit in zip(leaves, limits, strict=True)
+        ],
         relative_errors(given, wanted),
         strict=True,
     )
     return [
         f"{jax.tree_util.keystr(path) or 'the result'}: they differ by {error:.1e} of "
         f"the largest value; the tolerance is {limit:.0e}"
-        for path, leaf, error in rows
-        # Not so if it is NaN.
-        if not error <= (limit := tolerance(leaf.dtype) if allowed is None else allowed)
+        for path, limit, error in rows
+        if not error <= limit  # not so if it is NaN
     ]

@@ -11,12 +11,8 @@ from typing import Any, Protocol
 class Progress(Protocol):
     """How a run says where it is."""
 
-    def grow(self, count: int) -> None:
-        """There are `count` more steps than was known."""
-        ...
-
-    def step(self, what: str) -> None:
-        """`what` begins; what came before is done."""
+    def step(self, what: str, size: float = 1) -> None:
+        """`what` begins, which is so many steps; what came before is done."""
         ...
 
     def say(self, text: str) -> None:
@@ -42,36 +38,29 @@ def no_progress() -> Progress:
 
 class _Bar:
     def __init__(self, bar: Any) -> None:
-        self._bar, self._started = bar, False
+        self._bar, self._under_way = bar, 0.0
 
-    def grow(self, count: int) -> None:
-        self._bar.total += count
-        self._bar.refresh()
-
-    def step(self, what: str) -> None:
-        self._bar.update(int(self._started))
-        self._started = True
+    def step(self, what: str, size: float = 1) -> None:
+        self._bar.update(self._under_way)
+        self._under_way = size
         self._bar.set_description(what)
 
     def say(self, text: str) -> None:
         self._bar.write(text)
 
     def close(self) -> None:
-        self._bar.update(int(self._started))
+        self._bar.update(self._under_way)
         self._bar.close()
 
 
 class _Lines:
     def __init__(self, total: int) -> None:
-        self._total, self._count, self._start = total, 0, time.monotonic()
+        self._total, self._done, self._start = total, 0.0, time.monotonic()
 
-    def grow(self, count: int) -> None:
-        self._total += count
-
-    def step(self, what: str) -> None:
-        self._count += 1
+    def step(self, what: str, size: float = 1) -> None:
+        self._done += size
         elapsed = time.monotonic() - self._start
-        line = f"[{self._count}/{self._total}, {elapsed:.0f} s] {what}"
+        line = f"[{self._done:.3g}/{self._total}, {elapsed:.0f} s] {what}"
         print(line, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
@@ -82,10 +71,7 @@ class _Lines:
 
 
 class _Silence:
-    def grow(self, count: int) -> None:
-        pass
-
-    def step(self, what: str) -> None:
+    def step(self, what: str, size: float = 1) -> None:
         pass
 
     def say(self, text: str) -> None:

@@ -31,6 +31,9 @@ from jhost._timing import take_turns
 from jhost._tune.tune import tune
 from jhost._tune.tuner import CALLS, WARMUPS
 from jhost._tuning import environment_of
+from jhost.lowering.cost.candidates import NOT_PIPELINED
+
+ON_ONE_DEVICE = "on one device"
 
 PARTS = (4, 2, 1)
 """Each size has that part of the tokens of the demo's block."""
@@ -83,8 +86,11 @@ class Row:
     def hidden_share(self) -> float | None:
         """How much of the exposed communication jhost hides.
 
-        None where less than a twentieth of the time is communication: that is noise.
+        None where nothing is pipelined, or less than a twentieth of the time is
+        communication: that is noise.
         """
+        if self.choice in (NOT_PIPELINED, ON_ONE_DEVICE):
+            return None
         exposed = self.median["plain"] - self.median["compute"]
         gained = self.median["plain"] - self.median["jhost"]
         return gained / exposed if exposed > 0.05 * self.median["plain"] else None
@@ -156,6 +162,6 @@ def measured(block: Block, rounds: int) -> Row:
         dtype=block.dtype,
         median={name: statistics.median(each) for name, each in times.items()},
         minimum={name: min(each) for name, each in times.items()},
-        choice=streams[0].candidates[0].text if streams else "on one device",
+        choice=streams[0].candidates[0].text if streams else ON_ONE_DEVICE,
         problems=tuple(beyond_tolerance(by_jhost(*operands), by_jax(*operands))),
     )

@@ -6,6 +6,7 @@ times of the slowest; process 0 looks into its cache for all.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jhost._api import JitFunction, as_jhost_function
 from jhost._call.program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
 from jhost._tune.calls import calls_of
+from jhost._tune.operands import drawn
 from jhost._tune.tuner import Tuner
 from jhost._tuning import Tuning, environment_of
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -31,6 +33,7 @@ def tune(
     kwargs: Mapping[str, Any] | None = None,
     gradients: bool | int | Sequence[int] = False,
     rounds: int = 10,
+    draw: bool = True,
     cache: bool = True,
     progress: bool = True,
 ) -> Tuning:
@@ -46,12 +49,15 @@ def tune(
     Args:
         f: a function made by `jhost.jit`.  It is called many times: host callbacks in
             it are as well.  Donated arguments are kept.
-        *args: the arguments to measure it on, arrays.
+        *args: the arguments to measure it on, arrays of any shapes.
         kwargs: its keyword arguments.
         gradients: tune the programs of `jax.grad` as well, the forward that keeps what
             the backward needs, and the backward: by these arguments, as its `argnums`,
             or with True by all that are floats.
         rounds: how many times each candidate has its turn, of ten calls.
+        draw: take random numbers from 0.5 to 1.5 in place of float arrays whose
+            elements are all equal, as those of `jnp.ones` are: with these, sums of
+            gradients cancel each other, and GPUs take less power than in earnest.
         cache: take what was measured before from the user's cache folder, and keep
             there what is measured now.
         progress: show a bar, or lines if tqdm is not installed, on standard error.
@@ -78,6 +84,7 @@ def tune(
     """
     f, args = as_jhost_function("tune", f, args)
     _check(args, kwargs or {}, rounds)
+    args, kwargs = drawn(args, kwargs or {}) if draw else (args, kwargs)
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
     primal = calls[f.__name__]
     host_program(primal.call_jaxpr, primal.config)  # raises what is wrong with marks
@@ -90,15 +97,16 @@ def tune(
     )
     if cache and (kept := _kept(key)) is not None:
         return kept
-    bar = progress_bar(0, unit="step") if progress else no_progress()
+    tuners = [Tuner(n, calls[n], plan, rounds) for n, plan in plans.items()]
+    steps = sum(tuner.steps for tuner in tuners)
+    bar = progress_bar(steps, unit="step") if progress else no_progress()
     try:
         with automatic_axes():
-            programs = [
-                Tuner(name, calls[name], plan, rounds, bar).tuned_program()
-                for name, plan in plans.items()
-            ]
+            programs = [tuner.tuned_program(bar) for tuner in tuners]
     finally:
         bar.close()
+    for text in [text for tuner in tuners for text in tuner.warnings]:
+        warnings.warn(text, stacklevel=2)  # not across the bar
     tuning = Tuning(
         function=f.__name__, environment=key.environment, programs=tuple(programs)
     )

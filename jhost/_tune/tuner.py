@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jhost._call.execute import jitted
 from jhost._call.program import Call, Planned
-from jhost._compare import beyond_tolerance
+from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._jax import evaluate
-from jhost._progress import Progress
+from jhost._progress import Progress, no_progress
 from jhost._timing import take_turns
 from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
 from jhost.errors import first_line
-from jhost.lowering.cost.candidates import GAIN, Outcome
+from jhost.lowering.cost.candidates import GAIN, Outcome, left_out_text
 from jhost.lowering.emit.program import spec_of
 from jhost.lowering.ir.bodies import all_marks
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -54,24 +53,31 @@ class _Ready:
 class Tuner:
     """One program on its operands, and how often each candidate has its turn."""
 
-    def __init__(
-        self, name: str, call: Call, plan: Planned, rounds: int, bar: Progress
-    ) -> None:
+    def __init__(self, name: str, call: Call, plan: Planned, rounds: int) -> None:
         self.name = name
         self.call = call
         self.plan = plan
         self.rounds = rounds
-        self.bar = bar
+        self.bar = no_progress()
         self.marks: list[Mark] = all_marks(plan.program)
+        self.groups = marks_alike(plan.program) if _moves(call) else []
+        self.tolerances = tolerances_of(call.call_jaxpr)
+        self.warnings: list[str] = []
 
-    def tuned_program(self) -> TunedProgram:
-        groups = marks_alike(self.plan.program) if _moves(self.call) else []
-        wanted = self.plain() if groups else None
+    @property
+    def steps(self) -> int:
+        """As many for preparing each stream's candidates as for timing them."""
+        return 2 * self.rounds * len(self.groups)
+
+    def tuned_program(self, bar: Progress) -> TunedProgram:
+        """Streams as measured; `bar` says what is under way."""
+        self.bar = bar
+        wanted = self.plain() if self.groups else None
         return TunedProgram(
             name=self.name,
             fingerprint=fingerprint(self.plan.program),
             arguments=arguments_text(self.plan.program),
-            streams=tuple(self.tuned_stream(group, wanted) for group in groups),
+            streams=tuple(self.tuned_stream(group, wanted) for group in self.groups),
         )
 
     def plain(self) -> Any:
@@ -104,19 +110,18 @@ class Tuner:
     ) -> list[_Ready]:
         """The outcomes that compile here and give what the plain function gives."""
         ready: list[_Ready] = []
-        self.bar.grow(len(outcomes))
         for outcome in outcomes:
-            self.bar.step(f"{self.name}: {outcome.text}")
+            self.bar.step(f"{self.name}: {outcome.text}", self.rounds / len(outcomes))
             said, run = "another process failed", None
             try:
                 run = self.runner(outcome)
             except Exception as error:  # too much memory, say: the others may do
                 said = first_line(error)
             if _slowest([run is None])[0] or run is None:
-                left_out.append(f"not {outcome.text}: {said}")
-            elif problems := beyond_tolerance(run(), wanted):
-                left_out.append(f"not {outcome.text}: {problems[0]}")
-                _warn_of_difference(self.name, outcome.text, problems)
+                left_out.append(left_out_text(outcome.text, said))
+            elif problems := beyond_tolerance(run(), wanted, self.tolerances):
+                left_out.append(left_out_text(outcome.text, problems[0]))
+                self.warnings.append(_difference(self.name, outcome.text, problems))
             else:
                 ready.append(_Ready(outcome, run))
         return ready
@@ -131,7 +136,6 @@ class Tuner:
 
     def ranked(self, ready: Sequence[_Ready]) -> list[tuple[_Ready, Candidate]]:
         """What each took, by their times, the chosen one first."""
-        self.bar.grow(self.rounds)
         times = take_turns(
             {each.outcome.text: each.run for each in ready},
             rounds=self.rounds,
@@ -198,12 +202,11 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [chosen, *sorted(others, key=lambda candidate: candidate.median)]
 
 
-def _warn_of_difference(name: str, text: str, problems: Sequence[str]) -> None:
-    warnings.warn(
-        f"jhost.tune: {name} with {text} does not give what the plain function gives, "
-        "and is left out. If the difference is not rounding, please report it.\n"
-        + "\n".join(f"  * {problem}" for problem in problems),
-        stacklevel=2,
+def _difference(name: str, text: str, problems: Sequence[str]) -> str:
+    lines = "\n".join(f"  * {problem}" for problem in problems)
+    return (
+        f"jhost.tune: {name}, {text}, does not give what the plain function gives, and "
+        f"is left out. If the difference is not rounding, please report it.\n{lines}"
     )
 
 

@@ -29,6 +29,9 @@ GAIN = 0.97
 CLEAR_GAIN = 0.9
 """The same by rates that are estimated."""
 
+NOT_PIPELINED = "not pipelined"
+"""What the candidate without a loop is called."""
+
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
 
@@ -186,10 +189,10 @@ class Trial:
             for step in self.following:
                 program = step.apply(program)
         except REFUSALS as refusal:
-            self.refusals.append(f"not {text}: {first_line(refusal)}")
+            self.refusals.append(left_out_text(text, first_line(refusal)))
             return None
         if why_not := self.moves_apart(candidate, program):
-            self.refusals.append(f"not {text}: {why_not}")
+            self.refusals.append(left_out_text(text, why_not))
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
@@ -240,9 +243,14 @@ def ranking_text(
     return "; ".join(said)
 
 
+def left_out_text(candidate: str, why: str) -> str:
+    """Why a candidate could not be chosen."""
+    return f"{candidate} is left out: {why}"
+
+
 def _text(mark: StreamChoice) -> str:
     if mark.pipeline is None:
-        return "not pipelined" if mark.plain else "as the stream that reaches it"
+        return NOT_PIPELINED if mark.plain else "as the stream that reaches it"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     return f"{mark.pipeline} with {count}{streams}"

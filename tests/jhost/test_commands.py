@@ -363,7 +363,9 @@ def test_bad_arguments_of_bench_are_an_exit_status_of_2(
 
 
 def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
-    def row(plain: float, by_jhost: float, compute: float) -> bench.Row:
+    def row(
+        plain: float, by_jhost: float, compute: float, choice: str = "p2p"
+    ) -> bench.Row:
         times = {"plain": plain, "jhost": by_jhost, "compute": compute}
         return bench.Row(
             tokens=8,
@@ -372,9 +374,10 @@ def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
             dtype="float32",
             median=times,
             minimum=times,
-            choice="",
+            choice=choice,
             problems=(),
         )
 
     assert row(2.0, 1.25, 1.0).hidden_share == 0.75
     assert row(1.0, 1.0, 0.99).hidden_share is None
+    assert row(2.0, 1.8, 1.0, "not pipelined").hidden_share is None

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import _tuning_cache, errors
 from jhost._call import execute
 from jhost._call.program import planned
-from jhost._compare import beyond_tolerance
+from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._tune import tuner
+from jhost._tune.operands import drawn
 from jhost._tuning import Candidate
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
@@ -34,6 +36,7 @@ from tests.lowering.on_mesh import tp
 from tests.lowering.traced import remarks
 
 SETTINGS = tp(4, SPECS, SPECS[0])
+MESH = SETTINGS["mesh"]
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +176,74 @@ def test_a_candidate_that_gives_something_else_is_left_out(
     assert any("they differ by" in text for text in stream.left_out)
 
 
+@pytest.mark.parametrize("make", [jnp.ones, jnp.zeros])
+def test_gradients_in_bfloat16_of_any_operands_are_tuned(make: Any) -> None:
+    """Residuals in float32 are no more exact than what they are made of."""
+
+    def normed(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        wide = jnp.exp((x @ up).astype(jnp.float32))
+        h = (wide / (1 + wide)).astype(jnp.bfloat16)
+        return jhost.stream(h @ down, axis=0)
+
+    args = [make(a.shape, jnp.bfloat16) for a in ARGS]
+    found = tuned(normed, *args, gradients=True)
+    for program in found.programs:
+        for stream in program.streams:
+            assert not [text for text in stream.left_out if "differ" in text]
+            assert len(stream.candidates) > 1
+
+
+def test_tolerances_are_those_of_the_narrowest_type_that_goes_in() -> None:
+    @jax.jit
+    def inner(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    def f(x: jax.Array, y: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        return inner(x) * 2, y + 1, inner(x) > 0, n + 1, inner(x) + y, jnp.ones(2), x
+
+    args = (jnp.ones(2, jnp.bfloat16), jnp.ones(2), jnp.arange(2, dtype=jnp.int32))
+    narrow, single = 2e-2, 1e-4
+    wanted = [narrow, single, narrow, 0.0, narrow, single, narrow]
+    assert tolerances_of(jax.make_jaxpr(f)(*args)) == wanted
+
+
+def test_what_is_drawn_lies_as_it_lay_and_is_for_equal_floats_alone() -> None:
+    ones = jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(MESH, P("tp")))
+    kept = jnp.arange(4.0), jnp.ones(4, jnp.int32), jnp.ones(()), "static", None
+    (new, *others), kwargs = drawn((ones, *kept), {"b": np.zeros(4, np.float32)})
+    assert (new.dtype, new.shape, new.sharding) == (ones.dtype, (8, 8), ones.sharding)
+    assert len(np.unique(np.asarray(new, np.float32))) > 8
+    assert all(a is b for a, b in zip(others, kept, strict=True))
+    assert np.unique(kwargs["b"]).size == 4
+
+
+def test_the_bar_knows_its_steps_from_the_start_and_no_warning_tears_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[Any] = []
+
+    class Bar:
+        def step(self, what: str, size: float = 1) -> None:
+            happened.append(size)
+
+        def close(self) -> None:
+            happened.append("closed")
+
+    def bar(total: int, unit: str) -> Bar:
+        happened.append(total)
+        return Bar()
+
+    monkeypatch.setattr("jhost._tune.tune.progress_bar", bar)
+    monkeypatch.setattr(tuner, "beyond_tolerance", lambda *_: ["they differ"])
+    monkeypatch.setattr(warnings, "warn", lambda *_, **__: happened.append("warned"))
+    tuned(progress=True, rounds=2, gradients=True)
+    total, *rest = happened
+    steps, end = rest[: rest.index("closed")], rest[rest.index("closed") + 1 :]
+    assert sum(steps) == pytest.approx(total)
+    assert end
+    assert set(end) == {"warned"}
+
+
 def test_a_candidate_that_does_not_compile_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -186,7 +257,7 @@ def test_a_candidate_that_does_not_compile_is_left_out(
     monkeypatch.setattr(execute, "emit", fails)
     (stream,) = tuned().programs[0].streams
     assert [candidate.text for candidate in stream.candidates] == ["not pipelined"]
-    assert "not collective with 2 chunks: no room" in stream.left_out
+    assert "collective with 2 chunks is left out: no room" in stream.left_out
 
 
 # --- What follows it --------------------------------------------------------------- #

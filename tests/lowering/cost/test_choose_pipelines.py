@@ -308,7 +308,7 @@ def test_what_cannot_be_is_no_candidate_and_says_why() -> None:
 
     program = lowered(f, (8192, 8192), (8192, 8192))
     assert report(program).pipeline == "off"
-    assert "not p2p with a chunk a device" in report(program).text
+    assert "p2p with a chunk a device is left out" in report(program).text
 
 
 @pytest.mark.parametrize("strict", [True, False])
