@@ -41,8 +41,9 @@ def stream(
         chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes the
             choice of the jhost function around.
         pipeline: `"collective"` communicates a slice of every device's shard at a
-            time, `"p2p"` a device's whole chunk to its neighbour, `"off"` does neither,
-            and `"auto"` picks by cost.  None takes the choice of the function around.
+            time, `"p2p"` a device's whole chunk straight from its owner or to it,
+            `"off"` does neither, and `"auto"` picks by cost.  None takes the choice of
+            the function around.
 
     Returns:
         `x`, as a `jax.Array`.

@@ -77,14 +77,18 @@ class Row:
     median: dict[str, float]
     minimum: dict[str, float]
     choice: str
+    pipelined: bool
     problems: tuple[str, ...]
 
     @property
     def hidden_share(self) -> float | None:
         """How much of the exposed communication jhost hides.
 
-        None where less than a twentieth of the time is communication: that is noise.
+        None where jhost pipelines nothing, and where less than a twentieth of the time
+        is communication: that is noise.
         """
+        if not self.pipelined:
+            return None
         exposed = self.median["plain"] - self.median["compute"]
         gained = self.median["plain"] - self.median["jhost"]
         return gained / exposed if exposed > 0.05 * self.median["plain"] else None
@@ -155,5 +159,6 @@ def measured(block: Block, rounds: int) -> Row:
         median={name: statistics.median(each) for name, each in times.items()},
         minimum={name: min(each) for name, each in times.items()},
         choice=streams[0].candidates[0].text if streams else "on one device",
+        pipelined=any(each.candidates[0].pipeline is not None for each in streams),
         problems=tuple(beyond_tolerance(by_jhost(*operands), by_jax(*operands))),
     )

@@ -337,7 +337,9 @@ def test_bad_arguments_of_bench_are_an_exit_status_of_2(
 
 
 def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
-    def row(plain: float, by_jhost: float, compute: float) -> bench.Row:
+    def row(
+        plain: float, by_jhost: float, compute: float, *, pipelined: bool = True
+    ) -> bench.Row:
         times = {"plain": plain, "jhost": by_jhost, "compute": compute}
         return bench.Row(
             tokens=8,
@@ -347,8 +349,10 @@ def test_what_is_hidden_is_a_part_of_what_was_exposed() -> None:
             median=times,
             minimum=times,
             choice="",
+            pipelined=pipelined,
             problems=(),
         )
 
     assert row(2.0, 1.25, 1.0).hidden_share == 0.75
     assert row(1.0, 1.0, 0.99).hidden_share is None
+    assert row(2.0, 1.25, 1.0, pipelined=False).hidden_share is None
