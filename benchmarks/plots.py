@@ -9,7 +9,7 @@ _GAIN, _LOSS, _LINE = "#4878a8", "#b8523a", "#303030"
 
 
 def speedups(bars: Mapping[str, tuple[float, float | None]], path: Path) -> None:
-    """A bar for each case's speedup over plain, and a mark at its ceiling."""
+    """A bar for each case's speedup over plain, and a mark at its ceiling, if known."""
     import matplotlib
 
     matplotlib.use("svg")

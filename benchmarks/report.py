@@ -140,9 +140,9 @@ def _group_parts(
     title = f"## {devices} x {kind}, {PASSES[pass_]}, {MODES[mode]}"
     parts = [title, _headline(records, mode)]
     if picture is not None:
-        ceilings = any("ceiling" in _own(each, mode) for each in records.values())
-        what = "Speedup of each case" + (", and its ceiling" if ceilings else "")
-        parts.append(f"![{what}]({picture})")
+        limited = any("ceiling" in _own(record, mode) for record in records.values())
+        ceiling = ", and its ceiling" if limited else ""
+        parts.append(f"![Speedup of each case{ceiling}]({picture})")
     parts += [_ratio_table(records, mode), _time_table(records, mode)]
     if pass_ == "forward" and mode == "program" and kind != "cpu":
         parts += _prediction_parts(records)

@@ -460,6 +460,15 @@ def test_a_plot_is_drawn_and_stays_the_same(tmp_path: Path) -> None:
     assert "<svg" in drawn[0]
 
 
+def test_a_plot_speaks_of_a_ceiling_only_where_it_draws_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with_it, without = tmp_path / "with.svg", tmp_path / "without.svg"
+    plots.speedups({"mlp": (1.3, 1.5), "out_rs": (0.9, None)}, with_it)
+    plots.speedups({"mlp": (1.3, None)}, without)
+    assert "the mark is the ceiling" in with_it.read_text()
+    assert "ceiling" not in without.read_text()
+
+
 def test_timelines_before_and_after_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,3 +44,20 @@ def test_experts_between_two_exchanges_are_one_loop(devices: int) -> None:
     kinds = [word for word in work(loop.body) if word in ("AllToAll", "dot_general")]
     assert kinds == ["AllToAll", "dot_general", "dot_general", "AllToAll"]
     assert calls(program, "all_to_all").total() == 4
+
+
+def test_one_mark_pipelines_both_sides_of_attention() -> None:
+    """Of tokens in one dim: what comes before attention and what comes after it."""
+
+    def f(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+        heads = (x @ w_in).reshape(1, 16, 4, 8)
+        mixed = jax.nn.dot_product_attention(heads, heads, heads)
+        return jhost.stream(mixed.reshape(16, 32) @ w_out, 0, chunks=2)
+
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, columns = P("tp", None), P(None, "tp")
+    g = jhost.jit(f, mesh=mesh, in_shardings=(rows, columns, rows), out_shardings=rows)
+    said = str(jhost.explain(g, *(jnp.ones(s) for s in ((16, 32), (32, 32), (32, 32)))))
+    moved = said[said.index("communications:") :].splitlines()[1:3]
+    assert ["AllGather" in moved[0], "ReduceScatter" in moved[1]] == [True, True]
+    assert all(line.endswith("in 2 chunks") for line in moved)
