@@ -34,7 +34,7 @@ from jhost._call.program import (
     host_program,
 )
 from jhost._call.residuals import settle_residuals
-from jhost._call.settings import Options, Settings, check
+from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.stages import Lowered
 from jhost._jax import (
     Traced,
@@ -195,6 +195,7 @@ class JitFunction(Generic[P, R]):
         if "mesh" in options:
             kept["in_shardings"] = shardings.specs(self._settings.in_shardings)
             kept["out_shardings"] = shardings.specs(self._settings.out_shardings)
+        check_names(options)
         settings = dataclasses.replace(self._settings, **{**kept, **options})
         check(settings)
         return JitFunction(self._fun, settings=settings)
@@ -394,7 +395,7 @@ class JitFunction(Generic[P, R]):
     def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> Traced:
         arguments = self._static.without(args, kwargs)
         leaves, tree = jax.tree.flatten(arguments)
-        given = shardings.spread(self._settings.in_shardings, arguments[0])
+        given = self._spread("in_shardings", arguments[0])
         given += shardings.spread(None, arguments[1])
         types = typed(jax.tree.leaves(types_of(arguments)), leaves, given, mesh)
         with jax.sharding.use_abstract_mesh(mesh):
@@ -455,9 +456,13 @@ class JitFunction(Generic[P, R]):
         # As for `jax.jit`, in_shardings are a prefix of the positional arguments.
         args, kwargs = jax.tree.unflatten(traced.in_tree, numbers)
         results = jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))
-        ins = shardings.spread(self._settings.in_shardings, args)
+        ins = self._spread("in_shardings", args)
         rest = shardings.spread(None, kwargs)
-        return ins + rest, shardings.spread(self._settings.out_shardings, results)
+        return ins + rest, self._spread("out_shardings", results)
+
+    def _spread(self, name: str, tree: Any) -> list[Spec | None]:
+        prefix = getattr(self._settings, name)
+        return shardings.spread(prefix, tree, f"jhost.jit of {self._name}: {name}")
 
     # --- When something is wrong ---------------------------------------------- #
 

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import spec_entries
+from jhost._jax import prefix_errors
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
 from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
@@ -68,17 +69,35 @@ def specs(shardings: Any) -> Any:
     return jax.tree.map(one, shardings, is_leaf=is_sharding)
 
 
-def spread(prefix: Any, tree: Any) -> list[Spec | None]:
-    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix."""
+def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
+    """The spec of each leaf of `tree`, of which `prefix` is a tree prefix.
+
+    Raises:
+        OptionError: it is none; `what` says of which argument of whom.
+    """
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(cast(list[Any], prefix))
     # By number, because None is a leaf of `prefix`, but not of `tree`.
     given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
     numbers = jax.tree.unflatten(structure, range(len(given)))
     specs = [None if sharding is None else spec_entries(sharding) for sharding in given]
-    return [
-        specs[number] for number in jax.tree.leaves(jax.tree.broadcast(numbers, tree))
-    ]
+    try:
+        spread_numbers = jax.tree.broadcast(numbers, tree)
+    except ValueError:
+        raise _no_prefix(prefix, tree, what) from None
+    return [specs[number] for number in jax.tree.leaves(spread_numbers)]
+
+
+def _no_prefix(prefix: Any, tree: Any, what: str) -> errors.OptionError:
+    name = what.split()[-1]
+    arrays = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), float), tree)
+    of = "result."
+    if name == "in_shardings":
+        of = f"tuple of the {len(tree)} positional arguments; keyword ones have none."
+    return errors.OptionError(
+        f"{what} must be a tree prefix of the {of}",
+        prefix_errors(name, prefix, arrays, is_sharding),
+    )
 
 
 def own(leaf: Any) -> NamedSharding | None:
@@ -103,15 +122,15 @@ def own_specs(
         for sharding, asked in zip(shardings, wanted, strict=True)
     ]
     offenders = [
-        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh)}"
+        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh, mesh.size)}"
         for name, sharding in zip(names, sharded, strict=True)
         if sharding is not None and not same_mesh(sharding.mesh, mesh)
     ]
     if offenders:
         raise errors.MeshMismatchError(
             f"Arguments are sharded over other meshes than the function's, "
-            f"{mesh_text(mesh)}. Move them with jax.device_put(x, NamedSharding(mesh, "
-            "spec)), or give jhost.jit their mesh.",
+            f"{mesh_text(mesh, mesh.size)}. Move them with jax.device_put(x, "
+            "NamedSharding(mesh, spec)), or give jhost.jit their mesh.",
             offenders,
         )
     return [

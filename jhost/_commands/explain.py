@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +118,14 @@ def axes(text: str) -> dict[str, int]:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    count = math.prod((arguments.mesh or {"": DEVICES}).values())
+    count = max(DEVICES, math.prod((arguments.mesh or {}).values()))
     with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
         ask_for_cpu_devices(count)
     try:
         function = _loaded(arguments.function)
         args = arguments.shape
         if arguments.arguments is not None:
-            args = _loaded(arguments.arguments)()
+            args = _made(arguments.arguments)
     except _NotThere as error:
         parser.error(str(error))
     if not callable(function):
@@ -135,17 +135,22 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         names = " or ".join(f"--{name}" for name in options)
         parser.error(f"{arguments.function} is no jhost function, which {names} is for")
     try:
-        print(_text(function, tuple(args), options, arguments.host_ir))
+        if isinstance(function, JitFunction):
+            function = function.with_options(**options)
+    except errors.JhostError as error:
+        parser.error(errors.first_line(error))
+    try:
+        print(_text(function, args, arguments.host_ir))
     except (errors.JhostError, TypeError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> str:
+def _text(function: Any, args: Sequence[Any], host_ir: bool) -> str:
     """The explanation, below the programs if they are asked for."""
     if isinstance(function, JitFunction):
-        call = function.with_options(**options).as_call(tuple(args), {})
+        call = function.as_call(tuple(args), {})
         programs = [host_program(call.call_jaxpr, call.config)]
         explanation = explained(programs[0], call.config)
     else:
@@ -157,12 +162,24 @@ def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> st
 
 
 class _NotThere(Exception):
-    """A name that a module does not have, or a module that there is not."""
+    """A name that a module does not have or that is none, or no such module."""
+
+
+def _made(name: str) -> Sequence[Any]:
+    """The arguments that a function of the user's makes."""
+    make = _loaded(name)
+    if not callable(make):
+        raise _NotThere(f"{name} is no function: it is a {type(make).__name__}")
+    made = make()
+    if not isinstance(made, tuple | list):
+        kind = type(made).__name__
+        raise _NotThere(f"{name} has to return a tuple of arguments, not a {kind}")
+    return cast(Sequence[Any], made)
 
 
 def _loaded(name: str) -> Any:
     module, _, path = name.partition(":")
-    if not module or not path:
+    if not path or not all(part.isidentifier() for part in module.split(".")):
         raise _NotThere(f"{name!r} names no function; write module:function")
     if os.getcwd() not in sys.path:  # as for `python -m`, also under `python -P`
         sys.path.insert(0, os.getcwd())
@@ -172,6 +189,14 @@ def _loaded(name: str) -> Any:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and what it needs is not
         raise _NotThere(f"there is no module {module!r}") from error
+    except ValueError as error:
+        if not str(error).startswith("Number of devices"):
+            raise
+        raise _NotThere(
+            f"{module} makes a mesh of more devices than the {jax.device_count()} that "
+            f"there are: {errors.first_line(error)}. JAX_PLATFORMS=cpu "
+            "JAX_NUM_CPU_DEVICES=8, or as many as it needs, makes them of any CPU"
+        ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise _NotThere(f"{module} has no {path}")

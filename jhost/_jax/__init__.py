@@ -36,6 +36,7 @@ from jax._src import (
     core,
     distributed,
     source_info_util,
+    tree_util,
     util,
     xla_bridge,
 )
@@ -95,6 +96,17 @@ else:
 
 Nums: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
+
+# ---- Trees ----
+
+
+def prefix_errors(
+    name: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]
+) -> list[str]:
+    """Why `prefix` is no tree prefix of `tree`, in JAX's words, a line each."""
+    found = tree_util.prefix_errors(prefix, tree, is_leaf)
+    return [" ".join(str(error(name)).split()) for error in found]
+
 
 # ---- Tracing ----
 

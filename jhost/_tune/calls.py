@@ -33,7 +33,7 @@ def calls_of(
     """
     calls = {f.__name__: f.as_call(args, kwargs)}
     if gradients is not False:
-        derived = _gradient_calls(f, args, kwargs, _argnums(gradients))
+        derived = _gradient_calls(f, args, kwargs, _argnums(gradients, len(args)))
         names = ["keeping residuals", "backward"]
         if len(derived) != len(names):
             names = [f"gradient {number}" for number in range(len(derived))]
@@ -50,10 +50,12 @@ def calls_of(
     }
 
 
-def _argnums(gradients: bool | int | Sequence[int]) -> Sequence[int] | None:
+def _argnums(gradients: bool | int | Sequence[int], count: int) -> Sequence[int] | None:
+    """The numbers of arguments, of `count`; negative ones count from the last."""
     if isinstance(gradients, bool):
         return None
-    return (gradients,) if isinstance(gradients, int) else gradients
+    numbers = gradients if isinstance(gradients, Sequence) else (gradients,)
+    return [n + count if -count <= n < 0 else n for n in numbers]
 
 
 def _gradient_calls(

@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jhost import _tuning_cache, errors
-from jhost._api import JitFunction, as_jhost_function
+from jhost._annotate import as_int
+from jhost._api import JitFunction, as_jhost_function, check_kwargs
 from jhost._call.program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
 from jhost._tune.calls import calls_of
@@ -60,7 +61,8 @@ def tune(
         `jhost.jit(..., tuning=...)`.
 
     Raises:
-        ArgumentError: `f` is no jhost function, or an argument has only a type.
+        ArgumentError: `f` is no jhost function, an argument has only a type, or one of
+            jhost's own has another type.
         OptionError: fewer than one round.
 
     Example:
@@ -75,7 +77,9 @@ def tune(
         (8, 2)
     """
     f, args = as_jhost_function("tune", f, args)
-    _check(args, kwargs or {}, rounds)
+    check_kwargs("tune", kwargs)
+    _check_numbers(rounds, gradients)
+    _check_arrays(args, kwargs or {})
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
     primal = calls[f.__name__]
     host_program(primal.call_jaxpr, primal.config)  # raises what is wrong with marks
@@ -105,9 +109,25 @@ def tune(
     return tuning
 
 
-def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: int) -> None:
-    if rounds < 1:
+def _check_numbers(rounds: Any, gradients: Any) -> None:
+    count = as_int(rounds)
+    if count is None:
+        raise errors.ArgumentError(
+            f"jhost.tune takes an int as rounds, but got {rounds!r}."
+        )
+    if count < 1:
         raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+    numbers = [gradients] if as_int(gradients) is not None else gradients
+    if not isinstance(gradients, bool) and not (
+        isinstance(numbers, Sequence) and all(as_int(n) is not None for n in numbers)
+    ):
+        raise errors.ArgumentError(
+            "jhost.tune takes a bool or the numbers of positional arguments as "
+            f"gradients, but got {gradients!r}."
+        )
+
+
+def _check_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
     types = [
         f"{jax.tree_util.keystr(path)}: {leaf}"

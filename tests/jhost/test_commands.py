@@ -149,6 +149,10 @@ def plain(x, up, down):
     return jhost.stream(jax.nn.relu(x @ up) @ down, axis=0)
 
 NUMBER = 3
+SHAPE = (16, 8)
+
+def number():
+    return NUMBER
 
 def step(x, up, down):
     return jax.grad(lambda up: mlp(x, up, down).sum())(up)
@@ -241,6 +245,12 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE:mlp", "--mesh", "tp"], "'tp' is no mesh; write dp=2,tp=4"),
         (["MODULE:mlp", "--mesh", "tp=0"], "'tp=0' is no mesh"),
         (["MODULE"], "names no function; write module:function"),
+        (["../m:f"], "'../m:f' names no function; write module:function"),
+        (["MODULE:mlp", "--arguments", "MODULE:SHAPE"], "it is a tuple"),
+        (["MODULE:mlp", "--arguments", "MODULE:number"], "a tuple of arguments, not a"),
+        (["MODULE:mlp", *SHAPES, "--chunks", "0"], "chunks=0, but needs at least 1"),
+        (["MODULE:mlp", *SHAPES, "--chunks", "few"], "as chunks, but got 'few'"),
+        (["MODULE:mlp", *SHAPES, "--pipeline", "ring"], "'ring', which is none of"),
         (["MODULE:nothing"], "MODULE has no nothing"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
         (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),
@@ -263,13 +273,27 @@ def test_bad_arguments_of_explain_are_an_exit_status_of_2(
     assert text.replace("MODULE", module) in capsys.readouterr().err
 
 
+EXPLAIN = [sys.executable, "-m", "jhost", "explain"]
+
+
+def test_a_module_that_needs_more_devices_gets_a_hint(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (tmp_path / f"{module}.py").read_text()
+    (tmp_path / f"{module}.py").write_text(text.replace("(4,)", "(4096,)"))
+    with pytest.raises(SystemExit) as raised:
+        main(["explain", f"{module}:mlp", *SHAPES])
+    assert raised.value.code == 2
+    assert "JAX_NUM_CPU_DEVICES=" in capsys.readouterr().err
+
+
 def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
-    """In a fresh process, without accelerators, from the folder of the module."""
+    """Also beside a smaller `--mesh`; in a fresh process, from the module's folder."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment["PYTHONPATH"] = str(Path(jhost.__file__).parents[1])
     finished = subprocess.run(
-        [sys.executable, "-m", "jhost", "explain", f"{module}:mlp", *SHAPES],
+        [*EXPLAIN, f"{module}:mlp", *SHAPES, "--mesh", "tp=2"],
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -324,6 +348,8 @@ def test_results_that_disagree_are_an_exit_status_of_1(
         (["--devices", "1000"], "asks for more devices than the"),
         (["--devices", "2", "--tokens", "7"], "2 does not divide 7"),
         (["--rounds", "0"], "'0' is not a whole number above 0"),
+        (["--json", "no/such/folder.json"], "is no file that can be written"),
+        (["--json", "."], "'.' is no file that can be written"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -336,8 +336,54 @@ def test_a_value_is_not_known_while_tracing() -> None:
 def test_shardings_that_are_no_prefix_are_refused(mesh: Mesh) -> None:
     for name in ("in_shardings", "out_shardings"):
         f = jhost.jit(identity, **options(mesh=mesh, **{name: (P(), P())}))
-        with pytest.raises(ValueError, match=r"pytree|tree prefix"):
+        with pytest.raises(errors.OptionError, match="tree prefix of the") as raised:
             f(X)
+        assert f"jhost.jit of identity: {name} must be" in str(raised.value)
+
+
+PARAMS = {"w": X, "b": X}
+WHOLE = {"w": P(), "b": P()}
+
+
+@pytest.mark.parametrize(
+    ("in_shardings", "text"),
+    [
+        (({"w": P()}, P("tp")), "* pytree structure error: different numbers of"),
+        (({"w": P()}, P("tp")), "so the symmetric difference on key sets is "),
+        ((P("tp"), WHOLE), "different types at key path in_shardings[1] "),
+        ((WHOLE,), "tuple of the 2 positional arguments"),
+    ],
+    ids=["missing", "which", "swapped", "too few"],
+)
+def test_what_is_no_prefix_is_named_by_its_path(
+    mesh: Mesh, in_shardings: Any, text: str
+) -> None:
+    f = jhost.jit(
+        lambda params, x: x @ params["w"], mesh=mesh, in_shardings=in_shardings
+    )
+    with pytest.raises(errors.OptionError) as raised:
+        f(PARAMS, X)
+    assert text in str(raised.value)
+    assert "prefix_tree[" not in str(raised.value)
+
+
+def test_in_shardings_are_not_for_keyword_arguments(mesh: Mesh) -> None:
+    f = jhost.jit(lambda x, y: x + y, mesh=mesh, in_shardings=(P("tp"), P("tp")))
+    with pytest.raises(
+        errors.OptionError, match=r"tuple of the 1 positional arguments"
+    ):
+        f(X, y=X)
+
+
+def test_meshes_of_the_same_devices_in_another_order_are_told_apart(mesh: Mesh) -> None:
+    other = NamedSharding(Mesh(mesh.devices[::-1], ("tp",)), P("tp"))
+    with pytest.raises(errors.MeshMismatchError) as raised:
+        jhost.jit(identity, mesh=mesh, in_shardings=other)(X)
+    lines = str(raised.value).splitlines()
+    assert lines[1] == "  * mesh(tp=4) on devices 0, 1, 2, 3"
+    assert lines[2] == "  * mesh(tp=4) on devices 3, 2, 1, 0"
+    with pytest.raises(errors.MeshMismatchError, match="devices 3, 2, 1, 0"):
+        jhost.jit(identity, mesh=mesh)(jax.device_put(X, other))
 
 
 def test_every_error_is_a_builtin_one_too_and_names_its_section() -> None:
@@ -346,4 +392,4 @@ def test_every_error_is_a_builtin_one_too_and_names_its_section() -> None:
         assert issubclass(cls, (*values, RuntimeError, ImportError, TimeoutError))
         text = str(cls("What is wrong.", ["one", "two"]))
         assert text.splitlines()[1:3] == ["  * one", "  * two"]
-        assert text.endswith(f"docs/errors.md#{cls.__name__.lower()}")
+        assert text.endswith(f"help(jhost.errors.{cls.__name__})")

@@ -336,7 +336,7 @@ def test_arguments_of_tune_are_checked() -> None:
         jhost.tune(relu_block, *ARGS)  # pyright: ignore[reportArgumentType]
     with pytest.raises(errors.OptionError, match="rounds=0"):
         jhost.tune(f, *ARGS, rounds=0)
-    for gradients in (3, (4, 5)):
+    for gradients in (3, (4, 5), -4):
         with pytest.raises(errors.ArgumentError, match="no gradients of relu_block"):
             tuned(gradients=gradients)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ARGS]
