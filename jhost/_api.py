@@ -158,6 +158,19 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return explain_around(f, args, kwargs)
 
 
+def check_kwargs(name: str, kwargs: Any) -> None:
+    """Refuses what is no dict of keyword arguments, in the words of `jhost.<name>`."""
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(
+        isinstance(key, str) for key in cast(Mapping[Any, Any], kwargs)
+    ):
+        raise errors.ArgumentError(
+            f"jhost.{name} takes a dict of keyword arguments as kwargs, but got "
+            f"{kwargs!r}."
+        )
+
+
 def as_jhost_function(
     name: str, f: Any, args: Sequence[Any]
 ) -> tuple[JitFunction[..., Any], tuple[Any, ...]]:

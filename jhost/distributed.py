@@ -119,7 +119,7 @@ def _check_is_early() -> None:
 def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
     advice = one_gpu_each(os.environ)
     if advice and local_device_ids is None and is_first(os.environ):
-        warnings.warn(f"{advice}.\nSee docs/processes.md", stacklevel=3)
+        warnings.warn(f"{advice}.", stacklevel=3)
 
 
 def _with_flags(given: str, flags: Mapping[str, Any]) -> str:

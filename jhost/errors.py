@@ -1,12 +1,30 @@
 """The ways a use of jhost can be wrong, one class per cause.
 
 Each class is also the builtin that fits (`ValueError`, `TypeError`), and each has a
-section in `docs/errors.md` with an example and its fix, which the message names.
+section in `docs/errors.md` with an example and its fix.  The page is in the wheel as
+well: `help` of a class has its section, and messages say so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+_PAGE = resources.files("jhost").joinpath("errors.md").read_text(encoding="utf-8")
+
+
+def _with_section(cls: type) -> None:
+    """Adds what the page says of a class to its docstring."""
+    section = re.search(rf"^## {cls.__name__}\n(.*?)(?=^#+ \w|\Z)", _PAGE, re.M | re.S)
+    if section is not None:
+        cls.__doc__ = f"{cls.__doc__ or ''}\n{section[1].rstrip()}\n"
+
+
+def more_in_help(cls: type) -> str:
+    """The last line of a message: where there is more about errors of a class."""
+    return f"For an example and its fix: help(jhost.errors.{cls.__name__})"
 
 
 class JhostError(Exception):
@@ -19,8 +37,11 @@ class JhostError(Exception):
 
     def __init__(self, message: str, offenders: Sequence[str] = ()) -> None:
         lines = [message, *(f"  * {offender}" for offender in offenders)]
-        lines.append(f"See docs/errors.md#{type(self).__name__.lower()}")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([*lines, more_in_help(type(self))]))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _with_section(cls)
 
 
 class DimError(JhostError, ValueError):
@@ -124,6 +145,9 @@ class ReplicationWarning(UserWarning):
 
     `jhost.jit(replication_limit=...)` says from how many bytes on.
     """
+
+
+_with_section(ReplicationWarning)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,16 +1,17 @@
 """Checks of functions that jhost compiles: right, pipelined, and moving no more.
 
-jhost's own tests use them.  They need chex: `pip install 'jhost[testing]'`; the fixture
+jhost's own tests use them.  They need chex: `pip install 'chex>=0.1.92'`; the fixture
 and marker for devices are in `jhost.pytest_plugin`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,11 @@ from jax.sharding import AxisType, Mesh
 try:
     import chex
 except ImportError as error:
-    raise ImportError(
-        "jhost.testing needs chex: pip install 'jhost[testing]'"
-    ) from error
+    raise ImportError("jhost.testing needs chex: pip install 'chex>=0.1.92'") from error
 
 from jhost import errors
-from jhost._annotate import Pipeline
-from jhost._api import JitFunction, as_jhost_function
+from jhost._annotate import Pipeline, as_int
+from jhost._api import JitFunction, as_jhost_function, check_kwargs
 from jhost._call.around import InnerCall, calls_in
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
@@ -42,22 +41,37 @@ def mesh_of(axes: Axes) -> Mesh:
     """A mesh of the first devices with these axes and sizes, all of them automatic.
 
     Raises:
-        OptionError: there are fewer devices.
+        ArgumentError: `axes` is no dict of names and sizes.
+        OptionError: a size is below 1, or there are fewer devices.
 
     Example:
         >>> mesh_of({"tp": 1}).shape["tp"]
         1
     """
+    _check_axes(axes)
     sizes = tuple(axes.values())
-    try:
-        types = (AxisType.Auto,) * len(sizes)
-        return jax.make_mesh(sizes, tuple(axes), axis_types=types)
-    except ValueError as error:
+    if math.prod(sizes) > jax.device_count():
         raise errors.OptionError(
             f"A mesh {dict(axes)} needs more than the {jax.device_count()} "
             f"{jax.default_backend()} devices that there are. jhost.pytest_plugin "
-            "makes virtual ones of the CPU."
-        ) from error
+            "makes virtual ones of the CPU; outside of pytest, set "
+            f"JAX_NUM_CPU_DEVICES={math.prod(sizes)}."
+        )
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=types)
+
+
+def _check_axes(axes: Any) -> None:
+    pairs = dict(cast(Mapping[Any, Any], axes)) if isinstance(axes, Mapping) else None
+    if pairs is None or not all(
+        isinstance(name, str) and as_int(size) is not None
+        for name, size in pairs.items()
+    ):
+        raise errors.ArgumentError(
+            f"A mesh is a dict of axes and sizes, such as {{'tp': 4}}, not {axes!r}."
+        )
+    if min(pairs.values(), default=1) < 1:
+        raise errors.OptionError(f"A mesh {axes} has an axis of less than one device.")
 
 
 # --- Values ----------------------------------------------------------------------- #
@@ -75,6 +89,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
 
     Raises:
         AssertionError: they do not.
+        ArgumentError, OptionError: a leaf is no array, or the tolerance no number of at
+            least 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,16 +100,44 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
         ...
         AssertionError: the result: they differ by 9.5e-07 of the largest value; ...
     """
-    given, wanted = jax.tree.map(_as_array, (given, wanted))
+    _check_tolerance("assert_close", tolerance)
+    given, wanted = _arrays("given", given), _arrays("wanted", wanted)
     chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
     problems = beyond_tolerance(given, wanted, tolerance)
     if problems:
         raise AssertionError("\n".join(problems))
 
 
-def _as_array(leaf: Any) -> Any:
-    """Numbers of Python's as JAX takes them."""
-    return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
+def _arrays(what: str, tree: Any) -> Any:
+    """Python's numbers are arrays too, and nothing else is."""
+
+    def array(path: Any, leaf: Any) -> Any:
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            return leaf
+        try:
+            return jnp.asarray(leaf)
+        except TypeError:
+            raise errors.ArgumentError(
+                "jhost.testing.assert_close takes trees of arrays, but "
+                f"{what}{jax.tree_util.keystr(path)} is {leaf!r}."
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(array, tree)
+
+
+def _check_tolerance(function: str, tolerance: Any) -> None:
+    if tolerance is None:
+        return
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
+        raise errors.ArgumentError(
+            f"jhost.testing.{function} takes a number as tolerance, but got "
+            f"{tolerance!r}."
+        )
+    if not tolerance >= 0:
+        raise errors.OptionError(
+            f"jhost.testing.{function} got tolerance={tolerance!r}; it needs at least "
+            "0."
+        )
 
 
 def assert_equals_plain(
@@ -123,6 +167,8 @@ def assert_equals_plain(
         AssertionError: they differ; the text has every case that does.
         ArgumentError: `f` is no jhost function, or `pipelines` or `meshes` are empty.
         PipelineError: a pipeline in `pipelines` cannot be.
+        ArgumentError, OptionError: an argument of another type, or `pipelines` or
+            `meshes` without any.
 
     Example:
         >>> import jax.numpy as jnp
@@ -130,13 +176,15 @@ def assert_equals_plain(
         >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0))
         >>> assert_equals_plain(f, jnp.ones((8, 2)), meshes=[{"tp": 1}])
     """
-    f, args = as_jhost_function("testing.assert_equals_plain", f, args)
-    for name, several in (("pipelines", pipelines), ("meshes", meshes)):
-        if several is not None and not len(several):
-            raise errors.ArgumentError(
-                f"jhost.testing.assert_equals_plain got no {name}, and would compare "
-                f"nothing. Leave {name}= out for the usual."
-            )
+    name = "testing.assert_equals_plain"
+    f, args = as_jhost_function(name, f, args)
+    check_kwargs(name, kwargs)
+    _check_tolerance("assert_equals_plain", tolerance)
+    _check_several(pipelines=pipelines, meshes=meshes)
+    if not isinstance(gradients, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.ArgumentError(
+            f"jhost.{name} takes a bool as gradients, but got {gradients!r}."
+        )
     problems: list[str] = []
     for mesh in meshes or [None]:
         # The arguments are needed again.
@@ -152,6 +200,23 @@ def assert_equals_plain(
     if problems:
         lines = "\n".join(f"  * {problem}" for problem in problems)
         raise AssertionError(f"{f.__name__} is not as the plain function:\n{lines}")
+
+
+def _check_several(**given: Any) -> None:
+    """Refuses what is no sequence, and what is empty: it would compare nothing."""
+    for name, values in given.items():
+        if values is None:
+            continue
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise errors.ArgumentError(
+                f"jhost.testing.assert_equals_plain takes a list as {name}, but got "
+                f"{values!r}."
+            )
+        if not values:
+            raise errors.OptionError(
+                f"jhost.testing.assert_equals_plain got {name}={values!r}, with which "
+                f"it would compare nothing. Give one, or leave out {name}=."
+            )
 
 
 def _as_mesh(mesh: Mesh | Axes) -> Mesh:
@@ -236,6 +301,8 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
 
 
 def _calls(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[InnerCall]:
+    if not callable(fun):
+        raise errors.ArgumentError(f"jhost.testing takes a function, but got {fun!r}.")
     if isinstance(fun, JitFunction):
         return [InnerCall(*fun.as_call(args, kwargs)[:2])]
     return calls_in(fun, args, kwargs)
@@ -301,6 +368,7 @@ def assert_program(
     Raises:
         AssertionError: it has others; the text has what is missing, what is too much,
             and the explanation.
+        ArgumentError: an argument of another type.
 
     Example:
         >>> import jax.numpy as jnp
@@ -308,6 +376,17 @@ def assert_program(
         >>> f = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=0, chunks=2))
         >>> assert_program(f, jnp.ones(4), loops=1, communications=[])
     """
+    check_kwargs("testing.assert_program", kwargs)
+    if loops is not None and as_int(loops) is None:
+        raise errors.ArgumentError(
+            f"jhost.testing.assert_program takes an int as loops, but got {loops!r}."
+        )
+    some = communications is None or isinstance(communications, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(communications, str) or not some:
+        raise errors.ArgumentError(
+            "jhost.testing.assert_program takes a list as communications, such as "
+            f"['AllGather over tp'], but got {communications!r}."
+        )
     explanations = _explanations(fun, args, kwargs or {})
     problems: list[str] = []
     found = sum(each.loops for each in explanations)

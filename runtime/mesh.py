@@ -9,7 +9,6 @@ from collections.abc import (
     Iterable,
     Mapping,
     Sequence,
-    Set,
 )
 from contextlib import contextmanager
 from typing import Any, cast
@@ -44,7 +43,7 @@ def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | No
                 raise errors.MeshMismatchError(
                     "One jhost function runs on one mesh. Give the same mesh in every "
                     "sharding, and in mesh=.",
-                    [mesh_text(mesh), mesh_text(sharding.mesh)],
+                    mesh_texts(mesh, sharding.mesh),
                 )
             mesh = sharding.mesh if mesh is None else mesh
     if mesh is None:
@@ -175,23 +174,30 @@ def foreign_arrays(values: Mapping[str, Any], mesh: AnyMesh) -> list[str]:
             there = value.sharding.device_set
             if there != here:
                 offenders.append(
-                    f"{name} of shape {value.shape} is on {devices_text(there)}"
+                    f"{name} of shape {value.shape} is on "
+                    f"{devices_text(sorted(there, key=lambda device: device.id))}"
                 )
     return offenders
 
 
-def devices_text(devices: Iterable[Any]) -> str:
-    """A short list of devices; those of a set in order."""
-    if isinstance(devices, Set):
-        devices = sorted(devices, key=lambda device: device.id)
+def devices_text(devices: Iterable[Any], most: int = 8) -> str:
+    """The ids of devices as they stand, of many those of the first."""
     ids = [device.id for device in devices]
-    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    shown = ", ".join(map(str, ids[:most])) + (", ..." if len(ids) > most else "")
     return f"device{'s' if len(ids) > 1 else ''} {shown}"
 
 
-def mesh_text(mesh: AnyMesh) -> str:
-    """`mesh` with its axes, and its devices where it has them."""
+def mesh_text(mesh: AnyMesh, most: int = 8) -> str:
+    """`mesh` with its axes, and the first `most` of its devices where it has them."""
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     if isinstance(mesh, Mesh):
-        return f"mesh({axes}) on {devices_text(mesh.devices.flat)}"
+        return f"mesh({axes}) on {devices_text(mesh.devices.flat, most)}"
     return f"mesh({axes})"
+
+
+def mesh_texts(one: AnyMesh, other: AnyMesh) -> tuple[str, str]:
+    """Two meshes, with all of their devices where the first ones are the same."""
+    texts = mesh_text(one), mesh_text(other)
+    if texts[0] != texts[1]:
+        return texts
+    return mesh_text(one, one.size), mesh_text(other, other.size)

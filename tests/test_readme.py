@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,11 +107,35 @@ def test_the_readme_has_the_two_commands_that_ci_runs() -> None:
     assert "grep '^python3 -m venv ' README.md" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_no_index_is_said_to_have_jhost() -> None:
+    """What is to be installed, beside JAX, is what an extra of the project names."""
+    said: set[str] = set()
+    for folder in ("docs", "jhost", "runtime"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".md", ".py"):
+                said |= set(
+                    re.findall(r"pip install '((?!jax)\w[^']*)'", path.read_text())
+                )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert said
+    assert said <= {requirement for extra in extras.values() for requirement in extra}
+
+
+def test_git_does_not_see_what_the_training_example_writes() -> None:
+    example = (ROOT / "examples" / "train_transformer.py").read_text()
+    (folder,) = re.findall(r'"--out", type=Path, default=Path\("(.*)"\)', example)
+    assert f"{folder}/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_every_error_has_a_section() -> None:
     page = (ROOT / "docs/errors.md").read_text()
     found = re.findall(r"^## (\w+(?:Error|Warning))$", page, re.M)
     classes = [*ERRORS, errors.ReplicationWarning]
     assert sorted(found) == sorted(cls.__name__ for cls in classes)
+    for cls in classes:
+        examples = error_examples(cls.__name__)[2:]
+        assert all(example.text in (cls.__doc__ or "") for example in examples), cls
 
 
 ELSEWHERE = {  # in processes of their own: test_processes.py
@@ -126,7 +151,7 @@ def test_the_first_example_raises_and_the_second_runs(
     cls: type[errors.JhostError],
 ) -> None:
     page, namespace, wrong, right = error_examples(cls.__name__)
-    with pytest.raises(cls, match=f"docs/errors.md#{cls.__name__.lower()}") as raised:
+    with pytest.raises(cls, match=rf"help\(jhost.errors.{cls.__name__}\)") as raised:
         run(page, wrong, dict(namespace))
     assert raised.type is cls
     run(page, right, dict(namespace))

@@ -19,6 +19,7 @@ TOP_LEVEL = {
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "README.md",
     "benchmarks",
     "docs",
@@ -44,9 +45,9 @@ def built(tree: Path, how: str) -> zipfile.ZipFile:
     In a copy, because setuptools keeps what it built before in `build/`, and ships a
     module from there after it has left the tree.
     """
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
-    for name in ("jhost", "lowering", "runtime"):
+    for name in ("docs", "jhost", "lowering", "runtime"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     build = f"import setuptools.build_meta as b; b.{how}('dist')"
@@ -67,7 +68,9 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: zipfile.ZipFile) -> Non
         ]
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert shipped == modules | {"jhost/py.typed"}
+    assert shipped == modules | {"jhost/errors.md", "jhost/py.typed"}
+    page = (ROOT / "docs" / "errors.md").read_bytes()
+    assert wheel.read("jhost/errors.md") == page
 
 
 def test_an_editable_install_is_found_beside_a_clone(tmp_path: Path) -> None:

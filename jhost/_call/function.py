@@ -34,7 +34,7 @@ from jhost._call.program import (
     host_program,
 )
 from jhost._call.residuals import settle_residuals
-from jhost._call.settings import Options, Settings, check
+from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.stages import Lowered
 from jhost._jax import (
     Traced,
@@ -195,6 +195,7 @@ class JitFunction(Generic[P, R]):
         if "mesh" in options:
             kept["in_shardings"] = shardings.specs(self._settings.in_shardings)
             kept["out_shardings"] = shardings.specs(self._settings.out_shardings)
+        check_names(options)
         settings = dataclasses.replace(self._settings, **{**kept, **options})
         check(settings)
         return JitFunction(self._fun, settings=settings)

@@ -239,7 +239,7 @@ def _warn_of_replication(program: Program, limit: int) -> None:
                 f"{program.name}: {report}. Shard another dim of it, or call it in a "
                 "jax.shard_map, whose specs say how its operands lie. "
                 "jhost.jit(replication_limit=...) says from how many bytes on this is "
-                "worth a warning.\nSee docs/errors.md#replicationwarning",
+                "worth a warning.\n" + errors.more_in_help(errors.ReplicationWarning),
                 errors.ReplicationWarning,
                 stacklevel=2,
             )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, cast, get_args
 
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline, as_int
@@ -86,6 +86,7 @@ def check(settings: Settings) -> None:
     _check_shardings({"in": settings.in_shardings, "out": settings.out_shardings})
     _check_chunks(settings.chunks)
     _check_tuning(settings.tuning)
+    _check_static_and_donated(settings)
     _check_compiler_options(settings.compiler_options)
     if settings.pipeline not in get_args(Pipeline):
         raise errors.OptionError(
@@ -106,23 +107,59 @@ def check(settings: Settings) -> None:
         )
 
 
+def check_names(options: Mapping[str, Any]) -> None:
+    """Refuses what `jhost.jit` has no argument for.
+
+    Raises:
+        ArgumentError: there is some.
+    """
+    known = [field.name for field in dataclasses.fields(Settings)]
+    if unknown := [name for name in options if name not in known]:
+        raise errors.ArgumentError(
+            f"jhost.jit takes {', '.join(known)}, but with_options got "
+            f"{', '.join(unknown)}."
+        )
+
+
+def _check_static_and_donated(settings: Settings) -> None:
+    offenders = [
+        f"{kind}_{what}: {value!r} is no {one} and no sequence of them"
+        for kind in ("static", "donate")
+        for what, one, is_one in (
+            ("argnums", "int", lambda number: as_int(number) is not None),
+            ("argnames", "str", lambda name: isinstance(name, str)),
+        )
+        for value in (getattr(settings, f"{kind}_{what}"),)
+        if value is not None and not is_one(value) and not _all(is_one, value)
+    ]
+    if offenders:
+        raise errors.ArgumentError(
+            "jhost.jit takes the numbers and names of arguments as jax.jit does.",
+            offenders,
+        )
+
+
+def _all(is_one: Callable[[Any], bool], values: Any) -> bool:
+    return isinstance(values, Iterable) and all(map(is_one, values))
+
+
 def _check_compiler_options(options: Any) -> None:
     if options is None:
         return
     if not isinstance(options, Mapping):
         raise errors.ArgumentError(
-            "jhost.jit takes a mapping from names to values as compiler_options, but "
-            f"got {options!r}."
+            "jhost.jit takes a dict as compiler_options, such as "
+            f"{{'xla_embed_ir_in_executable': True}}, but got {options!r}."
         )
     offenders = [
         f"{name!r}: {value!r}"
-        for name, value in options.items()
-        if not isinstance(name, str) or not isinstance(value, str | bool | int | float)
+        for name, value in cast(Mapping[Any, Any], options).items()
+        if not isinstance(name, str) or not isinstance(value, bool | int | float | str)
     ]
     if offenders:
         raise errors.ArgumentError(
-            "jhost.jit takes names of XLA's options with texts, numbers or bools as "
-            "compiler_options.",
+            "jhost.jit takes names of XLA's options with a bool, int, float or str "
+            "each as compiler_options.",
             offenders,
         )
 

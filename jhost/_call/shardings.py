@@ -139,15 +139,15 @@ def own_specs(
         for sharding, asked in zip(shardings, wanted, strict=True)
     ]
     offenders = [
-        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh)}"
+        f"{name} has {sharding.spec} over {mesh_text(sharding.mesh, mesh.size)}"
         for name, sharding in zip(names, sharded, strict=True)
         if sharding is not None and not same_mesh(sharding.mesh, mesh)
     ]
     if offenders:
         raise errors.MeshMismatchError(
             f"Arguments are sharded over other meshes than the function's, "
-            f"{mesh_text(mesh)}. Move them with jax.device_put(x, NamedSharding(mesh, "
-            "spec)), or give jhost.jit their mesh.",
+            f"{mesh_text(mesh, mesh.size)}. Move them with jax.device_put(x, "
+            "NamedSharding(mesh, spec)), or give jhost.jit their mesh.",
             offenders,
         )
     return [

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from jhost._commands.block import (
     hosted,
     plain,
     sizes_here,
+    writable_file,
 )
 from jhost._compare import beyond_tolerance
 from jhost._timing import take_turns
@@ -64,7 +64,7 @@ def add_command(commands: Any) -> None:
         help="rows of each size, multiples of the devices (default: three that fit)",
     )
     parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write the figures there"
+        "--json", type=writable_file, metavar="FILE", help="write the figures there"
     )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
@@ -104,8 +104,6 @@ class Row:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
     try:
         devices = devices_here(arguments.devices)
         most = sizes_here(devices)["tokens"]

@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -44,6 +46,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def writable_file(text: str) -> pathlib.Path:
+    """A file that can be made, out of a command's arguments: known before the work."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
+    return path
+
+
 def devices_here(count: int | None) -> list[Any]:
     """Accelerators, or virtual devices of the CPU, which JAX makes when it starts.
 
@@ -56,7 +66,8 @@ def devices_here(count: int | None) -> list[Any]:
     if count is not None and count > len(devices):
         raise errors.OptionError(
             f"--devices {count} asks for more devices than the {len(devices)} "
-            f"({devices[0].device_kind}) that there are."
+            f"({devices[0].device_kind}) that there are. JAX_NUM_CPU_DEVICES={count} "
+            "JAX_PLATFORMS=cpu makes as many of any CPU."
         )
     return devices[:count]
 

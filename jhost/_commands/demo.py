@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import pathlib
 import platform
 import statistics
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from jhost._commands.block import (
     devices_here,
     hosted,
     plain,
+    writable_file,
 )
 from jhost._compare import TOLERANCES, relative_errors
 from jhost._timing import take_turns
@@ -53,7 +53,7 @@ def add_command(commands: Any) -> None:
         )
     parser.add_argument("--dtype", choices=DTYPES, help="of all arrays")
     parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write the figures there"
+        "--json", type=writable_file, metavar="FILE", help="write the figures there"
     )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 

@@ -190,7 +190,7 @@ def _on_cpu(report: Report) -> None:
     report.problems.append(
         Problem(
             "this machine has an NVIDIA driver, but JAX runs on the CPU",
-            "pip install 'jhost[cuda]', and see that nvidia-smi lists the GPUs",
+            "pip install 'jax[cuda13]', and see that nvidia-smi lists the GPUs",
         )
     )
 

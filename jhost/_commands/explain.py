@@ -218,6 +218,14 @@ def _loaded(name: str) -> Any:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and what it needs is not
         raise _NotThereError(f"there is no module {module!r}") from error
+    except ValueError as error:
+        if not str(error).startswith("Number of devices"):
+            raise
+        raise _NotThereError(
+            f"{module} makes a mesh of more devices than the {jax.device_count()} that "
+            f"there are: {errors.first_line(error)}. JAX_PLATFORMS=cpu "
+            "JAX_NUM_CPU_DEVICES=8, or as many as it needs, makes them of any CPU"
+        ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise _NotThereError(f"{module} has no {path}")

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from jhost import _tuning_cache, errors
 from jhost._annotate import as_int
-from jhost._api import JitFunction, as_jhost_function
+from jhost._api import JitFunction, as_jhost_function, check_kwargs
 from jhost._call.program import host_program, planned
 from jhost._progress import no_progress, progress as progress_bar
 from jhost._tune.calls import calls_of
@@ -83,7 +83,9 @@ def tune(
         (8, 2)
     """
     f, args = as_jhost_function("tune", f, args)
-    _check(args, kwargs or {}, rounds)
+    check_kwargs("tune", kwargs)
+    _check_rounds(rounds)
+    _check_arrays(args, kwargs or {})
     args, kwargs = drawn(args, kwargs or {}) if draw else (args, kwargs)
     calls = calls_of(f, args, kwargs or {}, gradients=gradients)
     primal = calls[f.__name__]
@@ -115,11 +117,17 @@ def tune(
     return tuning
 
 
-def _check(args: Sequence[Any], kwargs: Mapping[str, Any], rounds: Any) -> None:
-    if (as_int(rounds) or 0) < 1:
-        raise errors.OptionError(
-            f"jhost.tune got rounds={rounds!r}, but needs an int of at least 1."
+def _check_rounds(rounds: Any) -> None:
+    count = as_int(rounds)
+    if count is None:
+        raise errors.ArgumentError(
+            f"jhost.tune takes an int as rounds, but got {rounds!r}."
         )
+    if count < 1:
+        raise errors.OptionError(f"jhost.tune got rounds={rounds!r}; it needs one.")
+
+
+def _check_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
     types = [
         f"{jax.tree_util.keystr(path)}: {leaf}"

@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"jhost.nnx has layers for flax, but {error}. Install it with "
-        "pip install 'jhost[flax]'; jhost itself does not need it.",
+        "pip install 'flax>=0.12.8'; jhost itself does not need it.",
         name=error.name,
     ) from error
 

@@ -67,7 +67,7 @@ def _matplotlib() -> tuple[Any, Any]:
     except ImportError as error:
         raise errors.MissingPackageError(
             "A picture is drawn by matplotlib, which is not installed: "
-            "`pip install 'jhost[bench]'` brings it. A trace (.json) needs nothing.",
+            "`pip install matplotlib` brings it. A trace (.json) needs nothing.",
             [str(error)],
         ) from error
     return Figure, rc_context

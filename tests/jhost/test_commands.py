@@ -150,6 +150,9 @@ def plain(x, up, down):
 
 NUMBER = 3
 
+def number():
+    return NUMBER
+
 def step(x, up, down):
     return jax.grad(lambda up: mlp(x, up, down).sum())(up)
 
@@ -262,6 +265,7 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),
         (["../m:f"], "'../m' is no module's name; write it with dots"),
         (["MODULE:mlp", "--arguments", "MODULE:NUMBER"], "MODULE:NUMBER is no tuple"),
+        (["MODULE:mlp", "--arguments", "MODULE:number"], "MODULE:number is no tuple"),
         (["MODULE:mlp", "--chunks", "0"], "'0' is not a whole number above 0"),
         (["MODULE:mlp", "--chunks", "many"], "'many' is not a whole number above 0"),
         (["MODULE:mlp", "--pipeline", "ring"], "invalid choice: 'ring'"),
@@ -285,16 +289,27 @@ def test_bad_arguments_of_explain_are_an_exit_status_of_2(
     assert text.replace("MODULE", module) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")], ids=["its own", "smaller"])
-def test_explain_makes_the_devices_that_a_module_asks_for(
-    mesh: tuple[str, ...], module: str
+EXPLAIN = [sys.executable, "-m", "jhost", "explain"]
+
+
+def test_a_module_that_needs_more_devices_gets_a_hint(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a fresh process, without accelerators, from the folder of the module."""
+    text = (tmp_path / f"{module}.py").read_text()
+    (tmp_path / f"{module}.py").write_text(text.replace("(4,)", "(4096,)"))
+    with pytest.raises(SystemExit) as raised:
+        main(["explain", f"{module}:mlp", *SHAPES])
+    assert raised.value.code == 2
+    assert "JAX_NUM_CPU_DEVICES=" in capsys.readouterr().err
+
+
+def test_explain_makes_the_devices_that_a_module_asks_for(module: str) -> None:
+    """Also beside a smaller `--mesh`; in a fresh process, from the module's folder."""
     unset = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment["PYTHONPATH"] = str(Path(jhost.__file__).parents[1])
     finished = subprocess.run(
-        [sys.executable, "-m", "jhost", "explain", f"{module}:mlp", *SHAPES, *mesh],
+        [*EXPLAIN, f"{module}:mlp", *SHAPES, "--mesh", "tp=2"],
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -349,7 +364,8 @@ def test_results_that_disagree_are_an_exit_status_of_1(
         (["--devices", "1000"], "asks for more devices than the"),
         (["--devices", "2", "--tokens", "7"], "2 does not divide 7"),
         (["--rounds", "0"], "'0' is not a whole number above 0"),
-        (["--json", "nowhere/f.json"], "--json: there is no folder nowhere"),
+        (["--json", "no/such/folder.json"], "is no file that can be written"),
+        (["--json", "."], "'.' is no file that can be written"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -386,4 +386,4 @@ def test_every_error_is_a_builtin_one_too_and_names_its_section() -> None:
         assert issubclass(cls, (*values, RuntimeError, ImportError, TimeoutError))
         text = str(cls("What is wrong.", ["one", "two"]))
         assert text.splitlines()[1:3] == ["  * one", "  * two"]
-        assert text.endswith(f"docs/errors.md#{cls.__name__.lower()}")
+        assert text.endswith(f"help(jhost.errors.{cls.__name__})")

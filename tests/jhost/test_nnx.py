@@ -433,4 +433,4 @@ def test_jhost_is_imported_without_flax() -> None:
 def test_without_flax_the_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['flax'] = None; import jhost.nnx"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'jhost[flax]'" in run.stderr
+    assert "pip install 'flax>=0.12.8'" in run.stderr

@@ -405,16 +405,11 @@ def test_arguments_of_tune_are_checked() -> None:
         errors.ArgumentError, match=r"jhost\.tune takes a function made"
     ):
         jhost.tune(relu_block, *ARGS)  # pyright: ignore[reportArgumentType]
-    for rounds in (0, 1.5, "a", True):
-        with pytest.raises(errors.OptionError, match=f"rounds={rounds!r}"):
-            jhost.tune(f, *ARGS, rounds=rounds)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.OptionError, match="rounds=0"):
+        jhost.tune(f, *ARGS, rounds=0)
     beyond: Any = [(3, "3"), (-4, "-4"), ((0, 4, 5), "4, 5")]
     for gradients, which in beyond:
         with pytest.raises(errors.OptionError, match=f"3 .* arguments: {which} is"):
-            jhost.tune(f, *ARGS, gradients=gradients)
-    wrong: Any = ["a", 1.5, (0, "b"), None, (True,)]
-    for gradients in wrong:
-        with pytest.raises(errors.ArgumentError, match="as gradients, but got"):
             jhost.tune(f, *ARGS, gradients=gradients)
     scale = jhost.jit(lambda x, n: x[n])
     with pytest.raises(errors.ArgumentError, match="no gradients of <lambda>"):
