@@ -4,7 +4,9 @@ The source folder is the repository, so that links from page to page, and to tes
 examples, are the same ones there and on the site.
 """
 
-from jhost import __version__
+from typing import Any
+
+from jhost import __version__, errors
 
 project = "jhost"
 version = release = __version__
@@ -27,3 +29,16 @@ autodoc_typehints = "none"
 # libraries could be looked up only with a network.
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!jhost).*")]
+
+
+def _without_section(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Of an error its own words: its section, which `help` has too, is on a page."""
+    if isinstance(obj, type) and obj.__module__ == errors.__name__:
+        if section := errors.section_of(obj).splitlines():
+            del lines[lines.index(section[0]) :]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _without_section)

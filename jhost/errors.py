@@ -7,6 +7,7 @@ well: `help` of a class has its section, and messages say so.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -15,11 +16,16 @@ from typing import Any
 _PAGE = resources.files("jhost").joinpath("errors.md").read_text(encoding="utf-8")
 
 
+def section_of(cls: type) -> str:
+    """What the page says of a class, in Markdown."""
+    found = re.search(rf"^## {cls.__name__}\n(.*?)(?=^#+ \w|\Z)", _PAGE, re.M | re.S)
+    return found[1].strip() if found else ""
+
+
 def _with_section(cls: type) -> None:
     """Adds what the page says of a class to its docstring."""
-    section = re.search(rf"^## {cls.__name__}\n(.*?)(?=^#+ \w|\Z)", _PAGE, re.M | re.S)
-    if section is not None:
-        cls.__doc__ = f"{cls.__doc__ or ''}\n{section[1].rstrip()}\n"
+    if section := section_of(cls):
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{section}\n"
 
 
 def more_in_help(cls: type) -> str:
