@@ -24,6 +24,7 @@ myst_heading_anchors = 3  # links to headings, as GitHub makes them
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+napoleon_attr_annotations = False  # their types have no pages here
 
 # A reference that leads nowhere is a warning, and warnings are errors.  Names of other
 # libraries could be looked up only with a network.

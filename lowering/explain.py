@@ -27,10 +27,15 @@ from jhost.lowering.rules.dim_rule import axes_size
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationReport:
-    """One communication of the program; `bytes` is what each device receives in all.
+    """One communication of the program.
 
-    `chunks` is how many pieces it goes in (1 outside a loop over chunks), and `times`
-    how often it does in a `lax.scan`.
+    Attributes:
+        kind: such as `"AllGather"`.
+        axes: the mesh axes whose devices take part.
+        value: what is communicated, as the user's lines call it.
+        bytes: what each device receives in all.
+        chunks: how many pieces it goes in; 1 outside a loop over chunks.
+        times: how often it does in a `lax.scan`.
     """
 
     kind: str
@@ -53,12 +58,20 @@ class CommunicationReport:
 class Explanation:
     """The answer of `jhost.explain`; `str` of it reads well.
 
-    `options` are those that XLA is given for the overlap, applied, refused and missed;
-    `schedule` is there once XLA has compiled the program: `Compiled.schedule` as text.
-    `programs` are those of a function around jhost functions, `bodies` those of loops
-    and branches in a program; what each of them has is among the rows here, too.
-    `calls` is how often the function around it runs a program, in scans as well; the
-    rows are of one run.
+    Attributes:
+        name: the function's, and what JAX derived of it.
+        loops: how many loops over chunks there are.
+        streams: what became of each mark, and why.
+        layouts: each value that changes its layout, and what the other way would move.
+        communications: all of them, with their bytes.
+        notes: where streams stop, and what else there is to know.
+        options: those that XLA is given for the overlap, applied, refused and missed.
+        schedule: `Compiled.schedule` as text, once XLA has compiled the program.
+        programs: those of a function around jhost functions; what each of them has is
+            among the rows here, too.
+        bodies: those of loops and branches in a program, likewise.
+        calls: how often the function around it runs a program, in scans as well; the
+            rows are of one run.
     """
 
     name: str

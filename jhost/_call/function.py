@@ -120,7 +120,28 @@ class JitFunction(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the function; compiles it first where these types are new."""
+        """Runs the function; compiles it first where these types are new.
+
+        Args:
+            *args: the plain function's arguments: trees of arrays of global shapes, and
+                static ones.
+            **kwargs: likewise.
+
+        Returns:
+            What the plain function returns, as arrays over the mesh.
+
+        Raises:
+            DimError, SpecRankError, UnknownAxisError, DuplicateAxisError,
+                DivisibilityError, OptionError: shardings that do not fit the arguments
+                or results.
+            NoMeshError, MeshMismatchError: there is no mesh, or there are several.
+            StreamConflictError, StreamDimError, PipelineError, ChunksError: marks that
+                cannot be followed.
+            CompilerOptionError: XLA refuses one of the `compiler_options`.
+            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
+                all about to run the same.
+            UnsupportedError: a part of JAX that jhost does not take.
+        """
         if axes := manual_axes():
             self._check_has_no_mesh(axes)
             return self._on_one_device(*args, **kwargs)
@@ -153,6 +174,13 @@ class JitFunction(Generic[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lowers the function for arguments, or `jax.ShapeDtypeStruct` in their place.
+
+        Args:
+            *args: as for a call; types with a shape and a dtype may stand for arrays.
+            **kwargs: likewise.
+
+        Raises:
+            JhostError: whatever a call would, but for what is seen when it runs.
 
         Example:
             >>> import jax, jax.numpy as jnp

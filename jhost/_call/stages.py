@@ -40,6 +40,9 @@ class Lowered:
         Args:
             dialect: `"host_ir"`, or what `jax.stages.Lowered.as_text` takes
                 (`"stablehlo"`, `"hlo"`).
+
+        Raises:
+            ValueError: JAX knows no such dialect.
         """
         if dialect == "host_ir":
             return str(self.host_ir)
@@ -61,6 +64,10 @@ class Lowered:
             its text, the indices of the loops around it, and the bytes live on a device
             then.
 
+        Raises:
+            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
+                all about to run this program.
+
         Example:
             >>> import jax.numpy as jnp
             >>> import jhost
@@ -78,7 +85,11 @@ class Lowered:
         return jax.tree.unflatten(self._lowered.out_tree, results), trace
 
     def compile(self) -> Compiled:
-        """Compiles the program for its devices."""
+        """Compiles the program for its devices.
+
+        Raises:
+            CompilerOptionError: XLA refuses one of the `compiler_options`.
+        """
         config = self._config
         with explained_refusals(config.name, dict(config.compiler_options)):
             compiled = self._lowered.compile()
@@ -100,7 +111,18 @@ class Compiled:
     _compare: Callable[[], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable."""
+        """Runs the executable.
+
+        Args:
+            *args: arrays of the shapes and dtypes it was lowered for, without static
+                arguments.
+            **kwargs: likewise.
+
+        Raises:
+            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
+                all about to run this program.
+            TypeError: arguments of other types than it was lowered for.
+        """
         self._compare()
         return self._compiled(*args, **kwargs)
 

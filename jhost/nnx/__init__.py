@@ -5,6 +5,8 @@ forward, and gives what that gives: under `jax.jit` the marks are the identity. 
 `jhost.jit` a block of them becomes a few pipelined loops, forward and backward.
 """
 
+import inspect
+
 try:
     import flax.nnx as _  # noqa: F401
 except ModuleNotFoundError as error:
@@ -26,3 +28,16 @@ from jhost.nnx._linear import (
     RowParallelLinear as RowParallelLinear,
 )
 from jhost.nnx._mlp import ParallelMLP as ParallelMLP, ParallelSwiGLU as ParallelSwiGLU
+
+# flax's metaclass would show `(*args, **kwargs)` in `help` and in editors.
+for _layer in (
+    ParallelAttention,
+    TransformerBlock,
+    ParallelEmbed,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ParallelMLP,
+    ParallelSwiGLU,
+):
+    _, *_parameters = inspect.signature(_layer.__init__).parameters.values()
+    setattr(_layer, "__signature__", inspect.Signature(_parameters))  # noqa: B010

@@ -30,9 +30,17 @@ from jhost.runtime.profile.timeline import Timeline
 class OverlapReport:
     """How much communication a function hides, from `jhost.profile`; `str` is a table.
 
-    Times are in seconds.  `mean` is of the `devices`; `predicted` is what the cost
-    model expects of each, None where it does not know them.  `statements` are those
-    that took time; `timeline` has every span of the call, and how long others took.
+    Times are in seconds.
+
+    Attributes:
+        name: the function's.
+        mesh: its axes and sizes.
+        device_kind: JAX's name for the devices.
+        devices: what each of them did.
+        mean: the mean of the devices.
+        predicted: what the cost model expects of each; None where it knows no rates.
+        statements: those of the Host IR that took time.
+        timeline: every span of the call, and how long other calls took.
     """
 
     name: str

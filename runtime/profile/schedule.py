@@ -22,11 +22,16 @@ from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, pars
 class ScheduledCommunication:
     """A communication as XLA runs it, and the kernels that are issued beside it.
 
-    `name` is XLA's, `operation` JAX's, and `kind` is as in the Host IR.  `bytes` is
-    what each device receives, in a loop in one round; `computation` is then the loop's
-    body, and empty for what is in no loop, branch or call.  `values` is above 1 where
-    XLA combined several communications into one.  `matmuls` and `others` name the
-    kernels beside it; a synchronous one has none.
+    Attributes:
+        name: the instruction's, in the text of the module.
+        operation: JAX's name for what it comes from.
+        kind: as in the Host IR.
+        computation: the body of the loop, branch or call it is in, or nothing.
+        bytes: what each device receives, in a loop in one round.
+        values: above 1 where XLA combined several communications into one.
+        asynchronous: whether anything can run beside it.
+        matmuls: the names of those beside it.
+        others: the names of the other kernels beside it.
     """
 
     name: str
@@ -44,8 +49,10 @@ class ScheduledCommunication:
 class Schedule:
     """What XLA runs on each device, from `Compiled.schedule`; `str` of it is a table.
 
-    `communications` are in the order in which they start.  `matmuls` and `others` name
-    all the kernels; those in the body of a loop are there once.
+    Attributes:
+        communications: in the order in which they start.
+        matmuls: the names of all of them; one in the body of a loop is there once.
+        others: the names of all other kernels, likewise.
     """
 
     communications: tuple[ScheduledCommunication, ...]
