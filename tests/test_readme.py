@@ -80,7 +80,9 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
 @pytest.mark.parametrize(
     "name",
     [
+        "attention.md",
         "explicit-meshes.md",
+        "migration.md",
         "performance.md",
         "quickstart.md",
         "testing.md",
