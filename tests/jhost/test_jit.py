@@ -219,7 +219,7 @@ def test_a_number_counts_among_the_arguments_of_the_call(
 
 @pytest.mark.parametrize(
     "static",
-    [{"static_argnums": 5}, {"static_argnames": "nobody"}, {"static_argnums": "x"}],
+    [{"static_argnums": 5}, {"static_argnames": "nobody"}],
     ids=str,
 )
 def test_static_arguments_that_there_are_not_are_refused_as_by_jax(
