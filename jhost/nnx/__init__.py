@@ -39,5 +39,5 @@ for _layer in (
     ParallelMLP,
     ParallelSwiGLU,
 ):
-    _, *_parameters = inspect.signature(_layer.__init__).parameters.values()
+    _self, *_parameters = inspect.signature(_layer.__init__).parameters.values()
     setattr(_layer, "__signature__", inspect.Signature(_parameters))  # noqa: B010
