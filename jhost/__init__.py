@@ -3,6 +3,8 @@
 from jhost import distributed, errors
 from jhost._annotate import serial, shard, stream
 from jhost._api import JitFunction, explain, jit
+from jhost._calibrate.calibrate import calibrate
+from jhost._calibration import Calibration
 from jhost._call.stages import Compiled, Lowered
 from jhost._profile import profile
 from jhost._tune.tune import tune
@@ -14,6 +16,7 @@ from jhost.runtime.profile.report import OverlapReport
 from jhost.runtime.profile.schedule import Schedule, ScheduledCommunication
 
 __all__ = [
+    "Calibration",
     "Compiled",
     "Explanation",
     "JitFunction",
@@ -23,6 +26,7 @@ __all__ = [
     "ScheduledCommunication",
     "Tuning",
     "__version__",
+    "calibrate",
     "compiler_options",
     "distributed",
     "errors",

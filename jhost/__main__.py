@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jhost._commands import bench, demo, doctor, explain
+from jhost._commands import bench, calibrate, demo, doctor, explain
 from jhost._version import __version__
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"jhost {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (demo, doctor, explain, bench):
+    for command in (demo, doctor, calibrate, explain, bench):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jhost import errors
 from jhost._api import JitFunction, as_jhost_function
+from jhost._calibration import rates_here
 from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
-from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.scopes import statement_texts
 from jhost.runtime.devices import devices_of
@@ -71,7 +71,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     _repeat(call, _WARM_UP, wait)
     trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
     module = parse_module(compiled.as_text())
-    rates = rates_of(devices.kind, devices.reach)
+    rates = rates_here(devices)
     return overlap_report(
         timeline(
             trace,

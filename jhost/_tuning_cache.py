@@ -1,37 +1,19 @@
-"""Tunings on disk: one JSON file each, which any number of processes may use at once.
+"""Tunings on disk: one JSON file each.
 
-A file is written under another name and moved to its place, so that a reader sees all
-of it or none.  What is not a tuning for this environment and these programs is ignored.
-The folder is the one of the XDG Base Directory Specification: JAX runs jhost's devices
-on Linux, so a dependency for the folders of other systems would serve nobody.
+What is not a tuning for this environment and these programs is ignored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from pathlib import Path
 
 from jhost import errors
+from jhost._cache_folder import folder, write
 from jhost._tuning import FORMAT, Environment, Tuning
-
-
-def folder() -> Path:
-    """Where tunings are kept: `JHOST_CACHE_DIR`, or jhost's in the user's cache folder.
-
-    That is `$XDG_CACHE_HOME/jhost`, by default `~/.cache/jhost`.
-    """
-    if given := os.environ.get("JHOST_CACHE_DIR"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification has relative paths ignored.
-    home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return home / "jhost"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +55,9 @@ def store(key: Key, tuning: Tuning) -> None:
     """Keeps a tuning, in place of what was kept before; says so if it cannot."""
     path = key.path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, tuning.to_json())
+        write(path, tuning.to_json())
     except OSError as error:
         _warn(f"the tuning is not kept: {error}")
-
-
-def _write(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _warn(text: str) -> None:

@@ -6,6 +6,7 @@ Before they run, programs are compared between the processes: `runtime/agreement
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -18,10 +19,16 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jhost import errors
-from jhost._jax import backend_is_up
+from jhost._calibration import kept_texts, share
+from jhost._jax import backend_is_up, coordination, process_number
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
 from jhost.runtime.launch import alone_on_its_host, is_first, one_gpu_each
+
+_CALIBRATIONS = "jhost/calibrations"
+
+_SHARE_TIMEOUT = 300_000
+"""Milliseconds that a process waits for process 0, as for its start."""
 
 _LONGEST_TIMEOUT = 1e9
 """Thirty years: in milliseconds it is still a number that JAX can pass on."""
@@ -80,6 +87,7 @@ def initialize(
         coordinator_address, num_processes, process_id, local_device_ids, **arguments
     )
     set_timeout(program_timeout_seconds)
+    _share_calibrations()
     if symmetric_buffers:
         flags = _with_flags(os.environ.get("XLA_FLAGS", ""), SYMMETRIC_BUFFERS)
         os.environ["XLA_FLAGS"] = flags
@@ -120,6 +128,15 @@ def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
     advice = one_gpu_each(os.environ)
     if advice and local_device_ids is None and is_first(os.environ):
         warnings.warn(f"{advice}.", stacklevel=3)
+
+
+def _share_calibrations() -> None:
+    """Gives all processes the calibrations that process 0 finds on its disk."""
+    client = coordination()
+    assert client is not None, "jax.distributed is initialized"
+    if process_number() == 0:
+        client.key_value_set(_CALIBRATIONS, json.dumps(kept_texts()))
+    share(json.loads(client.blocking_key_value_get(_CALIBRATIONS, _SHARE_TIMEOUT)))
 
 
 def _with_flags(given: str, flags: Mapping[str, Any]) -> str:

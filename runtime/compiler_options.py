@@ -96,9 +96,13 @@ def overlap_options(
     mesh: AnyMesh | None, adds_up: bool = False, permuted: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """The `wanted_options` that XLA takes."""
-    wanted = wanted_options(mesh, adds_up, permuted)
+    return accepted(mesh, wanted_options(mesh, adds_up, permuted))
+
+
+def accepted(mesh: AnyMesh | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some options that XLA takes for the devices of `mesh`."""
     if not isinstance(mesh, Mesh):
-        return wanted
+        return dict(wanted)
     # A trial needs a device of this process; one of a topology is in none.
     here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     one = (here or list(mesh.devices.flat))[0]

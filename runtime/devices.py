@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +57,11 @@ def assumed(kind: str) -> Generator[None]:
     finally:
         _assumed.reset(token)
         jax.clear_caches()
+
+
+def is_assumed() -> bool:
+    """Whether devices are taken to be others than they are."""
+    return bool(_assumed.get())
 
 
 def devices_of(mesh: AnyMesh | None) -> Devices:
@@ -121,3 +127,22 @@ def ask_for_cpu_devices(count: int) -> None:
     said = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not said and jax.config.jax_num_cpu_devices == -1:
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def links_between_gpus() -> str:
+    """What joins the GPUs of this host, in the words of `nvidia-smi topo`.
+
+    As `NV18`, or `NODE, SYS` where there are several kinds; empty if that is not known.
+    """
+    command = ["nvidia-smi", "topo", "-m"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ", ".join(sorted(_words_of_links(found.stdout)))
+
+
+def _words_of_links(table: str) -> set[str]:
+    """The cells between GPUs: a row `GPU0  X  NV18  ...` has as many as there are."""
+    rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]
+    return {cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"}

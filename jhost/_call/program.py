@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import Pipeline
+from jhost._calibration import rates_here
 from jhost._call.shard_maps import check_devices
 from jhost._jax import (
     Derivation,
@@ -33,7 +34,6 @@ from jhost._jax import (
 )
 from jhost._primitives import Spec, stream_p
 from jhost._tuning import Tuning, changes, tuned_here
-from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.frontend.build import SaidNames
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -300,7 +300,7 @@ def _passes(config: Config, strict: bool) -> Passes:
         settings=_settings(config),
         streams=config.streams,
         strict=strict,
-        rates=rates_of(devices.kind, devices.reach),
+        rates=rates_here(devices),
         device_kind=devices.kind,
         tuned=tuned_here(config.tunings, config.mesh),
     )

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jhost import errors
+from jhost._calibration import rates_here
 from jhost._call.execute import compare
 from jhost._call.program import Config
 from jhost._jax import as_weak
@@ -194,6 +195,7 @@ def explained(program: Program, config: Config) -> Explanation:
         *explanation.notes,
         *_notes_of_nothing_marked(explanation, config),
         *_notes_of_reach(program, devices_of(config.mesh)),
+        *_notes_of_rates(explanation, devices_of(config.mesh)),
     )
     return dataclasses.replace(
         explanation, name=config.title, notes=notes, options=options
@@ -209,6 +211,15 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
             f"nothing is marked: {' and '.join(asked)} hold for values that "
             "jhost.stream marks"
         )
+
+
+def _notes_of_rates(explanation: Explanation, devices: Devices) -> Iterator[str]:
+    """Where the rates are from that streams were chosen by, on GPUs."""
+    weighed = any(stream.predicted for stream in explanation.streams)
+    rates = rates_here(devices) if devices.platform == "gpu" else None
+    if weighed and rates is not None:
+        measures = "; python -m jhost calibrate measures them" * rates.estimated
+        yield f"predicted by rates of {devices.kind} {rates.source}{measures}"
 
 
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jhost import errors
+from jhost._cache_folder import folder
+from jhost._calibration import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import Block, block_on, devices_here, hosted, plain
 from jhost._compare import beyond_tolerance
 from jhost._text import counted
 from jhost._timing import take_turns
-from jhost._tuning_cache import folder
 from jhost._version import __version__
-from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, all_devices, devices_of
@@ -116,6 +116,7 @@ def examined() -> Report:
     _links(report, devices, here)
     _options(report, mesh)
     _pipelines(report, devices, here)
+    _rates(report, here)
     _cache(report)
     return report
 
@@ -286,11 +287,11 @@ def _tried(block: Block, pipeline: str) -> str:
 
 def _auto(here: Devices) -> str:
     """What `pipeline="auto"` does on such devices."""
-    rates = rates_of(here.kind, here.reach)
+    rates = rates_here(here)
     if here.count == 1:
         return "pipelines nothing: there is one device"
     if rates is None:
-        return "pipelines nothing: these devices are not known; use jhost.tune"
+        return "pipelines nothing: these devices are not known; calibrate or tune"
     kinds: dict[str, CommunicationKind] = {
         "p2p": "CollectivePermute",
         "collective": "AllGather",
@@ -302,10 +303,24 @@ def _auto(here: Devices) -> str:
     ]
     if not beside:
         return "pipelines nothing: no transfer runs beside computation here"
-    how = "prediction"
-    if rates.estimated:
-        how = "estimates from data sheets, where a tenth is to be gained"
-    return f"chooses by {how}; {' and '.join(beside)} can overlap"
+    how = ", where a tenth is to be gained" if rates.estimated else ""
+    return f"chooses by prediction{how}; {' and '.join(beside)} can overlap"
+
+
+def _rates(report: Report, here: Devices) -> None:
+    """Which rates predictions go by, and what a calibration would do."""
+    rates, calibration = rates_here(here), calibration_here(here)
+    source = rates.source if rates else "none: nothing was measured on such devices"
+    age = f", {age_text(calibration.date)}" if calibration else ""
+    report.facts["rates"] = {"matmuls and links": source + age}
+    if here.platform != "gpu":
+        return
+    report.notes += [f"a calibration does not hold, {why}" for why in outdated(here)]
+    if rates is None or rates.estimated:
+        report.notes.append(
+            "`python -m jhost calibrate` measures these devices in one to two minutes, "
+            "and predictions go by it from then on"
+        )
 
 
 # --- Files ---------------------------------------------------------------------- #

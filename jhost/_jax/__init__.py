@@ -443,6 +443,8 @@ class Coordination(Protocol):
         self, key: str, value: bytes, allow_overwrite: bool = False
     ) -> None: ...
 
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
     def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
@@ -455,6 +457,11 @@ class Coordination(Protocol):
 def coordination() -> Coordination | None:
     """This process's client of the coordination service; None without one."""
     return distributed.global_state.client
+
+
+def process_number() -> int:
+    """This process's number in its job, which asks for no device."""
+    return distributed.global_state.process_id
 
 
 def backend_is_up() -> bool:

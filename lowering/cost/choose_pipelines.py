@@ -90,7 +90,10 @@ class ChoosePipelines:
         if program.mesh.size == 1:
             return "there is one device, and nothing moves"
         if self.rates is None:
-            return f"nothing was measured on devices of the kind {self.device_kind}"
+            return (
+                f"nothing was measured on devices of the kind {self.device_kind}, and "
+                "python -m jhost calibrate would"
+            )
         if not (
             self.rates.permute.beside_compute or self.rates.collective.beside_compute
         ):

@@ -60,8 +60,9 @@ class Rates:
     `launch` the seconds between two kernels, `host` those to launch one.
     `permute` holds between devices of one process, `collective` on one host, and
     `network` between hosts; `reach` says how far apart the devices along each axis of a
-    mesh lie, where it is not within a process.  Rates are `estimated` where nothing
-    was measured on such devices: then only clear gains count.
+    mesh lie, where it is not within a process.  `source` says where the rates come
+    from; they are `estimated` where nothing was measured on such devices: then only
+    clear gains count.
     """
 
     matmul: float
@@ -73,6 +74,7 @@ class Rates:
     permute: Link
     collective: Link
     network: Link
+    source: str = "shipped with jhost"
     estimated: bool = False
     reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
 
@@ -175,6 +177,7 @@ class _DataSheet:
             memory=_H200.memory * self.memory / _SHEET_OF_H200.memory,
             permute=_H200.permute.times(link),
             collective=_H200.collective.times(link),
+            source="estimated from data sheets",
             estimated=True,
         )
 
@@ -220,3 +223,9 @@ def rates_of(kind: str, reach: Mapping[str, Reach] | None = None) -> Rates | Non
     """The rates of devices of that kind (JAX's `device_kind`), if they are known."""
     rates = _RATES.get(kind)
     return rates and dataclasses.replace(rates, reach=reach or {})
+
+
+def rates_to_start_from(kind: str) -> Rates:
+    """What is known of such devices; an H200's rates, if that is nothing."""
+    unknown = dataclasses.replace(_H200, source="those of an H200", estimated=True)
+    return _RATES.get(kind, unknown)

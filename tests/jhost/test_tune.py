@@ -95,7 +95,7 @@ def test_devices_that_nobody_has_measured_are_tuned_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There every candidate is measured, and nothing is predicted."""
-    monkeypatch.setattr("jhost._call.program.rates_of", lambda *_: None)
+    monkeypatch.setattr("jhost._call.program.rates_here", lambda *_: None)
     (stream,) = tuned().programs[0].streams
     texts = {candidate.text for candidate in stream.candidates}
     assert {"not pipelined", "p2p with a chunk a device", "p2p with 8 chunks"} <= texts

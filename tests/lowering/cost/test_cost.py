@@ -241,7 +241,10 @@ def test_what_is_the_same_on_paper_has_the_same_rates() -> None:
     h100 = rates_of("NVIDIA H100 80GB HBM3")
     assert H200 is not None
     assert h100 == dataclasses.replace(
-        H200, memory=H200.memory * 3.35 / 4.8, estimated=True
+        H200,
+        memory=H200.memory * 3.35 / 4.8,
+        source="estimated from data sheets",
+        estimated=True,
     )
 
 

@@ -1,0 +1,1 @@
+"""What devices do per second, measured on those that are there."""

@@ -1,0 +1,279 @@
+"""Measurements of the devices of this process, for `lowering/cost/fit.py`.
+
+What one operation takes is the difference between a long chain of them and a short one,
+so that neither the call nor what comes first counts.  Both take turns, led in by calls
+of their own: near the power limit, clocks fall with work and rise with rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jhost._calibrate.chains import (
+    AXIS,
+    Call,
+    Step,
+    chained,
+    communicate,
+    compiled,
+    multiply,
+    normalize,
+    operand,
+    touch,
+)
+from jhost._progress import Progress, no_progress
+from jhost._timing import take_turns
+from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.ir.statements import CommunicationKind
+
+T = TypeVar("T")
+
+_SHORT, _LONG = 2, 10
+"""Operations in the two chains; of the smallest kernels ten times as many."""
+
+_SHAPES = ((1, 1, 1), (2, 1, 0.5), (1, 2, 0.5), (1, 0.5, 1))
+"""Matmuls as factors of the side of a square one, which takes `_MATMUL` seconds."""
+
+_MATMUL = 1.5e-3
+
+_TRAFFIC = (0.04e-3, 0.16e-3)
+"""Seconds that the kernels should take that read and write memory."""
+
+_COLUMNS = 4096
+
+_ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
+"""Kernels that the host launches, and no graph of them: so are those of loops."""
+
+_SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+"""Bytes that each device holds of what is communicated."""
+
+_AMONG_ALL: Sequence[CommunicationKind] = (
+    "CollectivePermute",
+    "AllGather",
+    "ReduceScatter",
+    "AllReduce",
+)
+
+_IN_PAIRS: Sequence[CommunicationKind] = ("AllGather", "ReduceScatter")
+
+_ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds of one operation on the devices, and of the host to launch it."""
+
+    seconds: float
+    host: float
+
+
+class Measuring:
+    """One pass over everything, on `devices` whose rates are about those of `start`.
+
+    `budget` are seconds for each pair of chains, and `scale` the size of what is
+    computed and moved, as a share of what suits such devices.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Any],
+        start: Rates,
+        *,
+        budget: float = 0.5,
+        scale: float = 1.0,
+    ) -> None:
+        self.devices = devices
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.start = start
+        self.budget = budget
+        self.scale = scale
+        self.bar = no_progress()
+
+    def steps(self) -> int:
+        """How many steps the bar has."""
+        moves = sum(len(kinds) for kinds, _ in self.groups())
+        return len(_SHAPES) + 2 + moves * len(_SIZES) + self.may_hide()
+
+    def run(self, bar: Progress) -> Measurements:
+        self.bar = bar
+        kernel = self.kernel()
+        return Measurements(
+            multiprocessors=multiprocessors(self.devices[0], self.start),
+            matmuls=tuple(self.matmuls()),
+            traffic=tuple(self.traffic()),
+            launch=kernel.seconds,
+            host=kernel.host,
+            moved=tuple(self.moved()),
+            hidden=self.hidden() if self.may_hide() else None,
+        )
+
+    # --- What one device does ------------------------------------------------- #
+
+    def kernel(self) -> _Cost:
+        self.bar.step("launches of kernels")
+        x = operand(self.mesh, (8, 128), jnp.float32, 1.0)
+        gpu = self.devices[0].platform == "gpu"
+        return self.cost(
+            self.mesh, touch, [x], times=10, more=_ONE_BY_ONE if gpu else {}
+        )
+
+    def matmuls(self) -> Iterator[Matmul]:
+        side = self.side()
+        for factors in _SHAPES:
+            m, n, k = (max(1, int(side * factor)) for factor in factors)
+            self.bar.step(f"matmul of {m} x {k} by {k} x {n}")
+            yield Matmul(m=m, n=n, k=k, seconds=self.matmul(m, n, k).seconds)
+
+    def matmul(self, m: int, n: int, k: int) -> _Cost:
+        """There and back, so that a result is an operand: two matmuls of one size."""
+        x = operand(self.mesh, (m, k), jnp.bfloat16, 1.0)
+        w = operand(self.mesh, (k, n), jnp.bfloat16, k**-0.5)
+        back = operand(self.mesh, (n, k), jnp.bfloat16, n**-0.5)
+
+        def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
+            return multiply(jax.lax.optimization_barrier(multiply(x, w)), back)
+
+        both = self.cost(self.mesh, there_and_back, [x, w, back])
+        return _Cost(both.seconds / 2, both.host / 2)
+
+    def side(self) -> int:
+        """Of a square matmul that takes long enough; whole tiles, if it is large."""
+        side = (self.start.matmul * _MATMUL * self.scale / 2) ** (1 / 3)
+        unit = 1024 if side > 2048 else 64
+        return max(unit, round(side / unit) * unit)
+
+    def traffic(self) -> Iterator[Traffic]:
+        self.bar.step("memory")
+        for seconds in _TRAFFIC:
+            count = self.start.memory * seconds * self.scale
+            shape = max(1, int(count) // (4 * _COLUMNS)), _COLUMNS
+            x = operand(self.mesh, shape, jnp.bfloat16, 1.0)
+            cost = self.cost(self.mesh, normalize, [x])
+            yield Traffic(bytes=4 * math.prod(shape), seconds=cost.seconds)
+
+    # --- What several do ------------------------------------------------------ #
+
+    def groups(self) -> Iterator[tuple[Sequence[CommunicationKind], int]]:
+        """What is communicated among how many devices."""
+        count = len(self.devices)
+        if count > 1:
+            yield _AMONG_ALL, count
+        if count > 2:
+            yield _IN_PAIRS, 2
+
+    def moved(self) -> Iterator[Moved]:
+        for kinds, count in self.groups():
+            mesh = Mesh(np.array(self.devices[:count]), (AXIS,))
+            for kind in kinds:
+                for size in _SIZES:
+                    yield self.move(mesh, kind, self.size(size, count))
+
+    def size(self, size: int, count: int) -> int:
+        """About as many bytes, for elements of two bytes in equal parts."""
+        return math.ceil(size * self.scale / (2 * count)) * 2 * count
+
+    def move(self, mesh: Mesh, kind: CommunicationKind, held: int) -> Moved:
+        self.bar.step(f"{kind} of {held / 1e6:.3g} MB among {mesh.size}")
+        x = operand(mesh, (held // 2,), jnp.bfloat16, 1.0)
+        cost = self.cost(mesh, communicate(kind, mesh.size), [x])
+        return Moved(
+            kind=kind,
+            devices=mesh.size,
+            held=held,
+            seconds=cost.seconds,
+            host=cost.host,
+        )
+
+    def may_hide(self) -> bool:
+        """Whether permutes can run beside matmuls; devices of a CPU share its cores."""
+        return len(self.devices) > 1 and self.devices[0].platform != "cpu"
+
+    def hidden(self) -> float:
+        """How much shorter permutes and matmuls are together than one by one."""
+        self.bar.step("permutes beside matmuls")
+        side, size = self.side(), self.size(_SIZES[-1], len(self.devices))
+        w = operand(self.mesh, (side, side), jnp.bfloat16, side**-0.5)
+        x = operand(self.mesh, (size // 2,), jnp.bfloat16, 1.0)
+        work = chained(multiply, _LONG)
+        moves = chained(communicate("CollectivePermute", len(self.devices)), _LONG)
+
+        def both(
+            w: jax.Array, x: jax.Array, same: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            return work(w, same), moves(x)
+
+        calls = {
+            "work": compiled(self.mesh, work, [w, w]),
+            "moves": compiled(self.mesh, moves, [x]),
+            "both": compiled(self.mesh, both, [w, x, w]),
+        }
+        seconds = self.medians(calls)
+        shorter = seconds["work"] + seconds["moves"] - seconds["both"]
+        return shorter / min(seconds["work"], seconds["moves"])
+
+    # --- Time ----------------------------------------------------------------- #
+
+    def cost(
+        self,
+        mesh: Mesh,
+        step: Step,
+        operands: Sequence[jax.Array],
+        *,
+        times: int = 1,
+        more: Mapping[str, Any] | None = None,
+    ) -> _Cost:
+        """What one more `step` takes in a chain, which is `times` as long as usual."""
+        short, long = times * _SHORT, times * _LONG
+        calls = {
+            count: compiled(mesh, chained(step, count), operands, more)
+            for count in (short, long)
+        }
+        seconds, host = self.medians(calls), {n: _host(calls[n]) for n in calls}
+        each = (seconds[long] - seconds[short]) / (long - short)
+        # A difference of times, unless noise is all there is of it.
+        return _Cost(
+            seconds=each if each > 0 else seconds[long] / long,
+            host=max(0.0, (host[long] - host[short]) / (long - short)),
+        )
+
+    def medians(self, calls: Mapping[T, Call]) -> dict[T, float]:
+        """Seconds of a call of each, as they take turns."""
+        longest = max(_once(call) for call in calls.values())
+        count = max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
+        by_name = {str(name): call for name, call in calls.items()}
+        times = take_turns(by_name, rounds=_ROUNDS, calls=count, warmups=count)
+        return {name: statistics.median(times[str(name)]) for name in calls}
+
+
+def multiprocessors(device: Any, start: Rates) -> int:
+    """How many a device has; JAX knows it of GPUs."""
+    return int(getattr(device, "core_count", start.multiprocessors))
+
+
+def _once(call: Call) -> float:
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def _host(call: Callable[[], object]) -> float:
+    """Seconds until a call returns, which does not wait for the devices."""
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        result = call()
+        times.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
+    return min(times)

@@ -1,0 +1,262 @@
+"""Calibrations: what was measured of a host's devices, kept in the user's cache folder.
+
+A calibration holds for devices of a kind, as many as a process has, joined alike, under
+the same versions of JAX and NCCL.  In a job of several processes those of process 0
+hold for all, so that all choose the same: `jhost.distributed.initialize` hands them
+round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jhost import errors
+from jhost._cache_folder import folder, write
+from jhost._json import read
+from jhost._text import counted, seconds_text
+from jhost._version import __version__
+from jhost.lowering.cost.fit import Measurements, fitted
+from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
+from jhost.runtime.devices import Devices, is_assumed, links_between_gpus
+
+FORMAT = 1
+"""Raised when the meaning of the fields changes; others' are refused."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a calibration holds for.
+
+    `devices` are those of one process; `links` say how GPUs are joined, in the words of
+    `nvidia-smi topo`, and `nccl` is a version: both are empty where nothing is known.
+    """
+
+    device_kind: str
+    devices: int
+    links: str
+    jax: str
+    nccl: str
+
+    def changes(self, now: Conditions) -> list[str]:
+        """What is different `now`, a line each."""
+        names = [field.name for field in dataclasses.fields(self)]
+        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
+        return [f"{name}: {was} -> {here}" for name, was, here in pairs if was != here]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What `jhost.calibrate` measured; prints beside what jhost ships.
+
+    Attributes:
+        conditions: what it holds for.
+        date: when it was made, as `2026-11-23`, in UTC.
+        measurements: seconds of single operations, by size.
+    """
+
+    conditions: Conditions
+    date: str
+    measurements: Measurements
+
+    def __post_init__(self) -> None:
+        datetime.date.fromisoformat(self.date)
+
+    @property
+    def rates(self) -> Rates:
+        """What the cost model reckons with."""
+        kind = self.conditions.device_kind
+        found = fitted(self.measurements, rates_to_start_from(kind))
+        return dataclasses.replace(found, source=f"calibrated here on {self.date}")
+
+    def __str__(self) -> str:
+        here = self.conditions
+        shipped = rates_of(here.device_kind)
+        title = f"calibration of {here.devices} x {here.device_kind}, {self.date}"
+        rows = [("", "measured", shipped.source if shipped else "not shipped")]
+        before = _figures(shipped) if shipped else {}
+        for name, text in _figures(self.rates).items():
+            rows.append((name, text, before.get(name, "")))
+        if not self.measurements.moved:
+            rows.append(("links", "not measured, with one device", ""))
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [
+            f"  {name:<{widths[0]}}  {new:<{widths[1]}}  {old}".rstrip()
+            for name, new, old in rows
+        ]
+        return "\n".join([title, *lines])
+
+    def to_json(self) -> str:
+        """The calibration as text."""
+        fields = {"jhost_calibration": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps(fields, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Calibration:
+        """The calibration that `to_json` has written.
+
+        Raises:
+            ValueError, TypeError: the text is something else, or of another version.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("jhost_calibration", 0) != FORMAT:
+            raise ValueError(f"it is no calibration that jhost {__version__} reads")
+        return read(cls, fields)
+
+
+def _figures(rates: Rates) -> dict[str, str]:
+    found = {
+        "matmul, bfloat16": f"{rates.matmul / 1e12:.3g} TFLOP/s",
+        "memory": f"{rates.memory / 1e12:.3g} TB/s",
+        "launch": seconds_text(rates.launch),
+        "launch, on the host": seconds_text(rates.host),
+    }
+    for name, link in (("permute", rates.permute), ("collective", rates.collective)):
+        found |= {f"{name}, {what}": text for what, text in _of_link(link).items()}
+    return found
+
+
+def _of_link(link: Link) -> dict[str, str]:
+    between_two = link.between_two or link.bandwidth
+    return {
+        "bandwidth": f"{link.bandwidth / 1e9:.3g} GB/s",
+        "between two": f"{between_two / 1e9:.3g} GB/s",
+        "at nothing": seconds_text(link.delay + link.latency),
+        "on the host": seconds_text(link.host),
+        "beside matmuls": "yes" if link.beside_compute else "no",
+    }
+
+
+# --- Which rates hold ------------------------------------------------------------ #
+
+
+def rates_here(devices: Devices) -> Rates | None:
+    """The rates that hold for some devices: calibrated, else shipped, if there are any.
+
+    For devices that are not this machine's, shipped ones hold.
+    """
+    if calibration := calibration_here(devices):
+        return dataclasses.replace(calibration.rates, reach=devices.reach)
+    return rates_of(devices.kind, devices.reach)
+
+
+def calibration_here(devices: Devices) -> Calibration | None:
+    """The calibration that holds for some devices, if there is one."""
+    if is_assumed() or not (calibrations := _of_kind(devices.kind)):
+        return None
+    now = conditions_here()
+    holding = [c for c in calibrations if not c.conditions.changes(now)]
+    return holding[0] if holding else None
+
+
+def outdated(devices: Devices) -> Iterator[str]:
+    """For each calibration of such devices that does not hold here, why not."""
+    now = conditions_here()
+    for calibration in _of_kind(devices.kind):
+        if changed := calibration.conditions.changes(now):
+            yield f"that of {calibration.date}: {', '.join(changed)}"
+
+
+def age_text(date: str) -> str:
+    """How long ago a date is."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    days = (today - datetime.date.fromisoformat(date)).days
+    return f"{counted(days, 'day')} old"
+
+
+def today() -> str:
+    """The date of a calibration that is made now."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+@functools.cache
+def conditions_here() -> Conditions:
+    """What a calibration of this process's devices holds for."""
+    local = jax.local_devices()
+    return Conditions(
+        device_kind=local[0].device_kind,
+        devices=len(local),
+        links=links_between_gpus() if local[0].platform == "gpu" else "",
+        jax=jax.__version__,
+        nccl=_nccl_version() if local[0].platform == "gpu" else "",
+    )
+
+
+def _nccl_version() -> str:
+    """Of the package that JAX takes it from; a library of the system's is not known."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+# --- Files ----------------------------------------------------------------------- #
+
+_shared: Sequence[str] | None = None
+"""The texts that process 0 gave this one of several processes."""
+
+
+def keep(calibration: Calibration) -> None:
+    """Puts it into the folder, in place of one that holds for the same.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    of = json.dumps(dataclasses.asdict(calibration.conditions), sort_keys=True)
+    digest = hashlib.sha256(of.encode()).hexdigest()[:32]
+    write(_files() / f"{digest}.json", calibration.to_json())
+
+
+def kept_texts() -> list[str]:
+    """Each file in the folder."""
+    found: list[str] = []
+    for path in sorted(_files().glob("*.json")):
+        try:
+            found.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            _warn(f"{path} is ignored: {error}")
+    return found
+
+
+def share(texts: Sequence[str]) -> None:
+    """From now on these are all the calibrations that there are."""
+    global _shared
+    _shared = tuple(texts)
+
+
+def _of_kind(kind: str) -> list[Calibration]:
+    """Calibrations of that kind of device."""
+    if _shared is None and jax.process_count() > 1:
+        return []  # another process may have others, and would choose differently
+    texts = kept_texts() if _shared is None else _shared
+    return [c for c in _parsed(tuple(texts)) if c.conditions.device_kind == kind]
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(texts: tuple[str, ...]) -> list[Calibration]:
+    found: list[Calibration] = []
+    for text in texts:
+        try:
+            found.append(Calibration.from_json(text))
+        except (ValueError, TypeError) as error:
+            _warn(f"a file in {_files()} is ignored: {errors.first_line(error)}")
+    return found
+
+
+def _files() -> Path:
+    return folder() / f"calibration-{FORMAT}"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"jhost.calibrate: {text}", stacklevel=2)

@@ -1,0 +1,40 @@
+"""`python -m jhost calibrate`: measures this machine's devices, for predictions."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from jhost._calibrate.calibrate import calibrate
+from jhost._commands.block import devices_here, writable_file
+
+
+def add_command(commands: Any) -> None:
+    """Adds `calibrate` to the commands of `python -m jhost`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "calibrate",
+        help="measure these devices, so that jhost predicts well on them",
+        description="Measures matmuls, memory, launches, permutes and collectives on "
+        "the devices of this host, in one to two minutes, prints the rates beside "
+        "those that jhost ships, and keeps them in the user's cache folder: "
+        "pipeline='auto' goes by them from then on. Nothing else should run on the "
+        "devices meanwhile.",
+    )
+    parser.add_argument(
+        "--no-keep", action="store_true", help="print the rates, and keep nothing"
+    )
+    parser.add_argument(
+        "--json", type=writable_file, metavar="FILE", help="write what was measured"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    devices = devices_here(None)
+    found = calibrate(keep=not arguments.no_keep)
+    print(found)
+    if arguments.json is not None:
+        arguments.json.write_text(found.to_json())
+    if devices[0].platform == "cpu":
+        print("(Devices of one CPU share its cores: nothing can overlap there.)")
+    return 0

@@ -1,0 +1,172 @@
+"""Rates out of measurements: what `rates.py` holds of a kind of device, fitted to one.
+
+Measured are the seconds that one more operation takes in a chain of them, and those for
+which launching it keeps the host.  What no chain tells apart, the delay of a transfer
+from its latency and the meeting of threads, stays as it is in the rates at the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jhost.lowering.cost.rates import Link, Rates
+from jhost.lowering.ir.statements import CommunicationKind
+from jhost.lowering.ir.transfers import received_bytes
+
+HIDDEN = 0.5
+"""A link that hides this share of a transfer behind matmuls runs beside them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """Seconds of one bfloat16 matmul of m x k by k x n, among many."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Seconds of one kernel that reads and writes so many bytes in all."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Seconds of one communication among `devices` that hold `held` bytes each."""
+
+    kind: CommunicationKind
+    devices: int
+    held: int
+    seconds: float
+    host: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CommunicationKind):
+            raise ValueError(f"there is no communication of the kind {self.kind!r}")
+
+    @property
+    def received(self) -> float:
+        """The bytes that each device receives."""
+        return received_bytes(self.kind, self.held, self.devices)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What was measured of the devices of a process.
+
+    Attributes:
+        multiprocessors: how many each device has.
+        matmuls: of a few shapes, at the clocks of steady work.
+        traffic: of kernels that only read and write memory.
+        launch: the seconds that one more kernel with next to nothing to do takes.
+        host: those that the host needs to launch it.
+        moved: permutes and collectives by size and number of devices; none, where there
+            is one device.
+        hidden: the share of a permute's time that matmuls beside it hide; None where
+            nothing can.
+    """
+
+    multiprocessors: int
+    matmuls: tuple[Matmul, ...]
+    traffic: tuple[Traffic, ...]
+    launch: float
+    host: float
+    moved: tuple[Moved, ...] = ()
+    hidden: float | None = None
+
+
+def fitted(measured: Measurements, start: Rates) -> Rates:
+    """The rates that were `measured`; what was not is as at the `start`."""
+    rates = dataclasses.replace(
+        start,
+        multiprocessors=measured.multiprocessors,
+        memory=_bandwidth(measured.traffic),
+        launch=measured.launch,
+        host=measured.host,
+    )
+    rates = dataclasses.replace(rates, matmul=_matmul(measured.matmuls, rates))
+    if not measured.moved:
+        return rates
+    permutes = [m for m in measured.moved if m.kind == "CollectivePermute"]
+    collectives = [m for m in measured.moved if m.kind != "CollectivePermute"]
+    permute = _permute(permutes, start.permute)
+    if measured.hidden is not None:
+        permute = dataclasses.replace(permute, beside_compute=measured.hidden >= HIDDEN)
+    return dataclasses.replace(
+        rates,
+        permute=permute,
+        collective=_collective(collectives, start.collective),
+        estimated=False,
+    )
+
+
+def _matmul(matmuls: Sequence[Matmul], rates: Rates) -> float:
+    """FLOP/s on whole tiles, for matmuls to take what they took."""
+    return statistics.median(
+        rates.matmul * rates.matmul_seconds(1, each.m, each.n, each.k) / each.seconds
+        for each in matmuls
+    )
+
+
+def _bandwidth(traffic: Sequence[Traffic]) -> float:
+    """Bytes per second, from what more bytes took more of time."""
+    _, bandwidth = _line([each.bytes for each in traffic], [t.seconds for t in traffic])
+    return bandwidth
+
+
+def _permute(moved: Sequence[Moved], start: Link) -> Link:
+    """Of what a permute takes before its first byte, the delay keeps its share."""
+    before, bandwidth = _line_of(moved)
+    delay = before * start.delay / ((start.delay + start.latency) or 1.0)
+    return dataclasses.replace(
+        start,
+        delay=delay,
+        latency=before - delay,
+        bandwidth=bandwidth,
+        between_two=None,
+        host=statistics.median(m.host for m in moved),
+    )
+
+
+def _collective(moved: Sequence[Moved], start: Link) -> Link:
+    """Two devices gather and scatter at a rate of their own, if that is less."""
+    in_pairs = [m for m in moved if m.devices == 2 and m.kind != "AllReduce"]
+    others = [m for m in moved if m not in in_pairs]
+    latency, bandwidth = _line_of(others)
+    _, between_two = _line_of(in_pairs)
+    return dataclasses.replace(
+        start,
+        latency=latency,
+        bandwidth=bandwidth,
+        between_two=between_two if between_two < bandwidth else None,
+        host=statistics.median(m.host for m in moved),
+    )
+
+
+def _line_of(moved: Sequence[Moved]) -> tuple[float, float]:
+    return _line([m.received for m in moved], [m.seconds for m in moved])
+
+
+def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds at nothing and amount per second, by least squares of relative errors.
+
+    Both at least nothing; where larger amounts took no longer, the rate is the highest
+    that was seen.
+    """
+    weights = 1 / np.asarray(seconds)
+    sides = np.stack([weights, np.asarray(amounts) * weights], axis=1)
+    scale = np.linalg.norm(sides, axis=0)  # of like size, or one is lost in rounding
+    (before, each), _ = nnls(sides / scale, np.ones(len(seconds)))
+    seen = max(a / s for a, s in zip(amounts, seconds, strict=True))
+    return float(before / scale[0]), float(scale[1] / each) if each else seen
