@@ -142,7 +142,7 @@ class Tuning:
     It holds for a function on arguments of certain types, on devices of a kind, with
     certain versions: elsewhere it is ignored, with a warning that says what changed.
     `programs` are the function's, and those of its gradients if they were tuned.
-    Prints as a table; `to_json` and `from_json` write and read it.
+    Prints as a table; `to_json` and `from_json` write and read it, `save` draws it.
     """
 
     function: str

@@ -205,7 +205,7 @@ def test_the_page_shows_what_its_example_prints(
     assert form(capsys.readouterr().out) == form(shown)
     exec(saving, namespace)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"mlp.svg", "first.svg", "mlp.json"}
+    assert names == {"mlp.svg", "first.svg", "mlp.json", "mlp.html", "explained.html"}
 
 
 # --- Files ------------------------------------------------------------------------ #
