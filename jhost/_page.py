@@ -38,6 +38,7 @@ _STYLE = """
 .jhost .bar .predicted, .jhost .key.predicted { background: #999999; }
 .jhost .bar .idle, .jhost .key.idle { background: var(--rule); }
 .jhost .key { color: white; padding: 0 .5em; margin-right: .5em; }
+.jhost .key.idle { color: inherit; }
 .jhost .boxes { display: flex; flex-wrap: wrap; gap: .5em; margin: .4em 0; }
 .jhost .box { border: 1px solid var(--rule); border-left: 4px solid #0072b2; padding: .2em .6em; max-width: 26em; }
 .jhost .box.communication { border-left-color: #009e73; }

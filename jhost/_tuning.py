@@ -17,7 +17,7 @@ import jax
 from jhost import errors
 from jhost._json import read
 from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, titled
-from jhost._text import seconds_text
+from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
 from jhost.lowering.ir.printer import type_text
@@ -132,7 +132,7 @@ class TunedProgram:
     @property
     def title(self) -> str:
         """Which it is."""
-        return f"{self.name}: {len(self.streams)} streams tuned"
+        return f"{self.name}: {counted(len(self.streams), 'stream')} tuned"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
