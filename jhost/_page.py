@@ -40,7 +40,7 @@ _STYLE = """
 .jhost .key { color: white; padding: 0 .5em; margin-right: .5em; }
 .jhost .key.idle { color: inherit; }
 .jhost .boxes { display: flex; flex-wrap: wrap; gap: .5em; margin: .4em 0; }
-.jhost .box { border: 1px solid var(--rule); border-left: 4px solid #0072b2; padding: .2em .6em; max-width: 26em; }
+.jhost .box { border: 1px solid var(--rule); border-left: 4px solid #0072b2; padding: .2em .6em; max-width: 23em; }
 .jhost .box.communication { border-left-color: #009e73; }
 .jhost .box.loop { border-left-color: var(--rule); max-width: none; }
 .jhost code, .jhost pre { font: 12px/1.4 ui-monospace, monospace; background: none; color: inherit; }
