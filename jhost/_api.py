@@ -135,7 +135,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         communications with their bytes, and what was not pipelined.  Of a function
         around jhost functions, that of each program that jhost makes in it, forward
         and backward, is in `programs`; what is said of a loop's body, in `bodies`.
-        Prints well; its fields are for tools.
+        Prints well, is a page in notebooks and by `save`; its fields are for tools.
 
     Raises:
         ArgumentError: `f` is no function, or calls no jhost function.

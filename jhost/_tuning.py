@@ -7,14 +7,17 @@ import functools
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
+from xml.etree.ElementTree import Element
 
 import jax
 
 from jhost import errors
 from jhost._json import read
-from jhost._text import seconds_text
+from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, titled
+from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
 from jhost.lowering.ir.printer import type_text
@@ -98,6 +101,11 @@ class TunedStream:
     candidates: tuple[Candidate, ...]
     left_out: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """Which it is."""
+        return f"{self.where}, axis {self.axis}"
+
     def __str__(self) -> str:
         return f"axis {self.axis}: {self.reason()} [{self.where}]"
 
@@ -121,6 +129,11 @@ class TunedProgram:
     arguments: tuple[str, ...]
     streams: tuple[TunedStream, ...]
 
+    @property
+    def title(self) -> str:
+        """Which it is."""
+        return f"{self.name}: {counted(len(self.streams), 'stream')} tuned"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
@@ -129,26 +142,55 @@ class Tuning:
     It holds for a function on arguments of certain types, on devices of a kind, with
     certain versions: elsewhere it is ignored, with a warning that says what changed.
     `programs` are the function's, and those of its gradients if they were tuned.
-    Prints as a table; `to_json` and `from_json` write and read it.
+    Prints as a table; `to_json` and `from_json` write and read it, `save` draws it.
     """
 
     function: str
     environment: Environment
     programs: tuple[TunedProgram, ...]
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """What was tuned where."""
         here = self.environment
-        lines = [
+        return (
             f"tuning of {self.function} on {here.devices} x {here.device_kind} "
             f"({here.mesh or 'no mesh'})"
-        ]
+        )
+
+    def __str__(self) -> str:
+        lines = [self.title]
         for program in self.programs:
-            lines.append(f"  {program.name}: {len(program.streams)} streams tuned")
+            lines.append(f"  {program.title}")
             for stream in program.streams:
-                lines.append(f"    {stream.where}, axis {stream.axis}:")
+                lines.append(f"    {stream.title}:")
                 lines += [f"      {_row(candidate)}" for candidate in stream.candidates]
                 lines += [f"      {text}" for text in stream.left_out]
         return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as a page, with a bar a candidate.
+
+        Args:
+            path: of a file, which ends in `.html` and needs no other.
+
+        Raises:
+            OptionError: another ending; `to_json` has the text of a file to read again.
+            FileNotFoundError: there is no such folder.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0))
+            >>> tuning = jhost.tune(f, jnp.ones(4), cache=False, progress=False)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     tuning.save(pathlib.Path(folder) / "f.html")
+        """
+        save_page(path, self.function, _page(self))
+
+    def _repr_html_(self) -> str:
+        return fragment(_page(self))
 
     def to_json(self) -> str:
         """The tuning as text.
@@ -197,6 +239,31 @@ def _row(candidate: Candidate) -> str:
     if candidate.predicted is None:
         return said
     return f"{said}, predicted {seconds_text(candidate.predicted):>8}"
+
+
+# --- The page --------------------------------------------------------------------- #
+
+
+def _page(tuning: Tuning) -> Element:
+    programs = [fold(each.title, *_streams(each)) for each in tuning.programs]
+    return fold(tuning.title, *programs)
+
+
+def _streams(program: TunedProgram) -> Iterator[Element]:
+    yield element("p", ", ".join(program.arguments))
+    for stream in program.streams:
+        rows = [bar for each in stream.candidates for bar in _bars(each)]
+        yield from titled(stream.title, bars(rows), listed(stream.left_out))
+
+
+def _bars(candidate: Candidate) -> Iterator[Bar]:
+    """What was measured, and below it what was predicted."""
+    median, minimum = map(seconds_text, (candidate.median, candidate.minimum))
+    measured = (("measured", candidate.median),)
+    yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}")
+    if candidate.predicted is not None:
+        predicted = (("predicted", candidate.predicted),)
+        yield Bar("", predicted, f"predicted {seconds_text(candidate.predicted)}")
 
 
 # --- Whether it holds ----------------------------------------------------------- #

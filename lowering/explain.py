@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
 from typing import Any
+from xml.etree.ElementTree import Element
 
-from jhost._text import bytes_text, counted
+from jhost._page import (
+    Bar,
+    bars,
+    element,
+    fold,
+    fragment,
+    listed,
+    save_page,
+    table,
+    titled,
+)
+from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
-from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir.layout import size_in_bytes
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import (
-    LayoutReport,
-    Note,
-    StreamReport,
+from jhost.lowering.ir.remarks import LayoutReport, Note, StreamReport
+from jhost.lowering.ir.said import said_remarks
+from jhost.lowering.steps import (
+    CommunicationReport,
+    Step,
+    communications_in,
+    named_bodies,
+    steps_of,
+    takes_turns,
 )
-from jhost.lowering.ir.said import said, said_remarks
-from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.rules.dim_rule import axes_size
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CommunicationReport:
-    """One communication of the program.
-
-    Attributes:
-        kind: such as `"AllGather"`.
-        axes: the mesh axes whose devices take part.
-        value: what is communicated, as the user's lines call it.
-        bytes: what each device receives in all.
-        chunks: how many pieces it goes in; 1 outside a loop over chunks.
-        times: how often it does in a `lax.scan`.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    value: str
-    bytes: int
-    chunks: int
-    times: int = 1
-
-    def __str__(self) -> str:
-        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
-        times = f", {self.times} times" if self.times > 1 else ""
-        return (
-            f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{bytes_text(self.bytes)} a device{chunks}{times}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +54,8 @@ class Explanation:
         bodies: those of loops and branches in a program, likewise.
         calls: how often the function around it runs a program, in scans as well; the
             rows are of one run.
+        steps: what the program does in its order, the boxes of its picture; those of
+            its bodies are among them.
     """
 
     name: str
@@ -85,18 +69,45 @@ class Explanation:
     programs: tuple[Explanation, ...] = ()
     bodies: tuple[Explanation, ...] = ()
     calls: int = 1
+    steps: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
-        calls = f", run {self.calls} times" if self.calls > 1 else ""
-        lines = [f"{self.name}{calls}: {counted(self.loops, 'loop')}"]
+        lines = [self.title]
+        for title, rows in _own_rows(self):
+            lines += [f"  {title}:", *(f"    {row}" for row in rows)]
         inner = (*self.programs, *self.bodies)
-        for title, field in _ROWS.items():
-            inside = [row for each in inner for row in getattr(each, field)]
-            if rows := _without(getattr(self, field), inside):
-                lines += [f"  {title}:", *(f"    {row}" for row in rows)]
         lines += [f"  {line}" for each in inner for line in str(each).splitlines()]
         lines += [f"  {line}" for line in self.schedule.splitlines()]
         return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as a page: the programs as boxes, what was predicted as bars.
+
+        Args:
+            path: of a file, which ends in `.html` and needs no other.
+
+        Raises:
+            OptionError: another ending.
+            FileNotFoundError: there is no such folder.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> f = jhost.jit(lambda x: jhost.stream(x * 2, axis=0, chunks=2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     jhost.explain(f, jnp.ones(4)).save(pathlib.Path(folder) / "f.html")
+        """
+        save_page(path, self.name, _page(self, self.steps))
+
+    def _repr_html_(self) -> str:
+        return fragment(_page(self, self.steps))
+
+    @property
+    def title(self) -> str:
+        """What it is of."""
+        calls = f", run {self.calls} times" if self.calls > 1 else ""
+        return f"{self.name}{calls}: {counted(self.loops, 'loop')}"
 
 
 _ROWS = {
@@ -107,6 +118,15 @@ _ROWS = {
     "XLA options": "options",
 }
 """The fields of an explanation that hold rows, by what stands above them."""
+
+
+def _own_rows(explanation: Explanation) -> Iterator[tuple[str, list[Any]]]:
+    """The rows that no program or body in it has, by what stands above them."""
+    inner = (*explanation.programs, *explanation.bodies)
+    for title, field in _ROWS.items():
+        inside = [row for each in inner for row in getattr(each, field)]
+        if rows := _without(getattr(explanation, field), inside):
+            yield title, rows
 
 
 def _without(rows: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
@@ -146,59 +166,35 @@ def explain_program(program: Program) -> Explanation:
 
 def _explained(program: Program, name: str, times: int) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    mesh, remarks = dict(program.mesh.shape), said_remarks(program)
-    communications = tuple(
-        CommunicationReport(
-            kind=stmt.kind,
-            axes=stmt.axes,
-            value=said(holder, stmt.source.name),
-            bytes=int(_received(stmt, mesh) * worth) * times,
-            chunks=math.ceil(worth),
-            times=times,
-        )
-        for holder, stmt, worth, times in _communications(
-            program, program.body, Fraction(1), times
-        )
-    )
+    remarks, steps = said_remarks(program), steps_of(program, times)
     return Explanation(
         name=name,
         loops=count_loops(program),
         streams=tuple(r for r in remarks if isinstance(r, StreamReport)),
         layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
-        communications=communications,
+        communications=tuple(communications_in(steps)),
         notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
         bodies=tuple(_bodies(program, times)),
+        steps=steps,
     )
 
 
 def _bodies(program: Program, times: int) -> Iterator[Explanation]:
     """Each body in a program that has something to say."""
     for stmt in program.body:
-        if not isinstance(stmt, CONTROL_FLOW):
-            continue
-        length = stmt.length if isinstance(stmt, ir.Scan) else 1
-        where = f" [{stmt.where}]" if stmt.where else ""
-        for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
-            found = _explained(body, name + where, times * length)
-            if found.loops or any(getattr(found, field) for field in _ROWS.values()):
-                yield found
-
-
-def _body_names(stmt: ir.ControlFlow) -> Sequence[str]:
-    match stmt:
-        case ir.Scan(length=length):
-            return [f"in a scan of {counted(length, 'iteration')}"]
-        case ir.While():
-            return ["in the condition of a while loop", "in a while loop"]
-        case ir.Cond(branches=branches):
-            count = len(branches)
-            return [f"in branch {number} of {count}" for number in range(count)]
+        if isinstance(stmt, CONTROL_FLOW):
+            for name, body, often in named_bodies(stmt, times):
+                found = _explained(body, name, often)
+                if found.loops or any(
+                    getattr(found, field) for field in _ROWS.values()
+                ):
+                    yield found
 
 
 def count_loops(program: Program) -> int:
     """The loops of `program` over chunks: none, where nothing is pipelined."""
     return sum(
-        isinstance(stmt, ir.For) and _works(stmt)
+        isinstance(stmt, ir.For) and takes_turns(stmt)
         for each in programs(program)
         for stmt in each.body
     )
@@ -213,51 +209,63 @@ def adds_up_in_loops(program: Program) -> bool:
     )
 
 
-def _communications(
-    program: Program, body: Sequence[ir.Stmt], repeats: Fraction, times: int
-) -> Iterator[tuple[Program, ir.Communicate, Fraction, int]]:
-    """Each communication in which program, how many of its first chunk, how often."""
-    for stmt in body:
-        match stmt:
-            case ir.Communicate():
-                yield program, stmt, repeats, times
-            case ir.For():
-                worth = repeats * _chunks_worth(stmt)
-                yield from _communications(program, stmt.body, worth, times)
-            case ir.If(then=then, otherwise=otherwise):
-                both = (*then, *otherwise)
-                yield from _communications(program, both, repeats, times)
-            case ir.Scan() | ir.While() | ir.Cond():
-                length = stmt.length if isinstance(stmt, ir.Scan) else 1
-                for inner in stmt.bodies:
-                    yield from _communications(
-                        inner, inner.body, repeats, times * length
-                    )
-            case _:
-                pass
+# --- The page ---------------------------------------------------------------------- #
 
 
-def _chunks_worth(loop: ir.For) -> Fraction:
-    """The iterations of `loop` by work: a ragged last one counts as the part it is."""
-    index = LoopIndex(loop.index)
-    for stmt in ir.walk(loop.body):
-        chunk = getattr(stmt, "chunk", None)
-        size = (
-            chunk.size if chunk else stmt.size if isinstance(stmt, ir.Select) else None
-        )
-        if size is not None and leaves(size) <= {index}:
-            sizes = [evaluate(size, {index: i}) for i in range(loop.extent)]
-            return Fraction(sum(sizes), sizes[0])
-    return Fraction(loop.extent)
+def _page(explanation: Explanation, steps: Sequence[Step]) -> Element:
+    """An explanation below its title, with the boxes of `steps`."""
+    return fold(
+        explanation.title,
+        *([_boxes(steps)] if steps else []),
+        *(part for rows in _own_rows(explanation) for part in _rows(*rows)),
+        *(_page(program, program.steps) for program in explanation.programs),
+        *(_page(body, ()) for body in explanation.bodies),  # boxes of its program
+        *([element("pre", explanation.schedule)] if explanation.schedule else []),
+    )
 
 
-def _received(stmt: ir.Communicate, mesh: Mapping[str, int]) -> int:
-    held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
-    return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
+def _boxes(steps: Sequence[Step]) -> Element:
+    return element("div", *map(_box, steps), cls="boxes")
 
 
-def _works(loop: ir.For) -> bool:
-    """Whether the iterations of a loop take turns on streams, and do work there."""
-    ordering = [isinstance(s, ir.SetCurrentStream | ir.Synchronize) for s in loop.body]
-    inner = any(isinstance(s, ir.For) and _works(s) for s in loop.body)
-    return inner or (ordering[0] and not all(ordering))
+def _box(step: Step) -> Element:
+    if step.steps:
+        return element("div", step.text, _boxes(step.steps), cls="box loop")
+    what = "communication" if step.communication else "computation"
+    return element("div", step.text, element("code", step.layout), cls=f"box {what}")
+
+
+def _rows(title: str, rows: Sequence[Any]) -> list[Element]:
+    """Rows of one kind, each kind as it is best seen."""
+    match rows[0]:
+        case StreamReport():
+            return titled(title, *(part for row in rows for part in _stream(row)))
+        case LayoutReport():
+            return titled(title, table(_LAYOUT, map(_layout_cells, rows)))
+        case CommunicationReport():
+            return titled(title, bars([_received_bar(row) for row in rows]))
+        case _:
+            return titled(title, listed(rows))
+
+
+def _stream(row: StreamReport) -> list[Element]:
+    """What was chosen, above the time that each choice takes."""
+    found = {"predicted": row.predicted, "measured": row.measured}
+    drawn = [
+        Bar(text, ((what, seconds),), f"{seconds_text(seconds)} {what}")
+        for what, times in found.items()
+        for text, seconds in times
+    ]
+    return [element("p", str(row)), *([bars(drawn)] if drawn else [])]
+
+
+_LAYOUT = ("value", "before", "after", "a device receives", "why", "line")
+
+
+def _layout_cells(row: LayoutReport) -> list[str]:
+    received = bytes_text(row.bytes)
+    return [row.value, row.before, row.after, received, row.reason, row.where]
+
+
+def _received_bar(row: CommunicationReport) -> Bar:
+    return Bar("", (("communication", row.bytes),), str(row))

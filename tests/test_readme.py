@@ -93,6 +93,7 @@ def test_the_examples_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     page, namespace = ROOT / "docs" / name, dict[str, Any]()
     examples = [block for block in blocks(page) if block.language == "python"]
     assert examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,23 @@ def save_picture(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
+    _draw(panels, path, path.suffix.lower().removeprefix("."))
+
+
+def svg_picture(panels: Sequence[tuple[str, Timeline]]) -> bytes:
+    """The same as the text of an `.svg` file.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    file = io.BytesIO()
+    _draw(panels, file, "svg")
+    return file.getvalue()
+
+
+def _draw(
+    panels: Sequence[tuple[str, Timeline]], file: Path | io.BytesIO, kind: str
+) -> None:
     figure_type, style = _matplotlib()
     lanes = [_lanes(timeline) for _, timeline in panels]
     heights = [_HEAD + _LANE * len(rows) for rows in lanes]
@@ -47,7 +65,7 @@ def save_picture(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
         column[0].set_xlim(0, longest * _UNIT)
         column[-1].set_xlabel("milliseconds since the call began; numbers are chunks")
         _add_legend(figure)
-        figure.savefig(path, dpi=200, metadata=_metadata(path))
+        figure.savefig(file, format=kind, dpi=200, metadata=_metadata(kind))
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
@@ -73,9 +91,9 @@ def _matplotlib() -> tuple[Any, Any]:
     return Figure, rc_context
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(kind: str) -> dict[str, Any]:
     """None of the day, so that the same timeline makes the same file."""
-    return {"Date": None} if path.suffix.lower() == ".svg" else {}
+    return {"Date": None} if kind == "svg" else {}
 
 
 def _of_lane(timeline: Timeline, device: int, stream: str) -> list[Span]:

@@ -8,9 +8,23 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element
 
 from jhost import errors
-from jhost._text import seconds_text
+from jhost._page import (
+    Bar,
+    bars,
+    element,
+    ends_in,
+    fold,
+    fragment,
+    image,
+    key,
+    save_page,
+    table,
+    titled,
+)
+from jhost._text import counted, seconds_text
 from jhost.lowering.ir.remarks import Prediction
 from jhost.runtime.profile.overlap import (
     TIMES,
@@ -22,7 +36,7 @@ from jhost.runtime.profile.overlap import (
     statement_overlaps,
 )
 from jhost.runtime.profile.perfetto import perfetto_trace
-from jhost.runtime.profile.picture import save_picture
+from jhost.runtime.profile.picture import save_picture, svg_picture
 from jhost.runtime.profile.timeline import Timeline
 
 
@@ -89,15 +103,17 @@ class OverlapReport:
     def save(
         self, path: str | os.PathLike[str], *, devices: Sequence[int] | None = None
     ) -> None:
-        """Writes the timeline to a file, of the kind that its name ends in.
+        """Writes the report to a file, of the kind that its name ends in.
 
         Args:
-            path: `.png` or `.svg` for a picture with a lane a stream, or `.json` for
-                a trace that https://ui.perfetto.dev opens.
-            devices: the numbers of those to show; all by default.
+            path: `.png` or `.svg` for a picture with a lane a stream, `.html` for a
+                page with that (if matplotlib is installed) and the tables as bars, or
+                `.json` for a trace that https://ui.perfetto.dev opens.
+            devices: the numbers of those to show in the timeline; all by default.
 
         Raises:
             OptionError: another ending, or a device that ran nothing.
+            FileNotFoundError: there is no such folder.
             MissingPackageError: a picture is asked for, and matplotlib is missing.
 
         Example:
@@ -115,12 +131,17 @@ class OverlapReport:
                 save_picture([(self.title, shown)], path)
             case ".json":
                 path.write_text(json.dumps(perfetto_trace(shown)))
-            case suffix:
+            case ".html":
+                save_page(path, self.name, _page(self, shown))
+            case _:
                 raise errors.OptionError(
-                    "A timeline is saved as a picture (.png, .svg) or as a trace for "
-                    "Perfetto (.json).",
-                    [f"{path.name!r} ends in {suffix!r}"],
+                    "A timeline is saved as a picture (.png, .svg), as a page (.html) "
+                    "or as a trace for Perfetto (.json).",
+                    [ends_in(path)],
                 )
+
+    def _repr_html_(self) -> str:
+        return fragment(_page(self, self.timeline))
 
 
 def overlap_report(
@@ -149,14 +170,27 @@ def _numbers(overlap: DeviceOverlap) -> dict[str, Any]:
 
 def _lines(report: OverlapReport) -> Iterator[str]:
     yield report.title
-    rows = [*report.devices, *([report.mean] if len(report.devices) > 1 else [])]
-    rows += [report.predicted] if report.predicted else []
-    yield from _table([["", *TIMES, "efficiency"], *map(_overlap_cells, rows)])
+    yield from _aligned([_OVERLAP, *map(_overlap_cells, _overlaps(report))])
     if report.predicted is None:
-        yield f"  predicted  nothing: the rates of {report.device_kind} are not known"
-    rows = [statement for statement in report.statements if statement.seconds]
+        yield f"  predicted  {_unknown(report)}"
     header = ["", "", "times", "took", "exposed"]
-    yield from _table([header, *map(_statement_cells, rows)])
+    yield from _aligned([header, *map(_statement_cells, _statements(report))])
+
+
+_OVERLAP = ["", *TIMES, "efficiency"]
+
+
+def _overlaps(report: OverlapReport) -> list[DeviceOverlap]:
+    mean = [report.mean] if len(report.devices) > 1 else []
+    return [*report.devices, *mean, *([report.predicted] if report.predicted else [])]
+
+
+def _unknown(report: OverlapReport) -> str:
+    return f"nothing: the rates of {report.device_kind} are not known"
+
+
+def _statements(report: OverlapReport) -> list[StatementOverlap]:
+    return [statement for statement in report.statements if statement.seconds]
 
 
 def _overlap_cells(overlap: DeviceOverlap) -> list[str]:
@@ -180,9 +214,62 @@ def _time(seconds: float) -> str:
     return seconds_text(round(seconds, 12))  # what is left of a difference is no time
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows of cells, the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = map(str.rjust, others, widths[1:])
         yield "  ".join([f"  {first.ljust(widths[0])}", *cells]).rstrip()
+
+
+# --- The page --------------------------------------------------------------------- #
+
+_PARTS = {
+    "computation": "computation",
+    "communication": "computation that hides communication",
+    "exposed": "exposed communication",
+    "idle": "idle",
+}
+
+
+def _page(report: OverlapReport, shown: Timeline) -> Element:
+    """The tables as bars, and of the timeline what is `shown`."""
+    rows = _overlaps(report)
+    unknown = [] if report.predicted else [f"predicted: {_unknown(report)}"]
+    return fold(
+        report.title,
+        key(_PARTS),
+        bars([_overlap_bar(row) for row in rows]),
+        table(_OVERLAP, map(_overlap_cells, rows)),
+        *(element("p", text) for text in unknown),
+        *titled("timeline", _drawn(report.title, shown)),
+        *titled("statements", bars([_statement_bar(s) for s in _statements(report)])),
+    )
+
+
+def _overlap_bar(row: DeviceOverlap) -> Bar:
+    """All of the total."""
+    parts = {
+        "computation": row.computation - row.hidden,
+        "communication": row.hidden,
+        "exposed": row.exposed,
+        "idle": row.idle,
+    }
+    return Bar(row.device, tuple(parts.items()), _time(row.total))
+
+
+def _statement_bar(row: StatementOverlap) -> Bar:
+    _, _, times, took, exposed = _statement_cells(row)
+    text = f"{counted(times, 'time')}, {took}"
+    if not exposed:
+        return Bar(row.text, (("computation", row.seconds),), text)
+    parts = ("communication", row.seconds - row.exposed), ("exposed", row.exposed)
+    return Bar(row.text, parts, f"{text}, exposed {exposed}")
+
+
+def _drawn(title: str, timeline: Timeline) -> Element:
+    """The timeline as a picture, or why there is none: the rest of the page holds."""
+    try:
+        return image(svg_picture([(title, timeline)]), title)
+    except Exception as error:  # the user's settings of matplotlib may be at fault
+        return element("p", f"No picture: {errors.first_line(error)}")

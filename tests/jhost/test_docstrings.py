@@ -16,7 +16,7 @@ import pytest
 
 import jhost
 from jhost import errors
-from jhost.lowering.explain import CommunicationReport
+from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.profile.schedule import ScheduledCommunication
 
 ROWS = CommunicationReport, ScheduledCommunication

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import re
 import struct
@@ -203,7 +205,7 @@ def test_the_page_shows_what_its_example_prints(
     assert form(capsys.readouterr().out) == form(shown)
     exec(saving, namespace)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"mlp.svg", "first.svg", "mlp.json"}
+    assert names == {"mlp.svg", "first.svg", "mlp.json", "mlp.html", "explained.html"}
 
 
 # --- Files ------------------------------------------------------------------------ #
@@ -255,6 +257,53 @@ def test_an_svg_is_one_and_always_the_same(
     assert "cpu 1" in content  # as a comment beside the glyphs
 
 
+def in_notebook(report: Any) -> str:
+    return report._repr_html_()
+
+
+def page_of(report: jhost.OverlapReport, folder: Path) -> str:
+    report.save(folder / "f.html")
+    return (folder / "f.html").read_text()
+
+
+def test_a_page_has_the_tables_and_the_timeline(
+    report: jhost.OverlapReport, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    page = page_of(report, tmp_path)
+    assert in_notebook(report) in page
+    svg = re.search(r'src="data:image/svg\+xml;base64,([^"]*)"', page)
+    assert svg
+    assert "cpu 1" in base64.b64decode(svg[1]).decode()
+    texts = set(re.findall(r">([^<>\n]+)<", page))
+    for line in str(report).splitlines()[1:5]:
+        assert set(re.split(r"  +", line.strip())) <= texts
+    ran = [statement for statement in report.statements if statement.seconds]
+    assert {html.escape(statement.text, quote=False) for statement in ran} <= texts
+    report.save(tmp_path / "one.html", devices=[0])
+    assert len((tmp_path / "one.html").read_text()) < len(page)
+
+
+def test_without_matplotlib_a_page_says_what_to_install(
+    report: jhost.OverlapReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = page_of(report, tmp_path)
+    assert "pip install matplotlib" in page
+    assert "<img" not in page
+    assert page.count('class="bar"') > len(report.devices)
+
+
+def test_a_page_says_why_a_picture_failed(
+    report: jhost.OverlapReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("Failed to process string with tex\nbecause of latex")
+
+    monkeypatch.setattr("jhost.runtime.profile.picture._matplotlib", fails)
+    assert "No picture: Failed to process string with tex<" in page_of(report, tmp_path)
+
+
 def test_some_devices_may_be_shown(report: jhost.OverlapReport, tmp_path: Path) -> None:
     report.save(tmp_path / "f.json", devices=[1])
     events = json.loads((tmp_path / "f.json").read_text())["traceEvents"]
@@ -281,6 +330,8 @@ def test_types_are_refused_by_their_paths(function: Any) -> None:
 def test_other_endings_are_refused(report: jhost.OverlapReport, tmp_path: Path) -> None:
     with pytest.raises(errors.OptionError, match=r"'f\.pdf' ends in '\.pdf'"):
         report.save(tmp_path / "f.pdf")
+    with pytest.raises(FileNotFoundError, match=r"no_folder.f\.html"):
+        report.save(tmp_path / "no_folder" / "f.html")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,187 @@
+"""What a program does step by step, with its loops, in the user's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from jhost._text import bytes_text, counted
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.said import said
+from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.rules.dim_rule import axes_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationReport:
+    """One communication of the program.
+
+    Attributes:
+        kind: such as `"AllGather"`.
+        axes: the mesh axes whose devices take part.
+        value: what is communicated, as the user's lines call it.
+        bytes: what each device receives in all.
+        chunks: how many pieces it goes in; 1 outside a loop over chunks.
+        times: how often it does in a `lax.scan`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    value: str
+    bytes: int
+    chunks: int
+    times: int = 1
+
+    def __str__(self) -> str:
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        times = f", {self.times} times" if self.times > 1 else ""
+        return (
+            f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
+            f"{bytes_text(self.bytes)} a device{chunks}{times}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A computation or a communication of the program, or a loop or branch around some.
+
+    Attributes:
+        text: what it does.
+        layout: the types of what it reads and makes, as in the Host IR.
+        communication: what it moves, if it does.
+        steps: those in a loop or branch.
+    """
+
+    text: str
+    layout: str = ""
+    communication: CommunicationReport | None = None
+    steps: tuple[Step, ...] = ()
+
+
+def steps_of(program: Program, times: int) -> tuple[Step, ...]:
+    """The steps of a program, or of a body that is run so many `times`."""
+    return tuple(_steps(program, program.body, Fraction(1), times))
+
+
+def communications_in(steps: Iterable[Step]) -> Iterator[CommunicationReport]:
+    """All communications of steps and of those that they hold."""
+    for step in steps:
+        if step.communication:
+            yield step.communication
+        yield from communications_in(step.steps)
+
+
+def named_bodies(
+    stmt: ir.ControlFlow, times: int
+) -> Iterator[tuple[str, Program, int]]:
+    """Each body, what it is called, and how often it is run."""
+    length = stmt.length if isinstance(stmt, ir.Scan) else 1
+    where = f" [{stmt.where}]" if stmt.where else ""
+    for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
+        yield name + where, body, times * length
+
+
+def _body_names(stmt: ir.ControlFlow) -> Sequence[str]:
+    match stmt:
+        case ir.Scan(length=length):
+            return [f"in a scan of {counted(length, 'iteration')}"]
+        case ir.While():
+            return ["in the condition of a while loop", "in a while loop"]
+        case ir.Cond(branches=branches):
+            count = len(branches)
+            return [f"in branch {number} of {count}" for number in range(count)]
+
+
+def takes_turns(loop: ir.For) -> bool:
+    """Whether the iterations of a loop take turns on streams, and do work there."""
+    ordering = [isinstance(s, ir.SetCurrentStream | ir.Synchronize) for s in loop.body]
+    inner = any(isinstance(s, ir.For) and takes_turns(s) for s in loop.body)
+    return inner or (ordering[0] and not all(ordering))
+
+
+def _steps(
+    program: Program, body: Sequence[ir.Stmt], repeats: Fraction, times: int
+) -> Iterator[Step]:
+    """What statements do that are so many of their first chunk, so many `times`."""
+    for stmt in body:
+        match stmt:
+            case ir.Compute():
+                yield _computation(program, stmt)
+            case ir.Communicate():
+                yield _communication(program, stmt, repeats, times)
+            case ir.For():
+                worth = repeats * _chunks_worth(stmt)
+                inner = tuple(_steps(program, stmt.body, worth, times))
+                yield from _around(_loop_text(stmt), inner)
+            case ir.If(then=then, otherwise=otherwise):
+                yield from _steps(program, (*then, *otherwise), repeats, times)
+            case ir.Scan() | ir.While() | ir.Cond():
+                for name, inner, often in named_bodies(stmt, times):
+                    yield from _around(name, steps_of(inner, often))
+            case _:
+                pass
+
+
+def _around(text: str, steps: tuple[Step, ...]) -> Iterator[Step]:
+    if steps:
+        yield Step(text=text, steps=steps)
+
+
+def _loop_text(loop: ir.For) -> str:
+    turns = ", which take turns on streams" if takes_turns(loop) else ""
+    return f"loop of {counted(loop.extent, 'iteration')}{turns}"
+
+
+def _computation(program: Program, stmt: ir.Compute) -> Step:
+    names = Counter(each.eqn.primitive.name for each in stmt.unit.eqns)
+    texts = [f"{n} {name}" if n > 1 else name for name, n in names.items()]
+    ins, outs = _typed(program, stmt.ins), _typed(program, stmt.outs)
+    return Step(text=", ".join(texts), layout=f"{ins} -> {outs}" if ins else outs)
+
+
+def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
+    """Each once: several buffers may be parts of one value."""
+    texts = [f"{said(program, b.name)}: {type_text(b)}" for b in buffers]
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _communication(
+    program: Program, stmt: ir.Communicate, repeats: Fraction, times: int
+) -> Step:
+    mesh = dict(program.mesh.shape)
+    report = CommunicationReport(
+        kind=stmt.kind,
+        axes=stmt.axes,
+        value=said(program, stmt.source.name),
+        bytes=int(_received(stmt, mesh) * repeats) * times,
+        chunks=math.ceil(repeats),
+        times=times,
+    )
+    layout = f"{type_text(stmt.source)} -> {type_text(stmt.out)}"
+    return Step(text=str(report), layout=layout, communication=report)
+
+
+def _chunks_worth(loop: ir.For) -> Fraction:
+    """The iterations of `loop` by work: a ragged last one counts as the part it is."""
+    index = LoopIndex(loop.index)
+    for stmt in ir.walk(loop.body):
+        chunk = getattr(stmt, "chunk", None)
+        size = (
+            chunk.size if chunk else stmt.size if isinstance(stmt, ir.Select) else None
+        )
+        if size is not None and leaves(size) <= {index}:
+            sizes = [evaluate(size, {index: i}) for i in range(loop.extent)]
+            return Fraction(sum(sizes), sizes[0])
+    return Fraction(loop.extent)
+
+
+def _received(stmt: ir.Communicate, mesh: Mapping[str, int]) -> int:
+    held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
+    return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
