@@ -60,7 +60,8 @@ def tune(
             gradients cancel each other, and GPUs take less power than in earnest.
         cache: take what was measured before from the user's cache folder, and keep
             there what is measured now.
-        progress: show a bar, or lines if tqdm is not installed, on standard error.
+        progress: show a bar, or lines if tqdm is not installed, on standard error; in
+            several processes, on that of process 0.
 
     Returns:
         What was measured, predicted and chosen for each stream, for
@@ -101,7 +102,8 @@ def tune(
         return kept
     tuners = [Tuner(n, calls[n], plan, rounds) for n, plan in plans.items()]
     steps = sum(tuner.steps for tuner in tuners)
-    bar = progress_bar(steps, unit="step") if progress else no_progress()
+    shown = progress and steps > 0 and jax.process_index() == 0
+    bar = progress_bar(steps, unit="step") if shown else no_progress()
     try:
         with automatic_axes():
             programs = [tuner.tuned_program(bar) for tuner in tuners]
