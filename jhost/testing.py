@@ -81,8 +81,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
     """Two trees of arrays have equal types, and values as close as can be asked.
 
     Args:
-        given: arrays of any shapes, or numbers, as computed.
-        wanted: arrays or numbers, as they should be.
+        given: arrays of any shapes and dtypes, or numbers, as computed.
+        wanted: arrays or numbers of the same shapes and dtypes, as they should be.
         tolerance: how far values may lie apart, as a part of the largest one of the
             array; 0 for not at all.  By default what suits the dtype: 1e-4 for float32,
             2e-2 for bfloat16, not at all for integers.
@@ -153,8 +153,9 @@ def assert_equals_plain(
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: its arguments.  On several meshes these are arrays that are on none.
-        kwargs: its keyword arguments.
+        *args: its arguments, arrays of the shapes and dtypes that it takes.  On several
+            meshes these are arrays that are on none.
+        kwargs: its keyword arguments, likewise.
         gradients: compare the gradients by all float arrays among the arguments, too.
         tolerance: as for `assert_close`.  Integers as floats are computed exactly, if
             no sum leaves their range, and 0 can be asked.
@@ -283,7 +284,8 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
@@ -322,7 +324,8 @@ def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Raises:
@@ -359,11 +362,12 @@ def assert_program(
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         loops: how many loops over chunks there are; None for any number.
         communications: each communication by kind and mesh axes, in any order, as
             `"AllGather over tp"`; one in a loop counts once.  None for any.
-        kwargs: keyword arguments of the function.
+        kwargs: its keyword arguments, of the shapes and dtypes that it takes.
 
     Raises:
         AssertionError: it has others; the text has what is missing, what is too much,

@@ -123,12 +123,13 @@ class JitFunction(Generic[P, R]):
         """Runs the function; compiles it first where these types are new.
 
         Args:
-            *args: the plain function's arguments: trees of arrays of global shapes, and
-                static ones.
+            *args: the plain function's arguments: trees of arrays of the global shapes
+                and of the dtypes that it takes, and static ones.
             **kwargs: likewise.
 
         Returns:
-            What the plain function returns, as arrays over the mesh.
+            What the plain function returns, as arrays over the mesh, of its global
+            shapes and of its dtypes.
 
         Raises:
             DimError, SpecRankError, UnknownAxisError, DuplicateAxisError,
@@ -161,6 +162,17 @@ class JitFunction(Generic[P, R]):
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function as `jax.jit`'s own `trace` does; for `jax.export`.
 
+        Args:
+            *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
+                in their place, and static arguments.
+            **kwargs: likewise.
+
+        Returns:
+            JAX's own stage, whose `lower` is that of `jax.jit`.
+
+        Raises:
+            JhostError: whatever a call would, but for what is seen when it runs.
+
         Example:
             >>> import jax, jax.numpy as jnp
             >>> import jhost
@@ -176,8 +188,12 @@ class JitFunction(Generic[P, R]):
         """Lowers the function for arguments, or `jax.ShapeDtypeStruct` in their place.
 
         Args:
-            *args: as for a call; types with a shape and a dtype may stand for arrays.
+            *args: arrays of the shapes and dtypes of a call, or types that have both,
+                and static arguments.
             **kwargs: likewise.
+
+        Returns:
+            The program, to be read, interpreted or compiled.
 
         Raises:
             JhostError: whatever a call would, but for what is seen when it runs.

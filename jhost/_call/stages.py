@@ -56,11 +56,13 @@ class Lowered:
         """Runs the program statement by statement on its devices.
 
         Args:
-            *args: arrays of the types it was lowered for, without static arguments.
+            *args: arrays of the shapes and dtypes it was lowered for, without static
+                arguments.
             **kwargs: likewise.
 
         Returns:
-            The results, and a trace, which has for each statement that ran its stream,
+            The results, arrays of the shapes and dtypes that the function gives, and a
+            trace, which has for each statement that ran its stream,
             its text, the indices of the loops around it, and the bytes live on a device
             then.
 
@@ -117,6 +119,9 @@ class Compiled:
             *args: arrays of the shapes and dtypes it was lowered for, without static
                 arguments.
             **kwargs: likewise.
+
+        Returns:
+            The results, arrays of the shapes and dtypes that the function gives.
 
         Raises:
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not

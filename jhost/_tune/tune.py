@@ -49,8 +49,9 @@ def tune(
     Args:
         f: a function made by `jhost.jit`.  It is called many times: host callbacks in
             it are as well.  Donated arguments are kept.
-        *args: the arguments to measure it on, arrays of any shapes.
-        kwargs: its keyword arguments.
+        *args: the arguments to measure it on, arrays of the shapes and dtypes that `f`
+            takes.
+        kwargs: its keyword arguments, likewise.
         gradients: tune the programs of `jax.grad` as well, the forward that keeps what
             the backward needs, and the backward: by these arguments, as its `argnums`,
             or with True by all that are floats.
