@@ -14,9 +14,10 @@ import jax
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import identity_of, name_of
+from jhost._call.config import Call, Config, derived_params
 from jhost._call.execute import executable_options
 from jhost._call.explicit import result_types
-from jhost._call.program import Call, Config, derived_params, host_program
+from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
+from jhost._call.config import Config
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
-from jhost._call.program import Config, annotate
 from jhost._call.settings import Settings
 from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
 from jhost._primitives import Spec
@@ -218,7 +218,7 @@ class Source:
             out_specs = shardings.padded(outs, jaxpr.out_avals)
             marked = auto_mesh(mesh)
             marked = marked.abstract_mesh if named else marked
-            return annotate(jaxpr, marked, in_specs, out_specs)
+            return shardings.annotate(jaxpr, marked, in_specs, out_specs)
 
     def specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""

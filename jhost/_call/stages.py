@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from jhost import errors
+from jhost._call.config import Config
 from jhost._call.execute import compare
-from jhost._call.program import Config
 from jhost._jax import as_weak
 from jhost.lowering.explain import Explanation, adds_up_in_loops, explain_program
 from jhost.lowering.interpret.program import Record, interpret

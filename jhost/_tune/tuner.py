@@ -17,8 +17,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jhost._call.config import Call
 from jhost._call.execute import jitted
-from jhost._call.program import Call, Planned
+from jhost._call.program import Planned
 from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._jax import evaluate
 from jhost._progress import Progress, no_progress
