@@ -26,8 +26,8 @@ from jhost._jax import (
 from jhost._primitives import stream_p
 from jhost._tuning import changes, tuned_here
 from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.frontend.build import SaidNames
 from jhost.lowering.frontend.value_names import Variables
+from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
