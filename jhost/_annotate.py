@@ -36,7 +36,7 @@ def stream(
     the identity.
 
     Args:
-        x: an array.
+        x: an array of any dtype, and of any shape with at least one dim.
         axis: the dim; negative ones count from the last.
         chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes the
             choice of the jhost function around.
@@ -46,7 +46,7 @@ def stream(
             by cost.  None takes the choice of the function around.
 
     Returns:
-        `x`, as a `jax.Array`.
+        `x`, as a `jax.Array` of the same shape and dtype.
 
     Raises:
         DimError: if `x` has no dim `axis`.
@@ -73,10 +73,10 @@ def serial(x: ArrayLike) -> jax.Array:
     The value is unchanged.  Outside a jhost function this is the identity.
 
     Args:
-        x: an array.
+        x: an array of any shape and dtype.
 
     Returns:
-        `x`, as a `jax.Array`.
+        `x`, as a `jax.Array` of the same shape and dtype.
 
     Raises:
         ArgumentError: if `x` is no array.
@@ -96,14 +96,14 @@ def shard(x: ArrayLike, spec: PartitionSpec | NamedSharding | None) -> jax.Array
     `jax.lax.with_sharding_constraint`, which means the same inside.
 
     Args:
-        x: an array.
+        x: an array of any shape and dtype.
         spec: an entry for each dim, as in `jax.jit`: the mesh axes that shard it, or
             None for a whole dim, or `P.UNCONSTRAINED` where jhost may choose.  Dims
             beyond the last entry are whole.  Of a `NamedSharding` only the spec is
             used.  None constrains no dim.
 
     Returns:
-        `x`, as a `jax.Array`.
+        `x`, as a `jax.Array` of the same shape and dtype.
 
     Raises:
         SpecRankError: if the spec has more entries than `x` has dims.

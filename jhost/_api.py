@@ -56,7 +56,8 @@ def jit(
     other transforms.
 
     Args:
-        f: the function, of any pytrees of arrays.  Without it, a decorator is returned.
+        f: the function, from and to any pytrees of arrays, of any shapes and dtypes.
+            Without it, a decorator is returned.
         mesh: the devices; by default the shardings' mesh, or that of `jax.set_mesh`.
             Without any, the function runs on one device.
         in_shardings: as for `jax.jit`: a pytree prefix of the positional arguments, of
@@ -80,7 +81,8 @@ def jit(
             not hold here is ignored with a warning.
 
     Returns:
-        The compiled function, with `lower` as `jax.jit`'s has.
+        The compiled function, with `lower` as `jax.jit`'s has.  It takes and gives
+        arrays of the global shapes and of the dtypes that `f` does.
 
     Raises:
         OptionError: a pipeline that there is not, fewer than one stream, or a limit
@@ -127,7 +129,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
         f: a function made by `jhost.jit`, or one that calls some, differentiated or
             not: a training step, say, plain or under `jax.jit`.
-        *args: arrays, or `jax.ShapeDtypeStruct` in their place.
+        *args: arrays of the shapes and dtypes that `f` takes, or `jax.ShapeDtypeStruct`
+            in their place.
         **kwargs: likewise.
 
     Returns:

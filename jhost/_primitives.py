@@ -69,4 +69,4 @@ shard_p = define_marker_primitive("shard", _insert_entry, _of_the_cotangent)
 """`spec: Spec`, as long as the operand has dims."""
 
 jhost_p = define_call_primitive("jhost")
-"""`call_jaxpr`, with the markers in it, and what `jhost._call.program` adds."""
+"""`call_jaxpr`, with the markers in it, and what `jhost._call.config` adds."""

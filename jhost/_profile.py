@@ -36,8 +36,8 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: arrays, as `f` takes them.  They are moved to its devices before anything
-            is measured; donated ones are copied, and stay.
+        *args: arrays of the shapes and dtypes that `f` takes.  They are moved to its
+            devices before anything is measured; donated ones are copied, and stay.
         **kwargs: likewise.
 
     Returns:

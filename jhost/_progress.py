@@ -11,7 +11,7 @@ from typing import Any, Protocol
 class Progress(Protocol):
     """How a run says where it is."""
 
-    def step(self, what: str, size: float = 1) -> None:
+    def step(self, what: str, size: int = 1) -> None:
         """`what` begins, which is so many steps; what came before is done."""
         ...
 
@@ -38,9 +38,9 @@ def no_progress() -> Progress:
 
 class _Bar:
     def __init__(self, bar: Any) -> None:
-        self._bar, self._under_way = bar, 0.0
+        self._bar, self._under_way = bar, 0
 
-    def step(self, what: str, size: float = 1) -> None:
+    def step(self, what: str, size: int = 1) -> None:
         self._bar.update(self._under_way)
         self._under_way = size
         self._bar.set_description(what)
@@ -55,12 +55,12 @@ class _Bar:
 
 class _Lines:
     def __init__(self, total: int) -> None:
-        self._total, self._done, self._start = total, 0.0, time.monotonic()
+        self._total, self._done, self._start = total, 0, time.monotonic()
 
-    def step(self, what: str, size: float = 1) -> None:
+    def step(self, what: str, size: int = 1) -> None:
         self._done += size
         elapsed = time.monotonic() - self._start
-        line = f"[{self._done:.3g}/{self._total}, {elapsed:.0f} s] {what}"
+        line = f"[{self._done}/{self._total}, {elapsed:.0f} s] {what}"
         print(line, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
@@ -71,7 +71,7 @@ class _Lines:
 
 
 class _Silence:
-    def step(self, what: str, size: float = 1) -> None:
+    def step(self, what: str, size: int = 1) -> None:
         pass
 
     def say(self, text: str) -> None:

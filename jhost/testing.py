@@ -10,27 +10,25 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-try:
-    import chex
-except ImportError as error:
-    raise ImportError("jhost.testing needs chex: pip install 'chex>=0.1.92'") from error
-
 from jhost import errors
-from jhost._annotate import Pipeline, as_int
+from jhost._annotate import Pipeline
 from jhost._api import JitFunction, as_jhost_function, check_kwargs
 from jhost._call.around import InnerCall, calls_in
-from jhost._compare import beyond_tolerance
-from jhost._tune.calls import by_floats, gradients_of
+from jhost._testing.arguments import (
+    check_axes,
+    check_gradients,
+    check_program,
+    check_several,
+    check_tolerance,
+)
+from jhost._testing.values import Case, compare
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.ir.program import Program
-from jhost.runtime.mesh import automatic, mesh_text
 
 Axes: TypeAlias = Mapping[str, int]
 
@@ -48,7 +46,7 @@ def mesh_of(axes: Axes) -> Mesh:
         >>> mesh_of({"tp": 1}).shape["tp"]
         1
     """
-    _check_axes(axes)
+    check_axes(axes)
     sizes = tuple(axes.values())
     if math.prod(sizes) > jax.device_count():
         raise errors.OptionError(
@@ -61,19 +59,6 @@ def mesh_of(axes: Axes) -> Mesh:
     return jax.make_mesh(sizes, tuple(axes), axis_types=types)
 
 
-def _check_axes(axes: Any) -> None:
-    pairs = dict(cast(Mapping[Any, Any], axes)) if isinstance(axes, Mapping) else None
-    if pairs is None or not all(
-        isinstance(name, str) and as_int(size) is not None
-        for name, size in pairs.items()
-    ):
-        raise errors.ArgumentError(
-            f"A mesh is a dict of axes and sizes, such as {{'tp': 4}}, not {axes!r}."
-        )
-    if min(pairs.values(), default=1) < 1:
-        raise errors.OptionError(f"A mesh {axes} has an axis of less than one device.")
-
-
 # --- Values ----------------------------------------------------------------------- #
 
 
@@ -81,8 +66,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
     """Two trees of arrays have equal types, and values as close as can be asked.
 
     Args:
-        given: arrays of any shapes, or numbers, as computed.
-        wanted: arrays or numbers, as they should be.
+        given: arrays of any shapes and dtypes, or numbers, as computed.
+        wanted: arrays or numbers of the same shapes and dtypes, as they should be.
         tolerance: how far values may lie apart, as a part of the largest one of the
             array; 0 for not at all.  By default what suits the dtype: 1e-4 for float32,
             2e-2 for bfloat16, not at all for integers.
@@ -100,44 +85,8 @@ def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> 
         ...
         AssertionError: the result: they differ by 9.5e-07 of the largest value; ...
     """
-    _check_tolerance("assert_close", tolerance)
-    given, wanted = _arrays("given", given), _arrays("wanted", wanted)
-    chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
-    problems = beyond_tolerance(given, wanted, tolerance)
-    if problems:
-        raise AssertionError("\n".join(problems))
-
-
-def _arrays(what: str, tree: Any) -> Any:
-    """Python's numbers are arrays too, and nothing else is."""
-
-    def array(path: Any, leaf: Any) -> Any:
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            return leaf
-        try:
-            return jnp.asarray(leaf)
-        except TypeError:
-            raise errors.ArgumentError(
-                "jhost.testing.assert_close takes trees of arrays, but "
-                f"{what}{jax.tree_util.keystr(path)} is {leaf!r}."
-            ) from None
-
-    return jax.tree_util.tree_map_with_path(array, tree)
-
-
-def _check_tolerance(function: str, tolerance: Any) -> None:
-    if tolerance is None:
-        return
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
-        raise errors.ArgumentError(
-            f"jhost.testing.{function} takes a number as tolerance, but got "
-            f"{tolerance!r}."
-        )
-    if not tolerance >= 0:
-        raise errors.OptionError(
-            f"jhost.testing.{function} got tolerance={tolerance!r}; it needs at least "
-            "0."
-        )
+    check_tolerance("assert_close", tolerance)
+    compare(given, wanted, tolerance)
 
 
 def assert_equals_plain(
@@ -153,8 +102,9 @@ def assert_equals_plain(
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: its arguments.  On several meshes these are arrays that are on none.
-        kwargs: its keyword arguments.
+        *args: its arguments, arrays of the shapes and dtypes that it takes.  On several
+            meshes these are arrays that are on none.
+        kwargs: its keyword arguments, likewise.
         gradients: compare the gradients by all float arrays among the arguments, too.
         tolerance: as for `assert_close`.  Integers as floats are computed exactly, if
             no sum leaves their range, and 0 can be asked.
@@ -179,12 +129,9 @@ def assert_equals_plain(
     name = "testing.assert_equals_plain"
     f, args = as_jhost_function(name, f, args)
     check_kwargs(name, kwargs)
-    _check_tolerance("assert_equals_plain", tolerance)
-    _check_several(pipelines=pipelines, meshes=meshes)
-    if not isinstance(gradients, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise errors.ArgumentError(
-            f"jhost.{name} takes a bool as gradients, but got {gradients!r}."
-        )
+    check_tolerance("assert_equals_plain", tolerance)
+    check_several(pipelines=pipelines, meshes=meshes)
+    check_gradients(gradients)
     problems: list[str] = []
     for mesh in meshes or [None]:
         # The arguments are needed again.
@@ -202,77 +149,8 @@ def assert_equals_plain(
         raise AssertionError(f"{f.__name__} is not as the plain function:\n{lines}")
 
 
-def _check_several(**given: Any) -> None:
-    """Refuses what is no sequence, and what is empty: it would compare nothing."""
-    for name, values in given.items():
-        if values is None:
-            continue
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise errors.ArgumentError(
-                f"jhost.testing.assert_equals_plain takes a list as {name}, but got "
-                f"{values!r}."
-            )
-        if not values:
-            raise errors.OptionError(
-                f"jhost.testing.assert_equals_plain got {name}={values!r}, with which "
-                f"it would compare nothing. Give one, or leave out {name}=."
-            )
-
-
 def _as_mesh(mesh: Mesh | Axes) -> Mesh:
     return mesh if isinstance(mesh, Mesh) else mesh_of(mesh)
-
-
-class Case:
-    """A function on one mesh, and what the plain one gives there."""
-
-    def __init__(
-        self,
-        f: JitFunction[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        gradients: bool,
-    ) -> None:
-        self.f = f
-        self.args = args
-        self.kwargs = kwargs
-        self.gradients = gradients
-        self.mesh = f.as_call(args, kwargs).config.mesh
-        mesh = self.mesh
-        # Specs without a mesh, in the function, are of the mesh around.
-        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
-            self.wanted = self.results(f.__wrapped__, jax.jit, automatic)
-
-    def results(
-        self,
-        function: Callable[..., Any],
-        wrap: Callable[[Any], Any],
-        place: Callable[[Any], Any],
-    ) -> dict[str, Any]:
-        """The value, and the gradients where they are asked for."""
-        args, kwargs = jax.tree.map(place, (tuple(self.args), dict(self.kwargs)))
-        call, floats = by_floats(function, args, kwargs)
-        found = {"value": wrap(call)(*floats)}
-        if self.gradients:
-            found["gradients"] = wrap(gradients_of(call))(*floats)
-        return found
-
-    def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
-        """What is different with a pipeline, a line each."""
-        f = self.f.with_options(pipeline=pipeline)
-        given = self.results(f, _as_it_is, _as_it_is)
-        where = f"pipeline={pipeline!r} on {self.mesh and mesh_text(self.mesh)}"
-        found: list[str] = []
-        for what, wanted in self.wanted.items():
-            try:
-                assert_close(given[what], wanted, tolerance=tolerance)
-            except AssertionError as error:
-                found += [f"{where}, {what}: {line}" for line in str(error).split("\n")]
-        return found
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 # --- Pipelines ---------------------------------------------------------------------- #
@@ -283,7 +161,8 @@ def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
@@ -322,7 +201,8 @@ def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Raises:
@@ -359,11 +239,12 @@ def assert_program(
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
-        *args: its arguments, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments, arrays of the shapes and dtypes that it takes, or
+            `jax.ShapeDtypeStruct` in their place.
         loops: how many loops over chunks there are; None for any number.
         communications: each communication by kind and mesh axes, in any order, as
             `"AllGather over tp"`; one in a loop counts once.  None for any.
-        kwargs: keyword arguments of the function.
+        kwargs: its keyword arguments, of the shapes and dtypes that it takes.
 
     Raises:
         AssertionError: it has others; the text has what is missing, what is too much,
@@ -377,16 +258,7 @@ def assert_program(
         >>> assert_program(f, jnp.ones(4), loops=1, communications=[])
     """
     check_kwargs("testing.assert_program", kwargs)
-    if loops is not None and as_int(loops) is None:
-        raise errors.ArgumentError(
-            f"jhost.testing.assert_program takes an int as loops, but got {loops!r}."
-        )
-    some = communications is None or isinstance(communications, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if isinstance(communications, str) or not some:
-        raise errors.ArgumentError(
-            "jhost.testing.assert_program takes a list as communications, such as "
-            f"['AllGather over tp'], but got {communications!r}."
-        )
+    check_program(loops, communications)
     explanations = _explanations(fun, args, kwargs or {})
     problems: list[str] = []
     found = sum(each.loops for each in explanations)

@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.frontend.build import SaidNames, build
+from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.convert import ConvertToCommunications

@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from jhost import errors
 from jhost._call.arguments import name_of
-from jhost._call.program import Config, derived_program, plain
+from jhost._call.config import Config, plain
+from jhost._call.program import derived_program
 from jhost._call.stages import explained
 from jhost._primitives import jhost_p
 from jhost.lowering.explain import Explanation, joined

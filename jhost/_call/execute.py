@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
-from jhost._call.program import Config, derived_program
+from jhost._call.config import Config
+from jhost._call.program import derived_program
 from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit

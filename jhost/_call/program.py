@@ -11,31 +11,23 @@ import gc
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from typing import Any, NamedTuple, TypeAlias
 
 from jhost import errors
-from jhost._annotate import Pipeline
 from jhost._calibration import rates_here
+from jhost._call.config import Config, Role, plain
 from jhost._call.shard_maps import check_devices
 from jhost._jax import (
-    Derivation,
     arg_names,
     cached,
     cached_by_jaxpr,
     calls,
-    close,
-    evaluate,
     result_paths,
-    without_dead_code,
 )
-from jhost._primitives import Spec, stream_p
-from jhost._tuning import Tuning, changes, tuned_here
-from jhost.lowering.frontend.build import SaidNames
+from jhost._primitives import stream_p
+from jhost._tuning import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
+from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
@@ -46,118 +38,7 @@ from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
-from jhost.runtime.mesh import AnyMesh, abstract
-
-Role: TypeAlias = Literal["", "forward", "recomputed", "tangents", "backward"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What holds for a jhost function and for every program derived from it.
-
-    `embedded` calls stand in a trace of somebody else's; the others in a `jax.jit` of
-    jhost's own, which sees to the compiler options.  `compared` ones are lowered in
-    order to run: not those of `lower`, which one process may call alone.  `role` and
-    `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.
-    """
-
-    name: str
-    mesh: AnyMesh | None
-    chunks: int | Literal["auto"]
-    pipeline: Pipeline
-    streams: int
-    interpret: bool
-    replication_limit: int
-    compiler_options: tuple[tuple[str, Any], ...] = ()
-    tunings: tuple[Tuning, ...] = ()
-    embedded: bool = False
-    compared: bool = True
-    identity: tuple[str, ...] = ()
-    role: Role = ""
-    batched: bool = False
-    operands: tuple[str, ...] = ()
-
-    @property
-    def derived(self) -> tuple[str, ...]:
-        """What JAX derived, in words: none of what the user called."""
-        return tuple(filter(None, ("batched" if self.batched else "", self.role)))
-
-    @property
-    def title(self) -> str:
-        """The function and what of it, as `mlp (backward)`."""
-        derived = ", ".join(self.derived)
-        return f"{self.name} ({derived})" if derived else self.name
-
-
-def derived_params(
-    params: Mapping[str, Any], how: Derivation, operands: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """A call's parameters, where JAX has derived its program from another's."""
-    config: Config = params["config"]
-    if how != "batched":
-        config = dataclasses.replace(config, operands=operands)
-    match how:
-        case "batched":
-            config = dataclasses.replace(config, batched=True)
-        case "known" | "unknown":
-            if how == "known" and config.role == "tangents":
-                config = dataclasses.replace(config, role="recomputed")
-        case "forward":
-            # What is differentiated once more stays the backward, say.
-            config = dataclasses.replace(config, role=config.role or "forward")
-        case _:
-            config = dataclasses.replace(config, role=how)
-    return {**params, "config": config}
-
-
-class Call(NamedTuple):
-    """One call of the primitive: what it runs, and on which operands."""
-
-    call_jaxpr: Any
-    config: Config
-    operands: tuple[Any, ...]
-
-
-@cached_by_jaxpr
-def annotate(
-    jaxpr: Any,
-    mesh: AnyMesh,
-    in_specs: tuple[Spec | None, ...],
-    out_specs: tuple[Spec | None, ...],
-) -> Any:
-    """`jaxpr` with the shardings of its operands and results as constraints in it.
-
-    Every operand and result gets one, which may leave all dims free: JAX looks for the
-    devices of a program in the shardings inside, and would compile one without any for
-    one device.
-    """
-
-    def annotated(*args: Any) -> list[Any]:
-        return _constrain(
-            evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs
-        )
-
-    closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
-    # The user's names, not those of the function above.
-    named = close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
-    return without_dead_code(named)
-
-
-def _constrain(
-    values: Sequence[Any], mesh: AnyMesh, specs: Sequence[Spec | None]
-) -> list[Any]:
-    free = PartitionSpec.UNCONSTRAINED
-    constrained: list[Any] = []
-    for value, spec in zip(values, specs, strict=True):
-        entries = (
-            [free] * jnp.ndim(value)
-            if spec is None
-            else [axes or None for axes in spec]
-        )
-        sharding = NamedSharding(mesh, PartitionSpec(*entries))
-        constrained.append(jax.lax.with_sharding_constraint(value, sharding))
-    return constrained
+from jhost.runtime.mesh import abstract
 
 
 def host_program(call_jaxpr: Any, config: Config) -> Program:
@@ -188,11 +69,6 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
         except REFUSALS:
             pass
     return _lowered(call_jaxpr, config, strict=False)
-
-
-def plain(config: Config) -> Config:
-    """What a program depends on: it is the same wherever it is called."""
-    return dataclasses.replace(config, embedded=False, compared=True, identity=())
 
 
 @cached_by_jaxpr

@@ -15,7 +15,8 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 from jax.sharding import NamedSharding
 
 from jhost._annotate import spec_entries
-from jhost._call.program import Config, laid_out, streams_of
+from jhost._call.config import Config
+from jhost._call.program import laid_out, streams_of
 from jhost._call.residual_cut import hand_over_least
 from jhost._call.residual_names import with_names
 from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten

@@ -1,4 +1,4 @@
-"""Shardings as the user gives them, or as the arguments have them, made specs."""
+"""Shardings as the user or the arguments have them, made specs, and marks of these."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import spec_entries
+from jhost._jax import cached_by_jaxpr, close, evaluate, without_dead_code
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
 from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
@@ -178,3 +180,44 @@ def padded(
         spec if spec is None else (*spec, *[()] * (len(aval.shape) - len(spec)))
         for spec, aval in zip(specs, avals, strict=True)
     )
+
+
+@cached_by_jaxpr
+def annotate(
+    jaxpr: Any,
+    mesh: AnyMesh,
+    in_specs: tuple[Spec | None, ...],
+    out_specs: tuple[Spec | None, ...],
+) -> Any:
+    """`jaxpr` with the shardings of its operands and results as constraints in it.
+
+    Every operand and result gets one, which may leave all dims free: JAX looks for the
+    devices of a program in the shardings inside, and would compile one without any for
+    one device.
+    """
+
+    def annotated(*args: Any) -> list[Any]:
+        return _constrain(
+            evaluate(jaxpr, _constrain(args, mesh, in_specs)), mesh, out_specs
+        )
+
+    closed_jaxpr = jax.make_jaxpr(annotated)(*jaxpr.in_avals)
+    # The user's names, not those of the function above.
+    named = close(closed_jaxpr.jaxpr.replace(debug_info=jaxpr.jaxpr.debug_info))
+    return without_dead_code(named)
+
+
+def _constrain(
+    values: Sequence[Any], mesh: AnyMesh, specs: Sequence[Spec | None]
+) -> list[Any]:
+    free = PartitionSpec.UNCONSTRAINED
+    constrained: list[Any] = []
+    for value, spec in zip(values, specs, strict=True):
+        entries = (
+            [free] * jnp.ndim(value)
+            if spec is None
+            else [axes or None for axes in spec]
+        )
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        constrained.append(jax.lax.with_sharding_constraint(value, sharding))
+    return constrained

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._calibration import rates_here
+from jhost._call.config import Config
 from jhost._call.execute import compare
-from jhost._call.program import Config
 from jhost._jax import as_weak
 from jhost.lowering.explain import Explanation, adds_up_in_loops, explain_program
 from jhost.lowering.interpret.program import Record, interpret
@@ -57,11 +57,13 @@ class Lowered:
         """Runs the program statement by statement on its devices.
 
         Args:
-            *args: arrays of the types it was lowered for, without static arguments.
+            *args: arrays of the shapes and dtypes it was lowered for, without static
+                arguments.
             **kwargs: likewise.
 
         Returns:
-            The results, and a trace, which has for each statement that ran its stream,
+            The results, arrays of the shapes and dtypes that the function gives, and a
+            trace, which has for each statement that ran its stream,
             its text, the indices of the loops around it, and the bytes live on a device
             then.
 
@@ -118,6 +120,9 @@ class Compiled:
             *args: arrays of the shapes and dtypes it was lowered for, without static
                 arguments.
             **kwargs: likewise.
+
+        Returns:
+            The results, arrays of the shapes and dtypes that the function gives.
 
         Raises:
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not

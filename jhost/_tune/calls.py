@@ -13,8 +13,8 @@ import numpy as np
 
 from jhost import errors
 from jhost._annotate import as_int
+from jhost._call.config import Call
 from jhost._call.function import JitFunction
-from jhost._call.program import Call
 from jhost._jax import evaluate, rewritten
 from jhost._primitives import jhost_p
 from jhost.runtime.mesh import automatic

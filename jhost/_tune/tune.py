@@ -49,8 +49,9 @@ def tune(
     Args:
         f: a function made by `jhost.jit`.  It is called many times: host callbacks in
             it are as well.  Donated arguments are kept.
-        *args: the arguments to measure it on, arrays of any shapes.
-        kwargs: its keyword arguments.
+        *args: the arguments to measure it on, arrays of the shapes and dtypes that `f`
+            takes.
+        kwargs: its keyword arguments, likewise.
         gradients: tune the programs of `jax.grad` as well, the forward that keeps what
             the backward needs, and the backward: by these arguments, as its `argnums`,
             or with True by all that are floats.
@@ -60,7 +61,8 @@ def tune(
             gradients cancel each other, and GPUs take less power than in earnest.
         cache: take what was measured before from the user's cache folder, and keep
             there what is measured now.
-        progress: show a bar, or lines if tqdm is not installed, on standard error.
+        progress: show a bar, or lines if tqdm is not installed, on standard error; in
+            several processes, on that of process 0.
 
     Returns:
         What was measured, predicted and chosen for each stream, for
@@ -101,7 +103,8 @@ def tune(
         return kept
     tuners = [Tuner(n, calls[n], plan, rounds) for n, plan in plans.items()]
     steps = sum(tuner.steps for tuner in tuners)
-    bar = progress_bar(steps, unit="step") if progress else no_progress()
+    shown = progress and steps > 0 and jax.process_index() == 0
+    bar = progress_bar(steps, unit="step") if shown else no_progress()
     try:
         with automatic_axes():
             programs = [tuner.tuned_program(bar) for tuner in tuners]

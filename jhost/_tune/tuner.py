@@ -17,8 +17,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jhost._call.config import Call
 from jhost._call.execute import jitted
-from jhost._call.program import Call, Planned
+from jhost._call.program import Planned
 from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._jax import evaluate
 from jhost._progress import Progress, no_progress
@@ -110,8 +111,11 @@ class Tuner:
     ) -> list[_Ready]:
         """The outcomes that compile here and give what the plain function gives."""
         ready: list[_Ready] = []
-        for outcome in outcomes:
-            self.bar.step(f"{self.name}: {outcome.text}", self.rounds / len(outcomes))
+        if not outcomes:
+            self.bar.step(f"{self.name}: nothing to compile", self.rounds)
+        for number, outcome in enumerate(outcomes):
+            steps = _share(self.rounds, number, len(outcomes))
+            self.bar.step(f"{self.name}: {outcome.text}", steps)
             said, run = "another process failed", None
             try:
                 run = self.runner(outcome)
@@ -149,6 +153,11 @@ class Tuner:
         ]
         made = {id(each): one for each, one in zip(measured, ready, strict=True)}
         return [(made[id(each)], each) for each in best_first(measured)]
+
+
+def _share(total: int, number: int, count: int) -> int:
+    """What one of `count` has of a total that they share: whole, and all in all."""
+    return total * (number + 1) // count - total * number // count
 
 
 def _moves(call: Call) -> bool:

@@ -30,6 +30,10 @@ class ParallelAttention(nnx.MultiHeadAttention):
     every device, and each computes the heads that its query heads use.  The mesh is
     the one under which the layer is made (`jax.set_mesh`).
 
+    It takes floats of shape `(..., sequence, in_features)`, and a mask of shape
+    `(..., heads, queries, keys)` if any, whose heads may be 1.  It gives floats of
+    shape `(..., sequence, out_features)` and of the dtype that flax's gives.
+
     Args:
         num_heads: as for `nnx.MultiHeadAttention`; a multiple of the mesh axis' size.
         in_features: likewise.
@@ -120,7 +124,7 @@ class CopiedHeads:
     promote_dtype: Callable[..., Any]
 
     def __call__(self, arrays: Sequence[Any], **more: Any) -> tuple[Any, ...]:
-        """Takes tokens, a kernel `[features, heads, head]` and a bias or None."""
+        """Takes tokens, a kernel `(features, heads, head)` and a bias or None."""
         inputs, kernel, bias = self.promote_dtype(arrays, **more)
         return inputs, self.copied(kernel), None if bias is None else self.copied(bias)
 

@@ -19,6 +19,8 @@ class TransformerBlock(nnx.Module):
     Between them, and between blocks, each device has a part of the sequence.  Under
     `jhost.jit` one loop gathers it for queries, keys and values; after attention,
     another projects, reduces, adds, normalizes, gathers for the MLP and reduces again.
+    It takes and gives floats of shape `(..., sequence, features)`; what it gives has
+    the dtype to which theirs promotes with `dtype`, or with the parameters' without it.
 
     Args:
         features: of what comes and goes.
@@ -77,7 +79,15 @@ class TransformerBlock(nnx.Module):
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes and gives `[batch, sequence, features]`."""
+        """Runs the block.
+
+        Args:
+            x: floats of shape `(..., sequence, features)`.
+
+        Returns:
+            Floats of the same shape, of the dtype to which that of `x` promotes with
+            `dtype`, or with the parameters' without it.
+        """
         if self.sequence_parallel:
             free = [P.UNCONSTRAINED] * (x.ndim - 2)
             x = shard(x, P(*free, self.mesh_axis, None))

@@ -25,8 +25,9 @@ DotGeneral: TypeAlias = Callable[..., jax.Array]
 class ColumnParallelDot:
     """A matmul whose result's features are sharded: whole tokens come, a part goes.
 
-    The last of the token dims, the sequence of `[batch, sequence, features]`, is
-    gathered if it came sharded, and streams: each chunk is multiplied as it comes.
+    The last of the token dims, the sequence of `(batch, sequence, features)`, is
+    gathered if it came sharded, and streams: each chunk is multiplied as it comes.  It
+    takes and gives what `lax.dot_general` does, of any shapes and dtypes.
 
     Args:
         mesh_axis: the mesh axis over which the first dim of the kernel that is not
@@ -53,7 +54,18 @@ class ColumnParallelDot:
     def __call__(
         self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
     ) -> jax.Array:
-        """As `lax.dot_general`, of tokens and a kernel."""
+        """As `lax.dot_general`, of tokens and a kernel.
+
+        Args:
+            x: tokens, say of shape `(batch, sequence, features)`, of any dtype.
+            kernel: weights, say of shape `(features, out_features)`, of any dtype.
+            dims: the dims that are contracted, then those of the batch, of each.
+            **more: the others of `lax.dot_general`.
+
+        Returns:
+            The product, then say of shape `(batch, sequence, out_features)`, of the
+            dtype that `lax.dot_general` gives.
+        """
         (contracted, of_kernel), (batch, batch_of_kernel) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))
         if not tokens:
@@ -75,7 +87,8 @@ class RowParallelDot:
     """A matmul whose contracted features are sharded: its partial sums are reduced.
 
     The last of the token dims streams: each chunk is reduced while the next is
-    multiplied, to the device that keeps it or to all.
+    multiplied, to the device that keeps it or to all.  It takes and gives what
+    `lax.dot_general` does, of any shapes and dtypes.
 
     Args:
         mesh_axis: the mesh axis over which the first contracted dim is sharded.
@@ -101,7 +114,18 @@ class RowParallelDot:
     def __call__(
         self, x: jax.Array, kernel: jax.Array, dims: Any, **more: Any
     ) -> jax.Array:
-        """As `lax.dot_general`, of tokens and a kernel."""
+        """As `lax.dot_general`, of tokens and a kernel.
+
+        Args:
+            x: tokens, say of shape `(batch, sequence, features)`, of any dtype.
+            kernel: weights, say of shape `(features, out_features)`, of any dtype.
+            dims: the dims that are contracted, then those of the batch, of each.
+            **more: the others of `lax.dot_general`.
+
+        Returns:
+            The product, then say of shape `(batch, sequence, out_features)`, of the
+            dtype that `lax.dot_general` gives.
+        """
         (contracted, of_kernel), (batch, _) = dims
         tokens = _rest(x.ndim, (*contracted, *batch))
         if not tokens:

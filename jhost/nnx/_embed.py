@@ -19,7 +19,9 @@ class ParallelEmbed(nnx.Embed):
     """`flax.nnx.Embed` with its features sharded over a mesh axis.
 
     Each device looks up its features of all tokens.  `attend` gives logits with the
-    vocabulary sharded, as a `ColumnParallelLinear` of that many features does.
+    vocabulary sharded, as a `ColumnParallelLinear` of that many features does.  It
+    takes integers of shape `(..., sequence)`, and gives floats of shape
+    `(..., sequence, features)` and of the dtype that `nnx.Embed` gives.
 
     Args:
         num_embeddings: as for `nnx.Embed`.
@@ -56,7 +58,16 @@ class ParallelEmbed(nnx.Embed):
         self.sequence_parallel = sequence_parallel
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The embeddings of tokens `[..., sequence]`."""
+        """The embeddings of tokens.
+
+        Args:
+            inputs: integers of shape `(..., sequence)`.
+            out_sharding: as for `nnx.Embed`.
+
+        Returns:
+            Floats of shape `(..., sequence, features)`, of the dtype of the table, or
+            of `dtype` where that is given.
+        """
         x = super().__call__(inputs, out_sharding)
         axis = self.mesh_axis if self.sequence_parallel else None
         free = [P.UNCONSTRAINED] * (x.ndim - 2)
@@ -64,7 +75,16 @@ class ParallelEmbed(nnx.Embed):
         return serial(shard(x, P(*free, axis, None)))
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Logits `[..., sequence, num_embeddings]` of `[..., sequence, features]`."""
+        """The logits of each token.
+
+        Args:
+            query: floats of shape `(..., sequence, features)`.
+            out_sharding: as for `nnx.Embed`.
+
+        Returns:
+            Floats of shape `(..., sequence, num_embeddings)`, of the dtype to which
+            those of `query` and the table promote, or of `dtype` where that is given.
+        """
         query, embedding = self.promote_dtype(
             (query, self.embedding[...]), dtype=self.dtype
         )

@@ -16,7 +16,9 @@ class ColumnParallelLinear(nnx.Linear):
     """`flax.nnx.Linear` with its output features sharded over a mesh axis.
 
     What it is given may be sharded along its last dim but one, the sequence, over the
-    same axis: it is gathered in chunks, which the matmul works on as they come.
+    same axis: it is gathered in chunks, which the matmul works on as they come.  It
+    takes floats of shape `(..., sequence, in_features)`, and gives those of shape
+    `(..., sequence, out_features)` and of the dtype that `nnx.Linear` gives.
 
     Args:
         in_features: as for `nnx.Linear`.
@@ -55,7 +57,9 @@ class RowParallelLinear(nnx.Linear):
     """`flax.nnx.Linear` with its input features sharded over a mesh axis.
 
     Each device has a part of the sums; they are added up in chunks of the sequence, the
-    last dim but one, while the matmul works on other chunks.
+    last dim but one, while the matmul works on other chunks.  It takes floats of shape
+    `(..., sequence, in_features)`, and gives those of shape
+    `(..., sequence, out_features)` and of the dtype that `nnx.Linear` gives.
 
     Args:
         in_features: as for `nnx.Linear`.

@@ -15,12 +15,14 @@ class ParallelMLP(nnx.Module):
     """Two linear layers with an activation between, the hidden features sharded.
 
     Without jhost it is `down(activation(up(x)))` of two `nnx.Linear`, which draw their
-    parameters in that order.
+    parameters in that order.  It takes and gives floats of shape
+    `(..., sequence, features)`, and of the dtype that these give.
 
     Args:
         features: of what comes and goes.
         hidden_features: between the two.
-        activation: of each hidden feature alone.
+        activation: of each hidden feature alone, of floats of shape
+            `(..., sequence, hidden_features)`.
         mesh_axis: the mesh axis that shards the hidden features.
         sequence_parallel: what comes and goes has its sequence, the last dim but one,
             sharded over that axis; if not, every device has all of it.
@@ -51,7 +53,14 @@ class ParallelMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes and gives `[..., sequence, features]`."""
+        """Runs the block.
+
+        Args:
+            x: floats of shape `(..., sequence, features)`.
+
+        Returns:
+            Floats of the same shape, of the dtype that `nnx.Linear` gives.
+        """
         return self.down(self.activation(self.up(x)))
 
 
@@ -60,7 +69,8 @@ class ParallelSwiGLU(nnx.Module):
 
     Without jhost it is `down(silu(gate(x)) * up(x))` of three `nnx.Linear`, which draw
     their parameters in that order: gate, up, down.  Formula: Shazeer, "GLU Variants
-    Improve Transformer", https://arxiv.org/abs/2002.05202, equation 6.
+    Improve Transformer", https://arxiv.org/abs/2002.05202, equation 6.  It takes and
+    gives floats of shape `(..., sequence, features)`, and of the dtype that these give.
 
     Args:
         features: of what comes and goes.
@@ -97,5 +107,12 @@ class ParallelSwiGLU(nnx.Module):
         self.down = RowParallelLinear(hidden_features, features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes and gives `[..., sequence, features]`."""
+        """Runs the block.
+
+        Args:
+            x: floats of shape `(..., sequence, features)`.
+
+        Returns:
+            Floats of the same shape, of the dtype that `nnx.Linear` gives.
+        """
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

@@ -59,8 +59,8 @@ class Counted(Progress):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def step(self, what: str, size: float = 1) -> None:
-        self.names += [what] * int(size)
+    def step(self, what: str, size: int = 1) -> None:
+        self.names += [what] * size
 
     def say(self, text: str) -> None:
         raise AssertionError(text)

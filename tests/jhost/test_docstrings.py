@@ -1,4 +1,4 @@
-"""The examples in docstrings run."""
+"""The examples in docstrings run, and what they say of arguments is complete."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
+from jax.typing import ArrayLike
 
 import jhost
 from jhost import errors
@@ -87,6 +91,142 @@ def test_layers_show_their_arguments() -> None:
         assert set(names) == set(inspect.signature(layer.__init__).parameters) - {
             "self"
         }
+
+
+# --- Shapes and dtypes ------------------------------------------------------------- #
+
+
+def blocks() -> dict[str, str]:
+    """The part of the reference for each module."""
+    text = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    return {part.split()[0]: part for part in text.split(".. automodule:: ")[1:]}
+
+
+def members(module: str) -> dict[str, Any]:
+    """Each function, class and method that the reference has of a module, by name."""
+    block, found = blocks()[module], dict[str, Any]()
+    left_out = "".join(re.findall(r":exclude-members: (.*)", block)).split(", ")
+    ours = "jhost." if ":imported-members:" in block else module
+    for name, each in vars(imported(module)).items():
+        if (getattr(each, "__module__", "") or "").startswith(ours):
+            methods = vars(each) if isinstance(each, type) else {}
+            found |= {name: each} | {f"{name}.{m}": f for m, f in methods.items()}
+    is_hidden = re.compile(
+        r"(.*\.)?(?!__call__$)_.*|(.*\.)?(" + "|".join(left_out) + ")"
+    )
+    return {
+        n: f for n, f in found.items() if callable(f) and not is_hidden.fullmatch(n)
+    }
+
+
+SHAPE = re.compile(r"\bshapes?\b|`\([\w.]+(, [\w.]+)+\)`")
+DTYPE = re.compile(r"\bdtypes?\b|\b(integer|float|bool)s\b")
+ARRAY = re.compile(r"\bjax\.Array\b|\bArrayLike\b")
+
+# Arrays, or functions of some, whose annotations do not say so.  What a function of the
+# user's takes, as `args` and `kwargs`, is looked at in any case.
+MORE = {
+    "jhost": {
+        "jit": ("f", "Returns"),
+        "JitFunction.__call__": ("Returns",),
+        "Lowered.interpret": ("Returns",),
+        "Compiled.__call__": ("Returns",),
+    },
+    "jhost.testing": {"assert_close": ("given", "wanted")},
+}
+
+SOME = {
+    "jhost": {"stream": ["x", "Returns"], "JitFunction.lower": ["args", "kwargs"]},
+    "jhost.nnx": {
+        "ParallelMLP": ["activation"],
+        "ParallelEmbed.attend": ["query", "Returns"],
+        "RowParallelDot.__call__": ["x", "kernel", "Returns"],
+    },
+    "jhost.testing": {"assert_program": ["args", "kwargs"]},
+}
+"""What has to be found, for the check to be one."""
+
+
+def arrays_of(function: Any, more: Sequence[str] = ()) -> list[str]:
+    """The arguments that are arrays, and "Returns" if the result is."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a class of Python's own, as warnings are
+        return []
+    types = {name: str(p.annotation) for name, p in signature.parameters.items()}
+    types["Returns"] = str(signature.return_annotation)
+    known = (*more, "args", "kwargs")
+    return [name for name, each in types.items() if name in known or ARRAY.search(each)]
+
+
+def entries_of(function: Any) -> dict[str, str]:
+    """What a docstring says of each argument, and of what is returned."""
+    text = inspect.getdoc(function) or ""
+    sections = dict(re.findall(r"^(\w+):\n((?:    .*\n?|\n)+)", text, re.M))
+    found, before = {"Returns": sections.get("Returns", "")}, ""
+    for entry in re.split(r"^    (?=\S)", sections.get("Args", ""), flags=re.M)[1:]:
+        name, _, said = entry.partition(": ")
+        before = before if said.strip().endswith("likewise.") else said
+        found[name.lstrip("*")] = before
+    return found
+
+
+def unsaid(function: Any, more: Sequence[str] = ()) -> list[str]:
+    """The arrays of which a docstring has no shape, or no dtype."""
+    entries = entries_of(function)
+    return [
+        name
+        for name in arrays_of(function, more)
+        if not all(what.search(entries.get(name, "")) for what in (SHAPE, DTYPE))
+    ]
+
+
+@pytest.mark.parametrize("module", blocks())
+def test_docstrings_say_the_shape_and_dtype_of_every_array(module: str) -> None:
+    found, more = members(module), MORE.get(module, {})
+    assert found.keys() >= more.keys()
+    for name, arrays in SOME.get(module, {}).items():
+        assert arrays_of(found[name]) == arrays
+    missing = {name: unsaid(each, more.get(name, ())) for name, each in found.items()}
+    assert {name: arrays for name, arrays in missing.items() if arrays} == {}
+
+
+def test_layers_say_the_shapes_and_dtypes_of_what_comes_and_goes() -> None:
+    """Where the reference shows it, which has flax's and their calls nowhere."""
+    layers = [each for each in members("jhost.nnx").values() if isinstance(each, type)]
+    assert len(layers) > 5
+    for layer in layers:
+        said = (inspect.getdoc(layer) or "").partition("Args:")[0]
+        comes_and_goes = re.search(r"\bIt\s+takes\b.*\bgives\b.*", said, re.S)
+        assert comes_and_goes, layer
+        assert SHAPE.search(comes_and_goes[0]), layer
+        assert DTYPE.search(comes_and_goes[0]), layer
+
+
+def test_what_a_docstring_does_not_say_is_found() -> None:
+    def poor(
+        x: jax.Array, y: ArrayLike, n: int, *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        """Adds (well, about) two arrays.
+
+        Args:
+            x: floats of shape `(..., features)`.
+            y: the other one (of the two, say), of any dtype.
+            n: a number.
+            *args: arrays of any shape.
+            **kwargs: likewise.
+
+        Returns:
+            The sum, of the same dtype.
+        """
+        raise NotImplementedError
+
+    assert unsaid(poor) == ["y", "args", "kwargs", "Returns"]
+    assert unsaid(poor, ["n"]) == ["y", "n", "args", "kwargs", "Returns"]
+    poor.__doc__ = (poor.__doc__ or "").replace("any shape", "any shape and dtype")
+    assert unsaid(poor) == ["y", "Returns"]
+    poor.__doc__ = "Adds two arrays of any shape and dtype."
+    assert unsaid(poor) == ["x", "y", "args", "kwargs", "Returns"]
 
 
 def imported(name: str) -> ModuleType:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors, testing
+from jhost._testing.values import Case
 from tests.jhost.blocks import ARGS, SPECS, relu_block, rows, square_loss
 from tests.lowering.on_mesh import tp
 
@@ -49,13 +50,13 @@ def wrong_in(attribute: str) -> Any:
 
 def test_every_pipeline_is_tried_on_every_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, str]] = []
-    run = testing.Case.problems
+    run = Case.problems
 
     def noted(self: Any, pipeline: Any, tolerance: Any) -> list[str]:
         seen.append((self.mesh.size, pipeline))
         return run(self, pipeline, tolerance)
 
-    monkeypatch.setattr(testing.Case, "problems", noted)
+    monkeypatch.setattr(Case, "problems", noted)
     meshes = [{"tp": 2}, testing.mesh_of({"tp": 4})]
     testing.assert_equals_plain(block, *ARGS, tolerance=0, meshes=meshes)
     pipelines = ("auto", "off", "collective", "p2p")

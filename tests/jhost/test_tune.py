@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,7 @@ from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._tune import tuner
 from jhost._tune.operands import drawn
 from jhost._tuning import Candidate
+from jhost.lowering.cost.candidates import Trial
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
@@ -220,10 +222,21 @@ def test_what_is_drawn_lies_as_it_lay_and_is_for_equal_floats_alone() -> None:
 def test_the_bar_knows_its_steps_from_the_start_and_no_warning_tears_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    happened = recorded(monkeypatch)
+    monkeypatch.setattr(tuner, "beyond_tolerance", lambda *_: ["they differ"])
+    monkeypatch.setattr(warnings, "warn", lambda *_, **__: happened.append("warned"))
+    tuned(progress=True, gradients=True)
+    after = happened[happened.index("closed") + 1 :]
+    assert after
+    assert set(after) == {"warned"}
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What bars will be told: their total, the size of each step, and "closed"."""
     happened: list[Any] = []
 
     class Bar:
-        def step(self, what: str, size: float = 1) -> None:
+        def step(self, what: str, size: int = 1) -> None:
             happened.append(size)
 
         def close(self) -> None:
@@ -234,14 +247,74 @@ def test_the_bar_knows_its_steps_from_the_start_and_no_warning_tears_it(
         return Bar()
 
     monkeypatch.setattr("jhost._tune.tune.progress_bar", bar)
-    monkeypatch.setattr(tuner, "beyond_tolerance", lambda *_: ["they differ"])
-    monkeypatch.setattr(warnings, "warn", lambda *_, **__: happened.append("warned"))
-    tuned(progress=True, rounds=2, gradients=True)
-    total, *rest = happened
-    steps, end = rest[: rest.index("closed")], rest[rest.index("closed") + 1 :]
-    assert sum(steps) == pytest.approx(total)
-    assert end
-    assert set(end) == {"warned"}
+    return happened
+
+
+def uneven_layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """Two streams, of layers on other shapes."""
+    return relu_block(relu_block(x, up, down)[:4], up, down)
+
+
+def refused(*_: Any) -> Any:
+    raise errors.ChunksError("no")
+
+
+GOES_WRONG: dict[str, tuple[str, Any]] = {
+    "nothing": ("jhost._tune.tuner.WARMUPS", 1),
+    "no candidate lowers": (f"{Trial.__module__}.Trial.measurable", lambda *_: []),
+    "none compiles": ("jhost._call.execute.emit", refused),
+    "none is right": ("jhost._tune.tuner.beyond_tolerance", lambda *_: ["they differ"]),
+    "none is hopeless": ("jhost._tune.tuner._HOPELESS", 1e9),
+    "all but one are hopeless": ("jhost._tune.tuner._HOPELESS", 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("fun", "rounds", "gradients", "wrong"),
+    [
+        (relu_block, 1, (0,), "none is hopeless"),  # fewer rounds than candidates
+        *((uneven_layers, 5, False, wrong) for wrong in GOES_WRONG),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* does not give what the plain function gives")
+def test_the_steps_of_the_bar_are_its_total_whatever_goes_wrong(
+    monkeypatch: pytest.MonkeyPatch, fun: Any, rounds: int, gradients: Any, wrong: str
+) -> None:
+    happened = recorded(monkeypatch)
+    monkeypatch.setattr(*GOES_WRONG[wrong])
+    monkeypatch.setattr(tuner, "CALLS", 1)
+    tuned(fun, rounds=rounds, gradients=gradients, progress=True)
+    total, *steps, closed = happened
+    assert (sum(steps), closed) == (total, "closed")
+    assert [step for step in steps if type(step) is not int] == []
+    assert total == 2 * rounds * (4 if gradients else 2)
+
+
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_the_bar_shows_whole_steps_and_ends_with_all(
+    tqdm: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuner, "_HOPELESS", 1e9)  # some more, to share the rounds
+    if tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    tuned(progress=True, rounds=7)
+    counts = re.findall(r"([^ \[]+)/14\b", capfd.readouterr().err)
+    assert [count for count in counts if not count.isdecimal()] == []
+    assert counts[-1] == "14"
+
+
+@pytest.mark.parametrize("why", ["no marks", "another process shows it"])
+def test_there_is_no_bar_where_nobody_needs_one(
+    why: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if why == "no marks":
+        tuned(lambda x, up, down: x @ up @ down, progress=True)
+    else:
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        tuned(progress=True)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_candidate_that_does_not_compile_is_left_out(

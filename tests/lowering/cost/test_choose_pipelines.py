@@ -16,9 +16,11 @@ from jhost import errors
 from jhost.lowering.cost import candidates
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.index import Index, LoopIndex, evaluate
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.traced import built, chunk_counts, loops, remarks
 
@@ -74,11 +76,16 @@ def report(program: Program) -> StreamReport:
     return only
 
 
-def test_a_large_block_is_pipelined_from_neighbour_to_neighbour() -> None:
+def test_a_large_block_sends_each_chunk_straight_to_the_device_that_wants_it() -> None:
+    """In each direction to every other device once: no ring of neighbours."""
     program = lowered(mlp(), *sizes(8192))
     chosen = report(program)
     assert (chosen.pipeline, chosen.chunks) == ("p2p", 4)
-    assert len(loops(program)) == 1
+    (loop,) = loops(program)
+    steps: list[dict[Index, int]] = [{LoopIndex(loop.index): i} for i in range(3)]
+    shifts = [s.shift for s in loop.body if isinstance(s, Communicate) and s.shift]
+    far = [[evaluate(shift, step) for step in steps] for shift in shifts]
+    assert far == [[3, 2, 1], [1, 2, 3]]
 
 
 def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:

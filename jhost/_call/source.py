@@ -1,0 +1,280 @@
+"""A user's function with its settings: which mesh, which jaxpr, and what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jhost import errors
+from jhost._call import shardings
+from jhost._call.arguments import by_name, name_of, types_of
+from jhost._call.config import Config
+from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
+from jhost._call.settings import Settings
+from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
+from jhost._primitives import Spec
+from jhost.lowering.frontend.specs import raise_problems
+from jhost.runtime.compiler_options import explain_refusal
+from jhost.runtime.mesh import (
+    AnyMesh,
+    auto_mesh,
+    automatic_axes,
+    explicit_axes,
+    explicit_mesh,
+    foreign_arrays,
+    mesh_text,
+    resolve_mesh,
+)
+
+Key: TypeAlias = tuple[AnyMesh | None, tuple[NamedSharding | None, ...] | None]
+"""A mesh, and the arguments' own shardings, where they count."""
+
+
+inside = ContextVar("inside", default=False)
+"""Whether a jhost function is being traced: those that it calls become part of it."""
+
+
+@contextmanager
+def _tracing() -> Generator[None]:
+    token = inside.set(True)
+    try:
+        yield
+    finally:
+        inside.reset(token)
+
+
+class Source:
+    """A function and the settings of `jhost.jit`, from which its programs come."""
+
+    def __init__(self, fun: Callable[..., Any], settings: Settings) -> None:
+        self.fun = fun
+        self.settings = settings
+        self.name = name_of(fun)
+        self.static = static_arguments(
+            fun, settings.static_argnums, settings.static_argnames
+        )
+        given = shardings.leaves((settings.in_shardings, settings.out_shardings))
+        self._given = [sharding for sharding in given if sharding is not None]
+        self._asks_arguments = None in shardings.leaves(settings.in_shardings)
+
+    # --- Which program -------------------------------------------------------- #
+
+    def key(self, leaves: Sequence[Any]) -> Key:
+        """What a call on these leaves depends on, beside their types."""
+        mesh = self._fixed_mesh or resolve_mesh(None, self._given)
+        if mesh is None or not self._asks_arguments:
+            return mesh, None
+        return mesh, tuple(map(shardings.own, leaves))
+
+    def check_has_no_mesh(self, axes: Sequence[str]) -> None:
+        """Refuses a call in a body over mesh axes, unless all is left to the body."""
+        if self.settings.mesh is not None or any(
+            map(shardings.names_axes, self._given)
+        ):
+            raise errors.UnsupportedError(
+                f"{self.name} has a mesh or shardings, and is called in the body of a "
+                f"jax.shard_map or jax.pmap over {', '.join(axes)}, which is one "
+                "device's part already. Call it outside; or give jhost.jit neither, "
+                "and it works on the part as it is."
+            )
+
+    @functools.cached_property
+    def _fixed_mesh(self) -> AnyMesh | None:
+        """The mesh, where it does not depend on `jax.set_mesh`."""
+        has_mesh = any(hasattr(sharding, "mesh") for sharding in self._given)
+        if self.settings.mesh is None and not has_mesh:
+            return None
+        return resolve_mesh(self.settings.mesh, self._given)
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the arguments that are not static, in order."""
+        return jax.tree.leaves(self.static.without(args, kwargs))
+
+    def names_devices(self, key: Key, args: Any, kwargs: Any) -> bool:
+        """Whether JAX's jit is told of a mesh with explicit axes.
+
+        Its shardings tell it, or those of the arguments, or `jax.set_mesh`.
+        """
+        if key[0] is None or not explicit_axes(key[0]):
+            return False
+        own = map(shardings.own, self.leaves(args, kwargs))
+        typed = any(sharding and explicit_axes(sharding.mesh) for sharding in own)
+        given = (self.settings.in_shardings, self.settings.out_shardings)
+        return typed or given != (None, None) or explicit_mesh(()) is not None
+
+    def named_shardings(self, mesh: AnyMesh) -> dict[str, Any]:
+        """The shardings that were given, for JAX's own jit."""
+        names = ("in_shardings", "out_shardings")
+        trees = {name: getattr(self.settings, name) for name in names}
+        problems = [
+            problem
+            for name, tree in trees.items()
+            for problem in shardings.axis_problems(name, tree, mesh)
+        ]
+        raise_problems(f"jhost.jit of {self.name}", problems)
+        return {
+            name: shardings.named(tree, mesh)
+            for name, tree in trees.items()
+            if tree is not None
+        }
+
+    def config(self, key: Key) -> Config:
+        """What holds for the program of a key."""
+        settings = self.settings
+        return Config(
+            name=self.name,
+            mesh=None if key[0] is None else auto_mesh(key[0]),
+            chunks=settings.chunks or "auto",
+            pipeline=settings.pipeline,
+            streams=settings.streams,
+            interpret=settings.interpret,
+            replication_limit=settings.replication_limit,
+            compiler_options=tuple((settings.compiler_options or {}).items()),
+            tunings=settings.tunings,
+        )
+
+    # --- Tracing -------------------------------------------------------------- #
+
+    def trace(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        """The function's jaxpr on types without shardings: they are jhost's business.
+
+        On a mesh with explicit axes JAX's types hold while it is traced.  jhost takes
+        more than they do: where they refuse a function, it is traced without.
+        """
+        mesh = typed_mesh(key[0])
+        if mesh is None:
+            return self._automatic(args, kwargs)
+        try:
+            return self._typed(mesh, args, kwargs)
+        except Exception:
+            with contextlib.suppress(Exception):
+                return self._automatic(args, kwargs)
+            raise  # what asks for types in vain without them means those
+
+    def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        types = types_of(self.static.without(args, kwargs))
+        with automatic_axes():
+            return self._traced(args, kwargs, types)
+
+    def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> Traced:
+        arguments = self.static.without(args, kwargs)
+        leaves, tree = jax.tree.flatten(arguments)
+        given = self._in_specs(*arguments)
+        types = typed(jax.tree.leaves(types_of(arguments)), leaves, given, mesh)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = self._traced(args, kwargs, jax.tree.unflatten(tree, types))
+        return without_types(traced)
+
+    def _traced(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        types: tuple[Sequence[Any], Mapping[str, Any]],
+    ) -> Traced:
+        """The function's jaxpr on `types` in place of arguments that are not static."""
+        nums, positional = self.static.positions(len(args)), iter(types[0])
+        with _tracing():
+            return trace(
+                self.fun,
+                [a if i in nums else next(positional) for i, a in enumerate(args)],
+                {**kwargs, **types[1]},
+                static_argnums=self.settings.static_argnums,
+                static_argnames=self.settings.static_argnames,
+                donate_argnums=self.settings.donate_argnums,
+                donate_argnames=self.settings.donate_argnames,
+            )
+
+    def call_jaxpr(self, key: Key, traced: Traced, named: bool = False) -> Any:
+        """The traced jaxpr with the shardings of operands and results as marks.
+
+        Where devices are `named` around it, by a mesh with explicit axes, the marks
+        must not name them: theirs are automatic, and JAX wants one mesh throughout.
+        """
+        mesh, own = key
+        if mesh is None:
+            return traced.jaxpr
+        count, jaxpr = len(traced.consts), traced.jaxpr
+        ins, outs = self.specs(traced)
+        if own is not None:
+            free = [spec is None for spec in ins]
+            theirs = shardings.own_specs(arg_names(jaxpr)[count:], own, free, mesh)
+            ins = [o if i is None else i for i, o in zip(ins, theirs, strict=True)]
+        in_avals = jaxpr.in_avals[count:]
+        problems = [
+            *shardings.problems(arg_names(jaxpr)[count:], ins, in_avals, mesh),
+            *shardings.problems(result_paths(jaxpr), outs, jaxpr.out_avals, mesh),
+        ]
+        raise_problems(f"jhost.jit of {self.name}", problems)
+        outs = wanted_specs(traced, outs, mesh)
+        in_specs = (*[None] * count, *shardings.padded(ins, in_avals))
+        with automatic_axes():
+            out_specs = shardings.padded(outs, jaxpr.out_avals)
+            marked = auto_mesh(mesh)
+            marked = marked.abstract_mesh if named else marked
+            return shardings.annotate(jaxpr, marked, in_specs, out_specs)
+
+    def specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
+        """What the user gave for each argument and each result."""
+        numbers = range(traced.in_tree.num_leaves)
+        # As for `jax.jit`, in_shardings are a prefix of the positional arguments.
+        args, kwargs = jax.tree.unflatten(traced.in_tree, numbers)
+        results = jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))
+        ins = self._in_specs(args, kwargs)
+        outs = self.settings.out_shardings
+        return ins, shardings.spread(outs, results, f"out_shardings of {self.name}")
+
+    def _in_specs(self, args: Any, kwargs: Any) -> list[Spec | None]:
+        """What the user gave for each leaf of the arguments."""
+        prefix = self.settings.in_shardings
+        if kwargs and prefix is not None:
+            raise errors.OptionError(
+                f"jhost.jit of {self.name} does not support kwargs when in_shardings "
+                f"is specified, as jax.jit does not. Give {', '.join(kwargs)} by "
+                "position."
+            )
+        given = shardings.spread(prefix, args, f"in_shardings of {self.name}")
+        return given + shardings.spread(None, kwargs)
+
+    # --- When something is wrong ---------------------------------------------- #
+
+    @contextmanager
+    def explained(
+        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Generator[None]:
+        """As `explain_failure`, for what is done in the block."""
+        try:
+            yield
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            self.explain_failure(error, key, args, kwargs)
+            raise
+
+    def explain_failure(
+        self, error: Exception, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise jhost's own error where it can say more than JAX's did."""
+        if isinstance(error, errors.JhostError):
+            return
+        mesh, leaves = key[0], by_name(self.fun, args, kwargs)
+        if mesh is not None and (offenders := foreign_arrays(leaves, mesh)):
+            raise errors.MeshMismatchError(
+                f"{self.name} runs on {mesh_text(mesh)}, but got arrays from "
+                "elsewhere. Move them with jax.device_put(x, NamedSharding(mesh, "
+                "spec)), or give jhost.jit their mesh.",
+                offenders,
+            ) from error
+        explain_refusal(error, self.name, self.settings.compiler_options or {})
+        try:
+            self.call_jaxpr(
+                key, self.trace(key, args, kwargs)
+            )  # names what does not fit
+        except errors.JhostError as problem:
+            raise problem from error
+        except Exception:
+            return  # the call itself is wrong, and JAX's own words say how

@@ -1,0 +1,1 @@
+"""What stands behind `jhost.testing`: its refusals, and how it compares."""

@@ -1,0 +1,98 @@
+"""The values of a program that is being built: a buffer for each, with its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost._jax import aval_of
+from jhost.lowering.frontend.inline_calls import FlatJaxpr
+from jhost.lowering.frontend.value_names import Variables, handed_on, value_names
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.names import Names
+
+
+class SaidNames(NamedTuple):
+    """What messages call params and results; None where a result has no own name.
+
+    Which of the user's `variables` name the values between, `value_names` says.
+    """
+
+    params: Sequence[str]
+    results: Sequence[str | None]
+    variables: Variables = "all"
+
+    def of(self, flat: FlatJaxpr) -> dict[Var, str]:
+        """Each value's name."""
+        params = dict(zip(flat.invars, self.params, strict=True))
+        results = zip(flat.outvars, self.results, strict=True)
+        known = {var: name for var, name in results if name}
+        names = value_names(flat.eqns, params, self.variables)
+        return names | handed_on(flat.eqns, known) | params
+
+
+class Values:
+    """Buffers for the variables of a jaxpr, and the statements that make them."""
+
+    def __init__(
+        self, flat: FlatJaxpr, result_names: Mapping[Var, str], said_names: SaidNames
+    ) -> None:
+        self.names = Names()
+        self.body: list[ir.Stmt] = []
+        self.buffers: dict[Var, ir.Buffer] = {}
+        self.taken: set[str] = set()
+        self.result_names = handed_on(flat.eqns, result_names)
+        self.value_names = said_names.of(flat)
+        self.said: dict[str, str] = {}
+
+    def params(
+        self, invars: Sequence[Var], names: Sequence[str]
+    ) -> tuple[ir.Buffer, ...]:
+        pairs = zip(invars, names, strict=True)
+        params = tuple(self.define(var, name) for var, name in pairs)
+        self.taken.update(buffer.name for buffer in params)
+        return params
+
+    def results(
+        self, outvars: Sequence[Var], names: Sequence[str]
+    ) -> tuple[ir.Buffer, ...]:
+        """The result buffers: each its own, and none a parameter's."""
+        results: list[ir.Buffer] = []
+        for var, name in zip(outvars, names, strict=True):
+            buffer = self.buffers[var]
+            if buffer.name in self.taken:
+                buffer = self.set(buffer, var, name)
+            self.taken.add(buffer.name)
+            results.append(buffer)
+        return tuple(results)
+
+    def define(self, var: Var, name: str | None = None) -> ir.Buffer:
+        self.buffers[var] = self.buffer(var, aval_of(var), name)
+        return self.buffers[var]
+
+    def buffer(self, var: Var, aval: Any, name: str | None) -> ir.Buffer:
+        buffer = ir.Buffer(
+            name=self.names.fresh(name or self.result_names.get(var, "v")),
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            dims=(ir.Dim(),) * len(aval.shape),
+        )
+        self.said[buffer.name] = self.value_names[var]
+        return buffer
+
+    def set(self, source: ir.Buffer, var: Var, name: str | None = None) -> ir.Buffer:
+        """A copy of `source`: a value with a layout and a stream of its own."""
+        out = self.buffer(var, source, name)
+        self.body.append(ir.Set(out=out, source=source))
+        return out
+
+    def operand(self, eqn: JaxprEqn) -> ir.Buffer:
+        return self.buffers[as_var(eqn.invars[0])]
+
+
+def as_var(atom: Var | Literal) -> Var:
+    """`atom`, which an identity reads and `inline_calls` has made a variable."""
+    assert isinstance(atom, Var)
+    return atom
