@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from benchmarks import environment
 from benchmarks.runner import Plan
 
@@ -21,12 +23,14 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclasses.dataclass
 class Run:
-    """The JSON file of a run: written anew after every case."""
+    """The JSON file of a run: written anew after every case, by process 0."""
 
     path: Path
     content: dict[str, Any]
 
     def write(self) -> None:
+        if jax.process_index():
+            return  # process 0 writes for all
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(self.content, indent=1) + "\n")

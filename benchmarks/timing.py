@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,11 @@ class Deadline:
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def passed(self) -> bool:
-        return self.left() <= 0
+        """Whether time is up; for all processes when it is for process 0."""
+        here = self.left() <= 0
+        if jax.process_count() == 1:
+            return here
+        return bool(multihost_utils.broadcast_one_to_all(np.bool_(here)))
 
 
 @dataclasses.dataclass

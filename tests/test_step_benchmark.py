@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 # Last, so that `jhost` stays the one that is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import report
+from benchmarks import launch, report
 from benchmarks.step import __main__ as command, arms, measure, page
 
 
@@ -104,3 +107,44 @@ def test_runs_of_steps_are_no_runs_of_layers(
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.stored() == []
     assert page.measured([]) == "No run is stored yet."
+
+
+# --- Several processes -------------------------------------------------------------- #
+
+
+@pytest.mark.slow
+def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
+    path, root = tmp_path / "run.json", Path(__file__).parents[1]
+    options = "--quick --layers 1 --no-profile --no-checks --passes forward".split()
+    command = [sys.executable, "-m", "benchmarks.step", *options, "--arms", "jhost_p2p"]
+    done = subprocess.run(
+        [*command, "--mesh", "dp=2,tp=2", "--processes", "2", "--json", str(path)],
+        cwd=root,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    (record,) = found["measurements"]
+    assert "dp = 2, tp = 2 in 2 processes" in page.title(found, record)
+    assert done.stdout.count("written: run.json") == 1
+    assert record["arms"]["jhost_p2p"]["min_ms"] > 0
+    assert "p2p" in record["explain"]["jhost_p2p"]["choices"]
+
+
+def test_when_one_process_fails_the_others_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_fails.py").write_text(
+        "import os, sys, time\n"
+        "fails = os.environ['JHOST_BENCHMARK_PROCESS'] == '1'\n"
+        "sys.exit(7) if fails else time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = time.monotonic()
+    assert launch.start("one_fails", [], processes=2, devices=2) == 7
+    assert time.monotonic() - start < 300
+    with pytest.raises(ValueError, match="4 devices cannot be shared equally by 3"):
+        launch.start("one_fails", [], processes=3, devices=4)

@@ -2,6 +2,8 @@
 
     python -m benchmarks.step [--mesh tp=2] [--models 8b] [--forms written,scan]
 
+`--mesh dp=2,tp=2 --processes 2` starts two processes, of two devices each.
+
 `python -m benchmarks.pages` makes a section of docs/benchmarks.md from such files.
 """
 
@@ -12,14 +14,14 @@ import dataclasses
 import fnmatch
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from benchmarks import environment, runner, timing
+from benchmarks import environment, launch, runner, timing
 from benchmarks.layers import MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Plan
@@ -27,7 +29,9 @@ from benchmarks.step import page
 from benchmarks.step.arms import ARMS
 from benchmarks.step.measure import measure
 from benchmarks.step.programs import LAYERS, Step, steps
-from jhost._progress import Progress, progress
+from jhost._progress import Progress, no_progress, progress
+
+_MODULE = "benchmarks.step"
 
 PASSES = {"forward": (False,), "backward": (True,), "both": (True, False)}
 
@@ -44,9 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses the arguments, measures, and prints what came of it."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    on_gpu = jax.default_backend() == "gpu"
     try:
-        mesh = _mesh(arguments.mesh)
+        axes = _axes(arguments.mesh)
+        if not launch.join() and arguments.processes > 1:
+            given = sys.argv[1:] if argv is None else argv
+            devices = math.prod(axes.values())
+            sys.exit(launch.start(_MODULE, given, arguments.processes, devices))
+        on_gpu = jax.default_backend() == "gpu"
+        mesh = _mesh(axes)
         chosen = _steps(arguments, mesh, on_gpu)
         plan = _plan(arguments, on_gpu)
     except ValueError as error:
@@ -56,14 +65,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     run = new_run(arguments.json, plan, on_gpu, suffix="-step")
     _measure(chosen, PASSES[arguments.passes], mesh, plan, run)
-    print(page.measured([run.content]))
-    print(f"written: {run.path.name}")
+    if jax.process_index() == 0:
+        print(page.measured([run.content]))
+        print(f"written: {run.path.name}")
 
 
 def _measure(
     chosen: Sequence[Step], passes: Sequence[bool], mesh: Mesh, plan: Plan, run: Run
 ) -> None:
-    bar = progress(len(chosen) * len(passes))
+    total = len(chosen) * len(passes)
+    bar = progress(total) if jax.process_index() == 0 else no_progress()
     try:
         for step in chosen:
             for backward in passes:
@@ -95,16 +106,22 @@ def _measure_one(
         runner.forget()
 
 
-def _mesh(text: str) -> Mesh:
-    """Of "dp=2,tp=2"; axes of the first devices."""
+def _axes(text: str) -> dict[str, int]:
+    """Of "dp=2,tp=2"."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(size.isdigit() and int(size) for _, _, size in pairs):
         raise ValueError(f"--mesh: sizes of axes, as dp=2,tp=2, but got {text}")
     axes = {name: int(size) for name, _, size in pairs}
-    count = math.prod(axes.values())
     if set(axes) - {"dp", "tp"} or "tp" not in axes:
         raise ValueError(f"--mesh: tp, and dp if wanted, but not {text}")
+    return axes
+
+
+def _mesh(axes: Mapping[str, int]) -> Mesh:
+    """The first devices, those of a process along the last axis."""
+    count = math.prod(axes.values())
     if count > jax.device_count():
+        text = ",".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
             f"--mesh: {text} takes {count} devices, but there are {jax.device_count()} "
             "(JAX_NUM_CPU_DEVICES=4 makes four of any CPU)"
@@ -164,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--forms", type=names, help=f"{', '.join(LAYERS)}; default: all, quick: scan")
     add("--passes", choices=PASSES, default="both")
     add("--mesh", default="tp=4", help="tp=2, tp=4 or dp=2,tp=2; default: tp=4")
+    add("--processes", type=int, default=1, help="that share the mesh; default: 1")
     add("--layers", type=int, help="default: 4 written out, 6 in a scan")
     add("--sequences", type=int, default=4, help="in a step; default: 4")
     add("--length", type=int, default=2048, help="tokens of a sequence; default: 2048")

@@ -46,8 +46,10 @@ def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
 
 def title(run: Mapping[str, Any], record: Record) -> str:
     mesh = ", ".join(f"{axis} = {size}" for axis, size in record["mesh"].items())
+    processes = run["environment"].get("processes", 1)
+    many = f" in {processes} processes" if processes > 1 else ""
     return (
-        f"{record['case']}, {mesh}, {run['environment']['device_kind']}, "
+        f"{record['case']}, {mesh}{many}, {run['environment']['device_kind']}, "
         f"{report.PASSES[record['pass']]}: {record['layers']} layers, "
         f"{record['sequences']} sequences of {record['length']}"
     )

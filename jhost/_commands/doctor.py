@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
@@ -14,24 +13,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._cache_folder import folder
 from jhost._calibration import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import Block, block_on, devices_here, hosted, plain
+from jhost._commands.findings import Problem, Report
+from jhost._commands.links import JAX, examine_links, examine_mesh, examine_options
+from jhost._commands.modules import NotThereError, loaded
 from jhost._compare import beyond_tolerance
-from jhost._text import counted
-from jhost._timing import take_turns
 from jhost._version import __version__
 from jhost.lowering.ir.statements import CommunicationKind
-from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, all_devices, devices_of
 from jhost.runtime.launch import one_gpu_each
-
-JAX = ((0, 10), (0, 13))
-"""The first version of JAX that jhost works with, and the first that it does not."""
 
 _PACKAGES = (
     "jaxlib",
@@ -46,10 +41,6 @@ _PACKAGES = (
     "flax",
 )
 
-_LINK_BYTES = 64 << 20
-_SLOW_LINK = 40e9
-"""Bytes a second; PCIe of the fifth generation gives more, and host memory less."""
-
 
 def add_command(commands: Any) -> None:
     """Adds `doctor` to the commands of `python -m jhost`."""
@@ -61,46 +52,37 @@ def add_command(commands: Any) -> None:
         "wrong.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.set_defaults(run=_run)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong, and what to do about it."""
-
-    what: str
-    advice: str
-
-
-@dataclasses.dataclass(slots=True)
-class Report:
-    """What was found: facts by title and name, notes, and problems."""
-
-    facts: dict[str, dict[str, Any]] = dataclasses.field(
-        default_factory=dict[str, dict[str, Any]]
+    parser.add_argument(
+        "--mesh",
+        metavar="MODULE:NAME",
+        help="a jax.sharding.Mesh, or a function that makes one: say which of its axes "
+        "lie across processes",
     )
-    notes: list[str] = dataclasses.field(default_factory=list[str])
-    problems: list[Problem] = dataclasses.field(default_factory=list[Problem])
-
-    def __str__(self) -> str:
-        lines: list[str] = []
-        for title, facts in self.facts.items():
-            lines.append(title)
-            lines += [f"  {name:<20} {value}" for name, value in facts.items()]
-        lines += [f"note: {note}" for note in self.notes]
-        for problem in self.problems:
-            lines += [f"PROBLEM: {problem.what}", f"  what to do: {problem.advice}"]
-        lines.append(f"{counted(len(self.problems), 'problem')} found")
-        return "\n".join(lines)
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
+        mesh = arguments.mesh and _mesh(arguments.mesh)
+    except NotThereError as error:
+        parser.error(str(error))
     report = examined()
+    if mesh:
+        examine_mesh(report, mesh)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2, default=str))
     else:
         print(report)
     return 1 if report.problems else 0
+
+
+def _mesh(name: str) -> Mesh:
+    """The mesh of that name; its module may start the processes of a job."""
+    found = loaded(name)
+    found = found() if callable(found) else found
+    if not isinstance(found, Mesh):
+        raise NotThereError(f"{name} is no jax.sharding.Mesh, but {found!r}")
+    return found
 
 
 def examined() -> Report:
@@ -113,8 +95,8 @@ def examined() -> Report:
     mesh = all_devices()
     here = devices_of(mesh)
     _launch(report)
-    _links(report, devices, here)
-    _options(report, mesh)
+    examine_links(report, devices, here)
+    examine_options(report, mesh)
     _pipelines(report, devices, here)
     _rates(report, here)
     _cache(report)
@@ -201,52 +183,6 @@ def _launch(report: Report) -> None:
     if advice := one_gpu_each(os.environ):
         what, change = advice.split(". ", 1)
         report.problems.append(Problem(what, change[0].lower() + change[1:]))
-
-
-# --- Links and options ---------------------------------------------------------- #
-
-
-def _links(report: Report, devices: list[Any], here: Devices) -> None:
-    """How fast an array goes from the first device to each other of this process."""
-    local = [d for d in devices if d.process_index == jax.process_index()]
-    if len(local) < 2:
-        return
-    source = jax.device_put(jnp.zeros(_LINK_BYTES // 4, jnp.float32), local[0])
-    copies = {
-        f"{local[0].id} -> {device.id}": functools.partial(_copy, source, device)
-        for device in local[1:]
-    }
-    times = take_turns(copies, rounds=3)
-    rates = {name: _LINK_BYTES / min(each) for name, each in times.items()}
-    report.facts["links"] = {n: f"{rate / 1e9:.0f} GB/s" for n, rate in rates.items()}
-    slow = [name for name, rate in rates.items() if rate < _SLOW_LINK]
-    if here.platform == "gpu" and slow:
-        report.problems.append(
-            Problem(
-                f"copies between GPUs are slow: {', '.join(slow)}",
-                "see `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`: without peer "
-                "access, copies go through host memory. Containers need all GPUs of "
-                "an NVLink group, and virtual machines peer access (ACS off)",
-            )
-        )
-
-
-def _copy(source: jax.Array, device: Any) -> jax.Array:
-    return jax.device_put(source, device, may_alias=False)
-
-
-def _options(report: Report, mesh: Mesh) -> None:
-    wanted, taken = wanted_options(mesh), overlap_options(mesh)
-    facts = {n: f"{v!r}" if n in taken else "refused" for n, v in wanted.items()}
-    report.facts["XLA options"] = facts or {"wanted": "none on these devices"}
-    refused = [name for name in wanted if name not in taken]
-    if refused:
-        report.problems.append(
-            Problem(
-                f"this XLA does not take {', '.join(refused)}: less will overlap",
-                f"use a newer JAX below {'.'.join(map(str, JAX[1]))}",
-            )
-        )
 
 
 # --- Pipelines ------------------------------------------------------------------ #

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
 from jhost._commands.block import count
+from jhost._commands.modules import NotThereError, loaded
 from jhost.lowering.cost.rates import known_kinds
 from jhost.runtime.devices import ask_for_cpu_devices, assumed
 from jhost.runtime.mesh import AnyMesh
@@ -149,9 +148,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
         ask_for_cpu_devices(arguments.devices or max(needed, DEVICES))
     try:
-        function = _loaded(arguments.function)
+        function = loaded(arguments.function)
         args = _arguments(arguments)
-    except _NotThereError as error:
+    except NotThereError as error:
         parser.error(str(error))
     if not callable(function):
         parser.error(f"{arguments.function} is no function")
@@ -173,10 +172,10 @@ def _arguments(arguments: argparse.Namespace) -> tuple[Any, ...]:
     """The arguments of the function, by their shapes or from a module."""
     if arguments.arguments is None:
         return tuple(arguments.shape)
-    found = _loaded(arguments.arguments)
+    found = loaded(arguments.arguments)
     found = found() if callable(found) else found
     if not isinstance(found, tuple | list):
-        raise _NotThereError(
+        raise NotThereError(
             f"{arguments.arguments} is no tuple of arguments, and no function that "
             f"returns one, but gave {type(found).__name__}"
         )
@@ -195,42 +194,6 @@ def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> st
         programs = list(dict.fromkeys(str(call.program()) for call in calls))
     texts = [*(programs if host_ir else ()), explanation]
     return "\n\n".join(map(str, texts))
-
-
-class _NotThereError(Exception):
-    """A name that a module does not have, or a module that there is not."""
-
-
-def _loaded(name: str) -> Any:
-    module, _, path = name.partition(":")
-    if not module or not path:
-        raise _NotThereError(f"{name!r} names no function; write module:function")
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise _NotThereError(
-            f"{module!r} is no module's name; write it with dots, as mymodel.layers, "
-            "from the folder that holds it"
-        )
-    if os.getcwd() not in sys.path:  # as for `python -m`, also under `python -P`
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it needs is not
-        raise _NotThereError(f"there is no module {module!r}") from error
-    except ValueError as error:
-        if not str(error).startswith("Number of devices"):
-            raise
-        raise _NotThereError(
-            f"{module} makes a mesh of more devices than the {jax.device_count()} that "
-            f"there are: {errors.first_line(error)}. JAX_PLATFORMS=cpu "
-            "JAX_NUM_CPU_DEVICES=8, or as many as it needs, makes them of any CPU"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise _NotThereError(f"{module} has no {path}")
-        found = getattr(found, part)
-    return found
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from jhost.lowering.ir.program import Program
 Reach: TypeAlias = Literal["process", "host", "hosts"]
 """In one process, in several of one host, or on several hosts."""
 
-_WHERE: Mapping[Reach, str] = {
+WHERE: Mapping[Reach, str] = {
+    "process": "in one process",
     "host": "in several processes of a host",
     "hosts": "on several hosts",
 }
+"""Where the devices along an axis are."""
 
 _WHAT_HELPS: Mapping[Reach, str] = {
     "host": "one process a host, with all its GPUs, would let it be pipelined",
@@ -41,17 +43,20 @@ def apart_text(
     """Why nothing that moves along such axes of a mesh is hidden, and what helps."""
     names = apart(axes, reach)
     farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
-    helps = _laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
+    helps = laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
     return (
-        f"the devices along {' and '.join(names)} are {_WHERE[farthest]}, and what "
+        f"the devices along {' and '.join(names)} are {WHERE[farthest]}, and what "
         f"moves between processes runs beside no matmul; {helps}"
     )
 
 
-def _laid_better(
+def laid_better(
     names: Sequence[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
 ) -> str:
-    """How to lay axes within a process that could lie there in place of others."""
+    """How to lay axes within a process that could lie there in place of others.
+
+    Empty where they could not.
+    """
     within = [axis for axis in reach if axis not in apart(reach, reach)]
     room = math.prod(mesh[axis] for axis in within)
     size = math.prod(mesh[axis] for axis in names)

@@ -19,6 +19,7 @@ from jhost._calibrate import measure
 from jhost._calibrate.measure import Measuring
 from jhost._calibration import Calibration, conditions_here, rates_here
 from jhost._commands import doctor
+from jhost._commands.findings import Report
 from jhost._progress import Progress
 from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, fitted
 from jhost.lowering.cost.rates import rates_of, rates_to_start_from
@@ -222,6 +223,6 @@ def test_the_command_prints_and_writes(
     assert __main__.main(["calibrate", "--json", str(path)]) == 0
     found = Calibration.from_json(path.read_text())
     assert str(found) in capsys.readouterr().out
-    report = doctor.Report()
+    report = Report()
     doctor._rates(report, devices_of(None))  # pyright: ignore[reportPrivateUsage]
     assert f"calibrated here on {found.date}, 0 days old" in str(report)

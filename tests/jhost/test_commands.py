@@ -16,7 +16,9 @@ import pytest
 
 import jhost
 from jhost.__main__ import main
-from jhost._commands import bench, doctor
+from jhost._commands import bench, doctor, links
+from jhost._commands.findings import Report
+from jhost.runtime.devices import Devices
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +88,7 @@ def test_a_jax_that_is_too_old_is_a_problem(problems: Problems) -> None:
 
 
 def test_the_versions_are_those_of_the_package() -> None:
-    low, high = (".".join(map(str, version)) for version in doctor.JAX)
+    low, high = (".".join(map(str, version)) for version in links.JAX)
     assert f'"jax>={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -108,7 +110,7 @@ def test_no_devices_are_a_problem(problems: Problems) -> None:
 
 def test_options_that_xla_refuses_are_a_problem(problems: Problems) -> None:
     wanted = {"xla_no_such_option": True}
-    (what,) = problems("jhost._commands.doctor.wanted_options", lambda _: wanted)
+    (what,) = problems("jhost._commands.links.wanted_options", lambda _: wanted)
     assert what.startswith("this XLA does not take xla_no_such_option")
 
 
@@ -128,7 +130,7 @@ def test_slow_links_between_gpus_are_a_problem(
     def gpus(mesh: Any) -> Any:
         return dataclasses.replace(right(mesh), platform="gpu")
 
-    monkeypatch.setattr(doctor, "_SLOW_LINK", float("inf"))
+    monkeypatch.setattr(links, "_SLOW_LINK", float("inf"))
     (what,) = problems("jhost._commands.doctor.devices_of", gpus)
     assert what.startswith("copies between GPUs are slow: 0 -> 1, 0 -> 2")
 
@@ -136,6 +138,50 @@ def test_slow_links_between_gpus_are_a_problem(
 def test_a_cache_that_cannot_be_written_is_a_problem(problems: Problems) -> None:
     (what,) = problems("os.access", lambda *_: False)
     assert what.endswith("cannot be written, so jhost.tune measures every time")
+
+
+@pytest.mark.parametrize(
+    ("reach", "found"),
+    [
+        ({"dp": "process", "tp": "process"}, []),
+        ({"dp": "host", "tp": "process"}, []),
+        ({"dp": "hosts", "tp": "hosts"}, []),
+        ({"dp": "process", "tp": "host"}, ["in several processes of a host"]),
+        ({"dp": "process", "tp": "hosts"}, ["on several hosts"]),
+    ],
+    ids=str,
+)
+def test_the_last_axis_lies_across_processes_only_where_it_has_to(
+    reach: Any, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Devices(platform="gpu", kind="x", count=4, processes=2, reach=reach)
+    monkeypatch.setattr(links, "devices_of", lambda _: there)
+    report = Report()
+    links.examine_mesh(report, jax.make_mesh((2, 2), ("dp", "tp")))
+    assert list(report.facts["mesh"]) == ["dp", "tp"]
+    assert [problem.what for problem in report.problems] == [
+        f"the devices along tp are {where} without need" for where in found
+    ]
+    for problem in report.problems:
+        assert "make_mesh({'dp': 2, 'tp': 2})" in problem.advice
+
+
+def test_the_doctor_looks_at_a_mesh_of_the_user(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "examined", Report)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "meshes_of_mine.py").write_text(
+        "import jax\n\n\ndef mesh():\n    return jax.make_mesh((4, 2), ('dp', 'tp'))\n"
+    )
+    assert main(["doctor", "--mesh", "meshes_of_mine:mesh"]) == 0
+    assert "  tp                   2 devices in one process" in capsys.readouterr().out
+    for name, said in (("jax", "is no jax.sharding.Mesh"), ("axes", "has no axes")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["doctor", "--mesh", f"meshes_of_mine:{name}"])
+        assert said in capsys.readouterr().err
 
 
 # --- explain ------------------------------------------------------------------------ #
@@ -259,7 +305,7 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         ),
         (["MODULE:mlp", "--mesh", "tp"], "'tp' is no mesh; write dp=2,tp=4"),
         (["MODULE:mlp", "--mesh", "tp=0"], "'tp=0' is no mesh"),
-        (["MODULE"], "names no function; write module:function"),
+        (["MODULE"], "is no name in a module; write module:name"),
         (["MODULE:nothing"], "MODULE has no nothing"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
         (["MODULE:NUMBER"], "MODULE:NUMBER is no function"),

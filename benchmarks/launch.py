@@ -1,0 +1,85 @@
+"""Several processes of one machine, each with its share of the devices.
+
+The command that was called starts itself again for each, and waits for all; when one
+fails the others are ended, since they would wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import jhost
+
+_NUMBER, _COUNT, _PORT, _SHARE = (
+    f"JHOST_BENCHMARK_{name}" for name in ("PROCESS", "PROCESSES", "PORT", "DEVICES")
+)
+
+
+def start(module: str, argv: Sequence[str], processes: int, devices: int) -> int:
+    """Runs `python -m module` in so many processes, which share so many devices.
+
+    Returns:
+        The exit status: that of the first process that failed, or 0.
+
+    Raises:
+        ValueError: the devices cannot be shared equally.
+    """
+    if devices % processes:
+        raise ValueError(
+            f"--processes: {devices} devices cannot be shared equally by {processes}"
+        )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    share = devices // processes
+    common = {
+        _COUNT: processes,
+        _PORT: port,
+        _SHARE: share,
+        "JAX_NUM_CPU_DEVICES": share,
+    }
+    fixed = {name: str(value) for name, value in common.items()}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
+            env=os.environ | fixed | {_NUMBER: str(number)},
+        )
+        for number in range(processes)
+    ]
+    try:
+        return _first_failure(running)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)  # of one that has ended, nothing
+            process.wait()
+
+
+def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = [process.poll() for process in running]
+        if failed := [status for status in statuses if status]:
+            return failed[0]
+        if None not in statuses:
+            return 0
+        time.sleep(0.2)
+
+
+def join() -> bool:
+    """Makes this one of the processes that `start` has started, if it is.
+
+    Called before anything asks JAX for devices.
+    """
+    if _NUMBER not in os.environ:
+        return False
+    number, count, port, share = (
+        int(os.environ[name]) for name in (_NUMBER, _COUNT, _PORT, _SHARE)
+    )
+    own = list(range(number * share, (number + 1) * share))
+    jhost.distributed.initialize(f"localhost:{port}", count, number, own)
+    return True
