@@ -14,7 +14,7 @@ import jax
 
 from jhost import errors
 from jhost._json import read
-from jhost._text import seconds_text
+from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
 from jhost.lowering.ir.printer import type_text
@@ -143,7 +143,9 @@ class Tuning:
             f"({here.mesh or 'no mesh'})"
         ]
         for program in self.programs:
-            lines.append(f"  {program.name}: {len(program.streams)} streams tuned")
+            lines.append(
+                f"  {program.name}: {counted(len(program.streams), 'stream')} tuned"
+            )
             for stream in program.streams:
                 lines.append(f"    {stream.where}, axis {stream.axis}:")
                 lines += [f"      {_row(candidate)}" for candidate in stream.candidates]

@@ -74,6 +74,7 @@ def test_the_report_has_the_columns_and_candidates_that_are_explained(
     assert sorted(shares) == ["Gather", "Scatter"]
     assert re.search("AllGather .* synchronous", out["run-schedule"])
     assert len(re.findall("median .* minimum .* predicted ", tuning)) >= 3
+    assert tuning.splitlines()[1] == "  mlp: 1 stream tuned"
     chosen = tuning.splitlines()[3].split("  median")[0].strip()
     assert f"{chosen}, measured to take" in out["run-follow"]
 

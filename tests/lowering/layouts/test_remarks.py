@@ -74,13 +74,13 @@ def test_a_partial_sum_is_reduced_for_its_readers_or_as_constrained() -> None:
         return y if spec is None else shard(y, spec)
 
     whole = (
-        "y: partial sum over tp by dot_general -> P(None, None): 384 bytes a device; "
+        ": partial sum over tp by dot_general -> P(None, None): 384 bytes a device; "
     )
     assert said(lambda x, w: jnp.sin(f(x, w, None)), (8, 8), (8, 8), tp=4) == [
-        whole + "reduced once for all its readers"
+        "v" + whole + "reduced once for all its readers"
     ]
     assert said(lambda x, w: f(x, w, None), (8, 8), (8, 8), tp=4) == [
-        whole + "reduced onto all devices, as nothing asks for less "
+        "y" + whole + "reduced onto all devices, as nothing asks for less "
         "(out_shardings=, jhost.shard)"
     ]
     assert said(lambda x, w: f(x, w, P("tp")), (8, 8), (8, 8), tp=4) == [
