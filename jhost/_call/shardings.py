@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import cached_by_jaxpr, close, evaluate, without_dead_code
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
+from jhost.lowering.ir.layout import spec_text
 from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
 
 
@@ -154,6 +155,25 @@ def own_specs(
         )
     return [
         None if sharding is None else spec_entries(sharding) for sharding in sharded
+    ]
+
+
+def misplaced(
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    specs: Sequence[Spec | None],
+    mesh: Mesh,
+) -> list[str]:
+    """The committed arrays that lie otherwise than their specs say, in words."""
+    return [
+        f"{name} of shape {array.shape}: {spec_text(spec)} is given, and it lies as "
+        f"{lies.spec if (lies := own(array)) else array.sharding}"
+        for name, array, spec in zip(names, arrays, specs, strict=True)
+        if spec is not None and isinstance(array, jax.Array) and array.committed
+        if not array.sharding.is_equivalent_to(
+            NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))),
+            array.ndim,
+        )
     ]
 
 

@@ -271,10 +271,25 @@ class Source:
             ) from error
         explain_refusal(error, self.name, self.settings.compiler_options or {})
         try:
-            self.call_jaxpr(
-                key, self.trace(key, args, kwargs)
-            )  # names what does not fit
-        except errors.JhostError as problem:
+            traced = self.trace(key, args, kwargs)
+            self.call_jaxpr(key, traced)  # names what does not fit
+            self._check_layouts(key, traced, self.leaves(args, kwargs))
+        except (errors.JhostError, TypeError) as problem:  # TypeError: arguments miss
             raise problem from error
         except Exception:
             return  # the call itself is wrong, and JAX's own words say how
+
+    def _check_layouts(self, key: Key, traced: Traced, leaves: Sequence[Any]) -> None:
+        """Raises an error if arrays lie otherwise than `in_shardings` say."""
+        if not isinstance(key[0], jax.sharding.Mesh):
+            return
+        names = arg_names(traced.jaxpr)[len(traced.consts) :]
+        ins, _ = self.specs(traced)
+        if offenders := shardings.misplaced(names, leaves, ins, key[0]):
+            raise errors.OptionError(
+                f"in_shardings of {self.name} say otherwise than its arguments lie, "
+                "and nothing is moved unasked, as by jax.jit. Move them with "
+                "jax.device_put(x, NamedSharding(mesh, spec)), or give None, and they "
+                "are taken as they lie.",
+                offenders,
+            )

@@ -13,6 +13,7 @@ here alone: primitives stand in `primitives.py`, the rules that split a call in 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -402,8 +403,16 @@ def _is_library(file: str) -> bool:
 
 
 def _line_text(frame: source_info_util.Frame) -> str:
-    file = os.path.basename(frame.file_name)
+    file = file_title(frame.file_name)
     return f"{file}:{frame.start_line} ({frame.function_name})"
+
+
+def file_title(path: str) -> str:
+    """The name of a file, or of a notebook's cell as its reader sees it: `In[3]`."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    cell = shell and shell.compile.format_code_name(path)
+    return cell[1] if cell else os.path.basename(path)
 
 
 @contextmanager

@@ -11,13 +11,12 @@ import ast
 import functools
 import itertools
 import linecache
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from jhost._jax import Position, user_position
+from jhost._jax import Position, file_title, user_position
 from jhost.lowering.rules.properties import IDENTITIES
 
 Span: TypeAlias = tuple[int, int, int, int]
@@ -74,7 +73,7 @@ def title(eqn: JaxprEqn) -> str:
     position, primitive = user_position(eqn), eqn.primitive.name
     if position is None:
         return primitive
-    return f"{primitive} at {os.path.basename(position.file)}:{position.span[0]}"
+    return f"{primitive} at {file_title(position.file)}:{position.span[0]}"
 
 
 def assigned(position: Position) -> str | None:

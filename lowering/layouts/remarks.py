@@ -27,6 +27,12 @@ class _Reason(NamedTuple):
     though_nothing_moves: bool = False
 
 
+_READ = "reduced once for all its readers"
+_UNREAD = (
+    "reduced onto all devices, as nothing asks for less (out_shardings=, jhost.shard)"
+)
+
+
 class LayoutRemarks:
     """Remarks on the `Reshard`s of one solution, each for one value."""
 
@@ -100,7 +106,8 @@ class LayoutRemarks:
         ):
             return None
         if made.partial and not reasons:
-            reasons = [_Reason("reduced once for all its readers")]
+            read = any(name in reader.ins for reader in self.solution.operations)
+            reasons = [_Reason(_READ if read or not made.shape else _UNREAD)]
         before = made_text(made, op)
         where = self.given_at(name) or line_of(op)
         return layout_remark(

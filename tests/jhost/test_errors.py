@@ -187,6 +187,31 @@ def test_arguments_sharded_over_another_mesh_are_named(mesh: Mesh, half: Mesh) -
     ]
 
 
+def test_all_arrays_that_lie_otherwise_are_named_at_once(mesh: Mesh) -> None:
+    def model(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return params["w"] + params["b"] + x
+
+    f = jhost.jit(model, mesh=mesh, in_shardings=(P("tp"), P(None, "tp")))
+    columns, rows = (NamedSharding(mesh, spec) for spec in (P(None, "tp"), P("tp")))
+    for call in (f, f.lower):
+        with pytest.raises(errors.OptionError, match="in_shardings of model") as raised:
+            call(jax.device_put({"w": X, "b": X}, {"w": columns, "b": rows}), X)
+        assert [each for each in str(raised.value).splitlines() if "*" in each] == [
+            "  * params['w'] of shape (8, 8): P('tp') is given, and it lies as "
+            "P(None, 'tp')"
+        ]
+    here = jax.device_put(X, rows)
+    np.testing.assert_array_equal(f({"w": here, "b": X}, X), 3 * X)
+
+
+def test_an_argument_that_is_missing_is_named_also_after_a_call(mesh: Mesh) -> None:
+    f: Any = jhost.jit(lambda x, y: x + y, mesh=mesh, in_shardings=(P("tp"), P("tp")))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            f(X)
+        np.testing.assert_array_equal(f(X, X), 2 * X)
+
+
 def test_what_is_no_mesh_is_refused() -> None:
     mesh: Any = "tp"
     with pytest.raises(errors.ArgumentError, match="as mesh, but got 'tp'"):

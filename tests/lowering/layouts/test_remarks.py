@@ -73,9 +73,15 @@ def test_a_partial_sum_is_reduced_for_its_readers_or_as_constrained() -> None:
         y = shard(x, P(None, "tp")) @ shard(w, P("tp", None))
         return y if spec is None else shard(y, spec)
 
+    whole = (
+        ": partial sum over tp by dot_general -> P(None, None): 384 bytes a device; "
+    )
+    assert said(lambda x, w: jnp.sin(f(x, w, None)), (8, 8), (8, 8), tp=4) == [
+        "v" + whole + "reduced once for all its readers"
+    ]
     assert said(lambda x, w: f(x, w, None), (8, 8), (8, 8), tp=4) == [
-        "y: partial sum over tp by dot_general -> P(None, None): 384 bytes a device; "
-        "reduced once for all its readers"
+        "y" + whole + "reduced onto all devices, as nothing asks for less "
+        "(out_shardings=, jhost.shard)"
     ]
     assert said(lambda x, w: f(x, w, P("tp")), (8, 8), (8, 8), tp=4) == [
         "y: partial sum over tp by dot_general -> P('tp', None): 192 bytes a device; "
