@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-# Before jax is imported, which reads both once.
+# Before jax is imported, which reads all of them once; processes of tests do so, too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile once and run once; code that is made to run often takes XLA longer.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = " ".join(
         [
@@ -41,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=40,
         metavar="N",
-        help="how many random programs are tried (default: %(default)s)",
+        help="how many random programs a property test tries (default: %(default)s; "
+        "of rules and plans at most 25)",
     )
     group.addoption(
         "--explore",
@@ -61,9 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    examples: int = config.getoption("--examples")
     hypothesis.settings.register_profile(
         "jhost",
-        max_examples=25,  # for rules and plans; whole programs have an option
+        max_examples=min(25, examples),  # for rules and plans
         deadline=None,  # most of an example's time is XLA's, once per program
         # The same programs on every run, so that a failure is the change's own; but for
         # a few numbers that hypothesis takes from the code of all modules then loaded.
@@ -72,9 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("jhost")
-    hypothesis.settings.register_profile(
-        "programs", max_examples=config.getoption("examples")
-    )
+    hypothesis.settings.register_profile("programs", max_examples=examples)
 
 
 def pytest_collection_finish() -> None:
@@ -89,14 +91,6 @@ def pytest_report_header() -> str:
     where = Path(jhost.__file__).parent
     devices = f"{jax.device_count()} {jax.default_backend()} devices"
     return f"jhost: {where}, JAX {jax.__version__}, {devices}"
-
-
-@pytest.fixture
-def quick_xla() -> Iterator[None]:
-    """XLA optimizes little, for tests whose time is its own."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -15,6 +16,15 @@ from tests.aot.on_h200 import MakeH200s
 
 # What XLA knows of an H200, as JAX 0.11.2 wrote it on one; 0.12 reads it as well.
 TARGET = Path(__file__).parents[1] / "targets" / "h200.pbtxt"
+
+
+@pytest.fixture(autouse=True)
+def optimized() -> Iterator[None]:
+    """All of XLA's passes: what they make of a schedule is what is tested here."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

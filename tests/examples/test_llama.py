@@ -23,7 +23,6 @@ pytest.importorskip("tqdm")
 # What orbax and optax warn of is theirs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("quick_xla"),
 ]
 
 STEPS = 8

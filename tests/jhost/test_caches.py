@@ -42,7 +42,6 @@ def held() -> int:
     return sum(issubclass(kind, Program | ClosedJaxpr) for kind in kinds)
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("name", ["one device", "four devices"])
 def test_a_dropped_function_leaves_nothing(name: str) -> None:
     use_new_function(**SETTINGS[name])
@@ -61,7 +60,6 @@ def test_a_dropped_function_leaves_nothing(name: str) -> None:
     assert (end - start) / count < 20_000  # bytes; it was a megabyte
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_jax_clear_caches_releases_what_living_functions_made(name: str) -> None:
     jax.clear_caches()

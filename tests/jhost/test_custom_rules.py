@@ -165,7 +165,6 @@ ON_FOUR: dict[str, Any] = {
 }
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_around_are_those_of_jit(name: str) -> None:
     f = FUNCTIONS[name]
@@ -173,14 +172,12 @@ def test_derivatives_around_are_those_of_jit(name: str) -> None:
     check(jhost.jit(f, **ON_FOUR), jax.jit(f), only=() if alone else EACH_MODE)
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
 def test_derivatives_without_a_mesh_are_those_of_jit(name: str) -> None:
     f = FUNCTIONS[name]
     check(jhost.jit(f), jax.jit(f))
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
 def test_derivatives_inside_and_composed_are_those_of_jit(name: str) -> None:
     """The first derivative is taken inside, the others around."""

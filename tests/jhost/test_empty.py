@@ -32,7 +32,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.usefixtures("quick_xla")
 @pytest.mark.parametrize("interpret", [False, True], ids=["compiled", "interpreted"])
 @pytest.mark.parametrize("spec", [P("tp"), P()], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -46,7 +45,6 @@ def test_a_function_of_empty_arrays(name: str, spec: P, interpret: bool) -> None
     )
 
 
-@pytest.mark.usefixtures("quick_xla")
 def test_gradients_of_nothing() -> None:
     def loss(f: Any) -> Any:
         return jax.grad(lambda x, y: jnp.sum(f(x, y) ** 2), (0, 1))

@@ -26,7 +26,6 @@ layers: Any = pytest.importorskip("jhost.nnx")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("quick_xla"),
 ]
 
 MESHES: dict[str, dict[str, int]] = {

@@ -27,7 +27,6 @@ layers: Any = pytest.importorskip("jhost.nnx")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning"),
-    pytest.mark.usefixtures("quick_xla"),
 ]
 
 FEATURES, HEADS, HIDDEN = 16, 8, 32
