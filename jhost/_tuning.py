@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 from xml.etree.ElementTree import Element
-
-import jax
 
 from jhost import errors
 from jhost._json import read
@@ -20,14 +16,9 @@ from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, t
 from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
-from jhost.lowering.ir.printer import type_text
-from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import Tuned, Tunings
 from jhost.lowering.ir.statements import PipelineKind
-from jhost.runtime.devices import devices_of
-from jhost.runtime.mesh import AnyMesh
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of the fields changes; others' are refused."""
 
 
@@ -91,10 +82,12 @@ def _refuse(field: str, value: object, allowed: str) -> NoReturn:
 class TunedStream:
     """A stream mark, or several alike: what was measured, the chosen way first.
 
-    `marks` are their numbers in the program, `where` the user's line, and `left_out`
+    `value` is the first that is marked, with its type, and `where` the user's line;
+    `marks` are their numbers in the program, and `left_out`
     says what could not be, or was not, measured, and why.
     """
 
+    value: str
     where: str
     axis: int
     marks: tuple[int, ...]
@@ -104,7 +97,7 @@ class TunedStream:
     @property
     def title(self) -> str:
         """Which it is."""
-        return f"{self.where}, axis {self.axis}"
+        return f"axis {self.axis} of {self.value} [{self.where}]"
 
     def __str__(self) -> str:
         return f"axis {self.axis}: {self.reason()} [{self.where}]"
@@ -164,7 +157,7 @@ class Tuning:
             lines.append(f"  {program.title}")
             for stream in program.streams:
                 lines.append(f"    {stream.title}:")
-                lines += [f"      {_row(candidate)}" for candidate in stream.candidates]
+                lines += [f"      {row}" for row in _rows(stream.candidates)]
                 lines += [f"      {text}" for text in stream.left_out]
         return "\n".join(lines)
 
@@ -231,6 +224,10 @@ class Tuning:
             raise errors.TuningError(f"This text is no tuning: {error}") from error
 
 
+def _rows(candidates: Sequence[Candidate]) -> list[str]:
+    return [_row(each) + ", chosen" * (each is candidates[0]) for each in candidates]
+
+
 def _row(candidate: Candidate) -> str:
     said = (
         f"{candidate.text:<40} median {seconds_text(candidate.median):>8}, "
@@ -252,82 +249,19 @@ def _page(tuning: Tuning) -> Element:
 def _streams(program: TunedProgram) -> Iterator[Element]:
     yield element("p", ", ".join(program.arguments))
     for stream in program.streams:
-        rows = [bar for each in stream.candidates for bar in _bars(each)]
+        rows = [
+            bar
+            for number, each in enumerate(stream.candidates)
+            for bar in _bars(each, ", chosen" * (number == 0))
+        ]
         yield from titled(stream.title, bars(rows), listed(stream.left_out))
 
 
-def _bars(candidate: Candidate) -> Iterator[Bar]:
+def _bars(candidate: Candidate, chosen: str) -> Iterator[Bar]:
     """What was measured, and below it what was predicted."""
     median, minimum = map(seconds_text, (candidate.median, candidate.minimum))
     measured = (("measured", candidate.median),)
-    yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}")
+    yield Bar(candidate.text, measured, f"median {median}, minimum {minimum}{chosen}")
     if candidate.predicted is not None:
         predicted = (("predicted", candidate.predicted),)
         yield Bar("", predicted, f"predicted {seconds_text(candidate.predicted)}")
-
-
-# --- Whether it holds ----------------------------------------------------------- #
-
-
-def environment_of(mesh: AnyMesh | None) -> Environment:
-    """The environment of a program on `mesh`, here and now."""
-    devices = devices_of(mesh)
-    axes = {} if mesh is None else dict(mesh.shape)
-    return Environment(
-        jhost=__version__,
-        jax=jax.__version__,
-        jaxlib=_version("jaxlib"),
-        platform=devices.platform,
-        device_kind=devices.kind,
-        devices=devices.count,
-        processes=devices.processes,
-        mesh=", ".join(f"{name}={size}" for name, size in axes.items()),
-    )
-
-
-@functools.cache
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
-
-
-def arguments_text(program: Program) -> tuple[str, ...]:
-    """Each parameter with its type, as `x: f32[8, 4]`."""
-    return tuple(f"{param.name}: {type_text(param)}" for param in program.params)
-
-
-def tuned_here(tunings: Sequence[Tuning], mesh: AnyMesh | None) -> Tunings:
-    """What was measured in this environment, for each program."""
-    found: dict[str, Mapping[int, Tuned]] = {}
-    for tuning in tunings:
-        if not tuning.environment.changes(environment_of(mesh)):
-            found |= {p.fingerprint: _tuned_marks(p) for p in tuning.programs}
-    return found
-
-
-def _tuned_marks(program: TunedProgram) -> dict[int, Tuned]:
-    return {
-        mark: Tuned(
-            pipeline=stream.candidates[0].pipeline,
-            chunks=stream.candidates[0].chunks,
-            streams=stream.candidates[0].streams,
-            reason=stream.reason(),
-            measured=stream.times(),
-        )
-        for stream in program.streams
-        if stream.candidates
-        for mark in stream.marks
-    }
-
-
-def changes(
-    tuning: Tuning, mesh: AnyMesh | None, program: Program, fingerprint: str
-) -> list[str]:
-    """What keeps `tuning` from holding for `program`, a line each."""
-    found = tuning.environment.changes(environment_of(mesh))
-    if any(p.fingerprint == fingerprint for p in tuning.programs):
-        return found
-    now = arguments_text(program)
-    if all(p.arguments != now for p in tuning.programs):
-        was = tuning.programs[0].arguments if tuning.programs else ()
-        return [*found, f"arguments: {', '.join(was)} -> {', '.join(now)}"]
-    return [*found, "the function: what it computes, its marks or its shardings"]

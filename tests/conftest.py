@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Before jax is imported, which reads all of them once; processes of tests do so, too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -64,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    examples: int = config.getoption("--examples")
+    examples: Any = config.getoption("--examples")
     hypothesis.settings.register_profile(
         "jhost",
         max_examples=min(25, examples),  # for rules and plans

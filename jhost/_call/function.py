@@ -22,7 +22,7 @@ from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside
 from jhost._call.stages import Lowered
-from jhost._jax import Traced, def_split, is_tracing, under_outer_trace
+from jhost._jax import Traced, def_split, forget_traces, is_tracing, under_outer_trace
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import spec_of
 from jhost.runtime.agreement import processes_of
@@ -38,6 +38,7 @@ class JitFunction(Generic[P, R]):
     """A function compiled by jhost; made by `jhost.jit`."""
 
     __name__: str
+    __qualname__: str
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], *, settings: Settings) -> None:
@@ -52,6 +53,7 @@ class JitFunction(Generic[P, R]):
         self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
+        self.__qualname__ = getattr(fun, "__qualname__", self._name)
 
     def __repr__(self) -> str:
         return (
@@ -164,6 +166,43 @@ class JitFunction(Generic[P, R]):
             _consts=traced.consts,
             _avals=tuple(call_jaxpr.out_avals),
         )
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The types of the results, as `jax.eval_shape` gives them; runs nothing.
+
+        Args:
+            *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
+                in their place, and static arguments.
+            **kwargs: likewise.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`, with the global shapes and the dtypes of
+            what a call returns.
+
+        Raises:
+            JhostError: whatever a call would, but for what is seen when it runs.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jhost
+            >>> jhost.jit(lambda x: x @ x.T).eval_shape(jnp.ones((8, 2))).shape
+            (8, 8)
+        """
+        key = self._source.key(self._source.leaves(args, kwargs))
+        with self._source.explained(key, args, kwargs):
+            return self._jitted_alone(key, args, kwargs).eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled for this function, as that of `jax.jit` does."""
+        for jitted in (*self._jitted.values(), *self._uncompared.values()):
+            jitted.clear_cache()
+        self._jitted.clear()
+        self._uncompared.clear()
+        forget_traces(self._fun)
+
+    def __reduce__(self) -> str:
+        """Pickled by its name, as a function is: devices do not outlive a process."""
+        return self.__qualname__
 
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
         """This function with other arguments of `jhost.jit`.

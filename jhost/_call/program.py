@@ -25,7 +25,7 @@ from jhost._jax import (
     result_paths,
 )
 from jhost._primitives import stream_p
-from jhost._tuning import changes, tuned_here
+from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.fingerprint import fingerprint

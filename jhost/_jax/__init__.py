@@ -193,6 +193,12 @@ def static_arguments(
     return StaticArguments(tuple(nums), tuple(names))
 
 
+def forget_traces(fun: Callable[..., Any]) -> None:
+    """Drops what `trace` keeps of a function."""
+    jitted: Any = jax.jit(_weakly_referable(fun))
+    jitted.clear_cache()
+
+
 def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
     """JAX caches traces by a weak reference, which not every callable can have."""
     try:
@@ -362,6 +368,11 @@ class Position(NamedTuple):
 
     file: str
     span: tuple[int, int, int, int]
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether JAX made an equation by transposing another, as for a gradient."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def user_position(eqn: JaxprEqn) -> Position | None:

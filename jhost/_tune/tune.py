@@ -22,7 +22,8 @@ from jhost._progress import no_progress, progress as progress_bar
 from jhost._tune.calls import calls_of
 from jhost._tune.operands import drawn
 from jhost._tune.tuner import Tuner
-from jhost._tuning import Tuning, environment_of
+from jhost._tuning import Tuning
+from jhost._tuning_holds import environment_of
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.runtime.mesh import automatic_axes
 

@@ -7,10 +7,11 @@ what was chosen for one stays while the next is measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -24,15 +25,20 @@ from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._jax import evaluate
 from jhost._progress import Progress, no_progress
 from jhost._timing import take_turns
-from jhost._tuning import Candidate, TunedProgram, TunedStream, arguments_text
+from jhost._tuning import Candidate, TunedProgram, TunedStream
+from jhost._tuning_holds import arguments_text
 from jhost.errors import first_line
 from jhost.lowering.cost.candidates import GAIN, Outcome, left_out_text
 from jhost.lowering.emit.program import spec_of
-from jhost.lowering.ir.bodies import all_marks
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import all_marks, programs
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark
+from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike, open_marks, settle
+from jhost.lowering.ir.said import said
 
 _HOPELESS = 3.0
 """What is predicted to take that many times the best is not measured."""
@@ -41,6 +47,8 @@ WARMUPS, CALLS = 3, 10
 """Calls before the first round, and in a round: as many as keep the devices busy."""
 
 Run: TypeAlias = Callable[[], Any]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ class Tuner:
             best, _ = ranked[0]
             settle(self.marks, numbers, best.outcome.mark)
         return TunedStream(
+            value=_value_text(program, mark.buffer),
             where=mark.where,
             axis=mark.dim,
             marks=numbers,
@@ -116,14 +125,13 @@ class Tuner:
         for number, outcome in enumerate(outcomes):
             steps = _share(self.rounds, number, len(outcomes))
             self.bar.step(f"{self.name}: {outcome.text}", steps)
-            said, run = "another process failed", None
-            try:
-                run = self.runner(outcome)
-            except Exception as error:  # too much memory, say: the others may do
-                said = first_line(error)
-            if _slowest([run is None])[0] or run is None:
+            given = None
+            run, said = _attempted(functools.partial(self.runner, outcome))
+            if run is not None:
+                given, said = _attempted(run)
+            if run is None or given is None:
                 left_out.append(left_out_text(outcome.text, said))
-            elif problems := beyond_tolerance(run(), wanted, self.tolerances):
+            elif problems := beyond_tolerance(given, wanted, self.tolerances):
                 left_out.append(left_out_text(outcome.text, problems[0]))
                 self.warnings.append(_difference(self.name, outcome.text, problems))
             else:
@@ -155,9 +163,30 @@ class Tuner:
         return [(made[id(each)], each) for each in best_first(measured)]
 
 
+def _attempted(do: Callable[[], T]) -> tuple[T | None, str]:
+    """What `do` gave; None and the reason, if it failed in this process or another."""
+    result, said = None, "another process failed"
+    try:
+        result = jax.block_until_ready(do())
+    except Exception as error:  # too much memory, say: other candidates may do
+        said = first_line(error)
+    failed = bool(_slowest([result is None])[0])
+    return (None if failed else result), said
+
+
 def _share(total: int, number: int, count: int) -> int:
     """What one of `count` has of a total that they share: whole, and all in all."""
     return total * (number + 1) // count - total * number // count
+
+
+def _value_text(program: Program, name: str) -> str:
+    """What a user calls a buffer, and its type."""
+    for each in programs(program):
+        made = (buffer for stmt in ir.walk(each.body) for buffer in written(stmt))
+        for buffer in (*each.params, *made):
+            if buffer.name == name:
+                return f"{said(each, name)}: {type_text(buffer)}"
+    return name
 
 
 def _moves(call: Call) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from jhost._jax import Position, file_title, user_position
+from jhost._jax import Position, file_title, is_transposed, user_position
 from jhost.lowering.rules.properties import IDENTITIES
 
 Span: TypeAlias = tuple[int, int, int, int]
@@ -45,6 +45,7 @@ def value_names(
         for eqn in made:
             names |= dict.fromkeys(eqn.outvars, _named_after(eqn, names) or title(eqn))
         sure = variables == "all" or (variables == "alone" and len(made) == 1)
+        sure = sure and not is_transposed(made[-1])  # what a gradient makes of a line
         variable = assigned(position) if position and sure else None
         if variable and len(made[-1].outvars) == 1:
             found[made[-1].outvars[0]] = variable

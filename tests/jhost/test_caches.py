@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost import errors
 from jhost._jax import ClosedJaxpr
 from jhost.lowering.ir.program import Program
 from jhost.testing import mesh_of
@@ -69,3 +73,51 @@ def test_jax_clear_caches_releases_what_living_functions_made(name: str) -> None
     jax.clear_caches()
     assert held() <= before
     assert f(X).shape == X.shape
+
+
+@jhost.jit
+def of_this_module(x: jax.Array) -> jax.Array:
+    return jhost.stream(x * 2, axis=0, chunks=2)
+
+
+def test_a_function_of_a_module_is_pickled_by_name() -> None:
+    assert pickle.loads(pickle.dumps(of_this_module)) is of_this_module
+    assert copy.deepcopy(of_this_module) is of_this_module
+    for unnamed in (jhost.jit(lambda x: x), jhost.jit(functools.partial(jnp.add, 1))):
+        with pytest.raises((pickle.PicklingError, AttributeError)):
+            pickle.dumps(unnamed)
+
+
+def test_what_was_compiled_is_forgotten_when_asked() -> None:
+    traces: list[str] = []
+
+    @jhost.jit
+    def double(x: jax.Array) -> jax.Array:
+        traces.append("")
+        return x * 2
+
+    x = jnp.arange(4)
+    for _ in range(2):
+        assert double(x).tolist() == [0, 2, 4, 6]
+        assert double(x).tolist() == [0, 2, 4, 6]
+    before = len(traces)
+    double.clear_cache()
+    assert double(x).tolist() == [0, 2, 4, 6]
+    assert len(traces) > before
+
+
+def test_types_of_results_are_those_of_the_plain_function() -> None:
+    def f(x: jax.Array, scale: float, *, wide: bool) -> dict[str, jax.Array]:
+        y = jhost.stream(x * scale, axis=0)
+        return {"y": y.astype(jnp.float32) if wide else y, "sum": y.sum()}
+
+    hosted = jhost.jit(f, static_argnames="wide")
+    for x in (
+        jnp.ones((8, 2), jnp.bfloat16),
+        jax.ShapeDtypeStruct((0, 3), jnp.float16),
+    ):
+        for wide in (False, True):
+            plain = jax.eval_shape(functools.partial(f, wide=wide), x, 2.0)
+            assert hosted.eval_shape(x, 2.0, wide=wide) == plain
+    with pytest.raises(errors.StreamDimError):
+        jhost.jit(lambda x: jhost.stream(jnp.sort(x, 0), axis=0)).eval_shape(x)

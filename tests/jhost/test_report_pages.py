@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost import errors
-from jhost._tuning import Candidate, TunedProgram, TunedStream, environment_of
+from jhost._tuning import Candidate, TunedProgram, TunedStream
+from jhost._tuning_holds import environment_of
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -168,6 +169,7 @@ def candidate(text: str, median: float, predicted: float | None) -> Candidate:
 
 def tuning_of(function: str, *candidates: Candidate) -> jhost.Tuning:
     stream = TunedStream(
+        value="y: f32[8, 4]",
         where=f"model.py:3 ({function})",
         axis=0,
         marks=(0,),
@@ -188,7 +190,8 @@ def test_a_tuning_has_a_bar_for_each_time(tmp_path: Path) -> None:
     )
     page = saved(tuning, tmp_path)
     assert page.widths == [50, 100, 75]
-    assert "median 1 ms, minimum 500 us" in page.texts
+    assert "median 1 ms, minimum 500 us, chosen" in page.texts
+    assert "median 1.5 ms, minimum 750 us" in page.texts
     assert "predicted 2 ms" in page.texts
     lines = [line.strip().removesuffix(":") for line in str(tuning).splitlines()]
     others = [line for line in lines if "median" not in line]

@@ -508,7 +508,7 @@ def test_a_tuning_is_plain_json() -> None:
     [
         (lambda fields: [], "is no tuning"),
         (lambda fields: fields.pop("jhost_tuning"), "is no tuning"),
-        (lambda fields: {**fields, "jhost_tuning": 99}, "format 99, and jhost .* 1"),
+        (lambda fields: {**fields, "jhost_tuning": 99}, "format 99, and jhost .* 2"),
         (lambda fields: {**fields, "more": 1}, "Tuning needs the fields function, "),
         (lambda fields: {**fields, "programs": 1}, r"Tuning\.programs is no list"),
         (lambda fields: {**fields, "function": None}, r"Tuning\.function is None"),
@@ -580,7 +580,7 @@ def test_what_was_measured_is_not_measured_again(
 ) -> None:
     tuning = tuned(cache=True)
     (path,) = files(cache)
-    assert path.parent.name == "tuning-1"
+    assert path.parent.name == "tuning-2"
     assert jhost.Tuning.from_json(path.read_text()) == tuning
     monkeypatch.setattr(tuner, "take_turns", None)
     assert tuned(cache=True) == tuning
@@ -657,7 +657,7 @@ def test_many_processes_may_use_it_at_once(cache: Path, tmp_path: Path) -> None:
     ]
     said = [writer.communicate(timeout=120)[1] for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0, 0], said
-    assert [path.parent.name for path in files(cache) if path != given] == ["tuning-1"]
+    assert [path.parent.name for path in files(cache) if path != given] == ["tuning-2"]
 
 
 # --- How far apart results may lie ------------------------------------------------- #
