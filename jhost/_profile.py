@@ -14,6 +14,7 @@ from jhost._calibration import rates_here
 from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.said import said_statements
 from jhost.lowering.ir.scopes import statement_texts
 from jhost.runtime.devices import devices_of
 from jhost.runtime.profile.hlo_text import parse_module
@@ -80,6 +81,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
             name=program.name,
             module=module.name,
             statements=statement_texts(program),
+            values=said_statements(program),
         ),
         mesh=", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items()),
         device_kind=devices.kind,

@@ -26,10 +26,16 @@ def programs(program: Program) -> Iterator[Program]:
 
 def statements(program: Program) -> Iterator[ir.Stmt]:
     """Every statement of a program, loops and bodies before what they hold."""
-    for stmt in ir.walk(program.body):
+    for _, stmt in held_statements(program):
         yield stmt
+
+
+def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
+    """Each of `statements` with the program or body that it stands in."""
+    for stmt in ir.walk(program.body):
+        yield program, stmt
         for body in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
-            yield from statements(body)
+            yield from held_statements(body)
 
 
 def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:

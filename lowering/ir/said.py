@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jhost.lowering.ir.bodies import programs
+from jhost.lowering.ir.bodies import held_statements, programs
+from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Note, Remark, ReplicationReport
 
@@ -19,6 +20,15 @@ def said(program: Program, name: str) -> str:
     while base and base not in program.said:
         base = base.rpartition("_")[0]
     return program.said.get(base, name)
+
+
+def said_statements(program: Program) -> tuple[str, ...]:
+    """What each of `statements` makes, and what the program returns."""
+    made = (
+        _all_said(p, [b.name for b in written(s)]) for p, s in held_statements(program)
+    )
+    results = _all_said(program, [buffer.name for buffer in program.results])
+    return (*(", ".join(names) for names in made), ", ".join(results))
 
 
 def said_remarks(program: Program) -> list[Remark]:

@@ -51,13 +51,15 @@ class DeviceOverlap:
 class StatementOverlap:
     """A statement of the Host IR program, in all its iterations.
 
-    `number` is its place in the program, None for what belongs to no statement.
+    `number` is its place in the program, None for what belongs to no statement;
+    `values` are what the user calls those that it makes.
     `times` is in how many iterations it ran; `seconds` and `exposed` are the sums over
     its spans, on a device in the mean.
     """
 
     number: int | None
     text: str
+    values: str
     activity: Activity
     times: int
     seconds: float
@@ -121,6 +123,7 @@ def statement_overlaps(timeline: Timeline) -> Iterator[StatementOverlap]:
         yield StatementOverlap(
             number=found[0].statement,
             text=timeline.text_of(found[0]),
+            values=timeline.values_of(found[0]),
             activity=activity,
             times=len({span.iterations for span in found}),
             seconds=sum(span.end - span.start for span in found) / count,

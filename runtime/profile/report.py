@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -173,8 +173,9 @@ def _lines(report: OverlapReport) -> Iterator[str]:
     yield from _aligned([_OVERLAP, *map(_overlap_cells, _overlaps(report))])
     if report.predicted is None:
         yield f"  predicted  {_unknown(report)}"
-    header = ["", "", "times", "took", "exposed"]
-    yield from _aligned([header, *map(_statement_cells, _statements(report))])
+    header = ["", "", "times", "took", "exposed", "value"]
+    rows = [header, *map(_statement_cells, _statements(report))]
+    yield from _aligned(rows, left=(0, 5))
 
 
 _OVERLAP = ["", *TIMES, "efficiency"]
@@ -199,27 +200,34 @@ def _overlap_cells(overlap: DeviceOverlap) -> list[str]:
     return [overlap.device, *times, "-" if share is None else f"{share:.0%}"]
 
 
-_WIDTH = 64  # of a statement
+_WIDTH = 64  # of a statement, and of the names of its values
 
 
 def _statement_cells(statement: StatementOverlap) -> list[str]:
-    text = statement.text
-    shown = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+    shown = _shortened(statement.text)
     exposed = statement.exposed if statement.activity == "communication" else None
     cells = [shown, statement.activity, str(statement.times), _time(statement.seconds)]
-    return [*cells, "" if exposed is None else _time(exposed)]
+    moved = "" if exposed is None else _time(exposed)
+    return [*cells, moved, _shortened(statement.values)]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
 def _time(seconds: float) -> str:
     return seconds_text(round(seconds, 12))  # what is left of a difference is no time
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells, the first column to the left, the others to the right."""
+def _aligned(
+    rows: Sequence[Sequence[str]], left: Collection[int] = (0,)
+) -> Iterator[str]:
+    """Rows of cells, some columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = map(str.rjust, others, widths[1:])
-        yield "  ".join([f"  {first.ljust(widths[0])}", *cells]).rstrip()
+    sides = [str.ljust if n in left else str.rjust for n in range(len(widths))]
+    for row in rows:
+        cells = (a(b, c) for a, b, c in zip(sides, row, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
 
 
 # --- The page --------------------------------------------------------------------- #
@@ -259,8 +267,8 @@ def _overlap_bar(row: DeviceOverlap) -> Bar:
 
 
 def _statement_bar(row: StatementOverlap) -> Bar:
-    _, _, times, took, exposed = _statement_cells(row)
-    text = f"{counted(times, 'time')}, {took}"
+    _, _, times, took, exposed, values = _statement_cells(row)
+    text = f"{counted(times, 'time')}, {took}{', ' * bool(values)}{values}"
     if not exposed:
         return Bar(row.text, (("computation", row.seconds),), text)
     parts = ("communication", row.seconds - row.exposed), ("exposed", row.exposed)

@@ -47,6 +47,7 @@ class Timeline:
     name: str
     platform: str
     statements: tuple[str, ...]
+    values: tuple[str, ...]
     calls: tuple[float, ...]
     total: float
     spans: tuple[Span, ...]
@@ -75,6 +76,11 @@ class Timeline:
             return "(of no statement)"
         return self.statements[span.statement]
 
+    def values_of(self, span: Span) -> str:
+        """What the user calls the values that a span makes; empty if unknown."""
+        known = span.statement is not None and span.statement < len(self.values)
+        return self.values[span.statement or 0] if known else ""
+
     def only(self, devices: Collection[int] | None) -> Timeline:
         """This call on some of its devices; None is all.
 
@@ -101,6 +107,7 @@ def timeline(
     name: str,
     module: str,
     statements: Sequence[str],
+    values: Sequence[str] = (),
 ) -> Timeline:
     """The call in the middle, of those in `trace`.
 
@@ -111,6 +118,7 @@ def timeline(
         name: the function's.
         module: the compiled module's name; events of others are left out.
         statements: the text of each statement of the Host IR program.
+        values: what the user calls the values that each of them makes.
 
     Raises:
         ProfileError: the trace has nothing of the module, or has lost much of it.
@@ -136,6 +144,7 @@ def timeline(
         name=name,
         platform=trace.platform,
         statements=tuple(statements),
+        values=tuple(values),
         calls=times,
         total=times[middle],
         spans=_with_exposed(found[middle]),
