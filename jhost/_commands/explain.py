@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import pathlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,11 @@ from jhost._call.around import calls_in, explain_around
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
-from jhost._commands.block import count
+from jhost._commands.block import count, writable_file
 from jhost._commands.modules import NotThereError, loaded
+from jhost._page import PAGE
 from jhost.lowering.cost.rates import known_kinds
+from jhost.lowering.explain import Explanation
 from jhost.runtime.devices import ask_for_cpu_devices, assumed
 from jhost.runtime.mesh import AnyMesh
 
@@ -109,6 +112,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--host-ir", action="store_true", help="print the program itself as well"
     )
+    parser.add_argument(
+        "--save",
+        type=page_file,
+        metavar="FILE.html",
+        help="write the explanation as a page as well",
+    )
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
@@ -161,10 +170,15 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     there = assumed(arguments.device) if arguments.device else contextlib.nullcontext()
     try:
         with there:
-            print(_text(function, args, options, arguments.host_ir))
+            explanation, programs = _explained(
+                function, args, options, arguments.host_ir
+            )
     except (errors.JhostError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    print(*programs, explanation, sep="\n\n")
+    if arguments.save:
+        explanation.save(arguments.save)
     return 0
 
 
@@ -182,18 +196,25 @@ def _arguments(arguments: argparse.Namespace) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _text(function: Any, args: Sequence[Any], options: Any, host_ir: bool) -> str:
-    """The explanation, below the programs if they are asked for."""
+def page_file(text: str) -> pathlib.Path:
+    """A file for a page, out of a command's arguments."""
+    path = writable_file(text)
+    if path.suffix.lower() != PAGE:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in {PAGE}")
+    return path
+
+
+def _explained(
+    function: Any, args: Sequence[Any], options: Any, host_ir: bool
+) -> tuple[Explanation, list[Any]]:
+    """The explanation, and the programs if they are asked for."""
     if isinstance(function, JitFunction):
         call = function.with_options(**options).as_call(tuple(args), {})
-        programs = [host_program(call.call_jaxpr, call.config)]
-        explanation = explained(programs[0], call.config)
-    else:
-        explanation = explain_around(function, args, {})
-        calls = calls_in(function, args, {}) if host_ir else []
-        programs = list(dict.fromkeys(str(call.program()) for call in calls))
-    texts = [*(programs if host_ir else ()), explanation]
-    return "\n\n".join(map(str, texts))
+        program = host_program(call.call_jaxpr, call.config)
+        return explained(program, call.config), [program] if host_ir else []
+    explanation = explain_around(function, args, {})
+    calls = calls_in(function, args, {}) if host_ir else []
+    return explanation, list(dict.fromkeys(str(call.program()) for call in calls))
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
 here alone: primitives stand in `primitives.py`, the rules that split a call in two in
-`split.py`, new equations and programs in `eqns.py`, bodies of `jax.shard_map` in
-`manual.py`, and what 0.10 lacks in `v010.py`.
+`split.py`, new equations and programs in `eqns.py`, the user's lines in `lines.py`,
+bodies of `jax.shard_map` in `manual.py`, this process among others in `processes.py`,
+and what 0.10 lacks in `v010.py`.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -12,19 +13,14 @@ here alone: primitives stand in `primitives.py`, the rules that split a call in 
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
-    NamedTuple,
     ParamSpec,
-    Protocol,
     TypeAlias,
     TypeVar,
 )
@@ -33,17 +29,11 @@ import jax
 from jax import lax
 from jax._src import (
     api_util,
-    config,
     core,
-    distributed,
-    source_info_util,
     util,
-    xla_bridge,
 )
-from jax._src.compute_on import extend_compute_type
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry_prng_impl
 from jax.sharding import PartitionSpec
@@ -63,6 +53,16 @@ from jhost._jax.eqns import (
     with_operand_names as with_operand_names,
     without_dead_code as without_dead_code,
 )
+from jhost._jax.lines import (
+    NO_LINE as NO_LINE,
+    Position as Position,
+    at_line_of as at_line_of,
+    file_title as file_title,
+    is_transposed as is_transposed,
+    source_line as source_line,
+    user_context as user_context,
+    user_position as user_position,
+)
 from jhost._jax.manual import (
     DimAxes as DimAxes,
     ShardMap as ShardMap,
@@ -79,6 +79,12 @@ from jhost._jax.primitives import (
     define_call_primitive as define_call_primitive,
     define_marker_primitive as define_marker_primitive,
     register_lowering as register_lowering,
+)
+from jhost._jax.processes import (
+    Coordination as Coordination,
+    backend_is_up as backend_is_up,
+    coordination as coordination,
+    process_number as process_number,
 )
 from jhost._jax.split import (
     Derivation as Derivation,
@@ -332,158 +338,3 @@ def cached_by_jaxpr(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def cached(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """`functools.lru_cache` of that size that `jax.clear_caches` empties."""
     return util.cache(size, trace_context_in_key=False)
-
-
-# ---- The user's line ----
-
-# The user's line must never be one of ours, but in the demo, which is a user itself.
-# `jhost/lowering` is a link, and an editable install imports what is behind it.
-_HERE = os.path.dirname(os.path.dirname(__file__))
-for _folder in (_HERE, *(os.path.join(_HERE, n) for n in ("lowering", "runtime"))):
-    source_info_util.register_exclusion(os.path.realpath(_folder) + os.sep)
-    source_info_util.register_exclusion(_folder + os.sep)
-source_info_util.register_inclusion(os.path.join(_HERE, "_commands", "block.py"))
-
-
-NO_LINE = "an unknown line"
-"""What `source_line` says of an equation that comes from no line of the user's."""
-
-
-def source_line(eqn: JaxprEqn) -> str:
-    """The user's line that an equation comes from, as `model.py:12 (mlp)`.
-
-    A line of a library is followed by the user's own: `linear.py:7 (call) from
-    model.py:12 (mlp)`.
-    """
-    first = source_info_util.user_frame(eqn.source_info.traceback)
-    if first is None:
-        return NO_LINE
-    own = _own_frame(eqn)
-    frames = (first,) if first is own else (first, own)
-    return " from ".join(_line_text(frame) for frame in frames if frame)
-
-
-class Position(NamedTuple):
-    """Where an expression stands: a file, its first line, last line, and columns."""
-
-    file: str
-    span: tuple[int, int, int, int]
-
-
-def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether JAX made an equation by transposing another, as for a gradient."""
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
-def user_position(eqn: JaxprEqn) -> Position | None:
-    """Where the user's own expression stands that an equation comes from."""
-    frame = _own_frame(eqn)
-    if frame is None:
-        return None
-    lines, columns = (
-        (frame.start_line, frame.end_line),
-        (frame.start_column, frame.end_column),
-    )
-    return Position(frame.file_name, (*lines, *columns))
-
-
-def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
-    """An equation of what a call runs, at the call's line if it has none of its own.
-
-    JAX keeps no lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
-    """
-    if source_info_util.user_frame(eqn.source_info.traceback) is not None:
-        return eqn
-    traceback = call.source_info.traceback
-    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
-
-
-def _own_frame(eqn: JaxprEqn) -> source_info_util.Frame | None:
-    """The innermost frame of the user's that is no library's."""
-    traceback = eqn.source_info.traceback
-    frame = source_info_util.user_frame(traceback)
-    if frame is None or not _is_library(frame.file_name):
-        return frame
-    # Only here: the first frame is in a cache of JAX's, the others are not.
-    frames = source_info_util.user_frames(traceback)
-    return next((each for each in frames if not _is_library(each.file_name)), None)
-
-
-def _is_library(file: str) -> bool:
-    return any(f"{os.sep}{name}-packages{os.sep}" in file for name in ("site", "dist"))
-
-
-def _line_text(frame: source_info_util.Frame) -> str:
-    file = file_title(frame.file_name)
-    return f"{file}:{frame.start_line} ({frame.function_name})"
-
-
-def file_title(path: str) -> str:
-    """The name of a file, or of a notebook's cell as its reader sees it: `In[3]`."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
-    cell = shell and shell.compile.format_code_name(path)
-    return cell[1] if cell else os.path.basename(path)
-
-
-@contextmanager
-def user_context(eqn: JaxprEqn) -> Generator[None]:
-    """Gives what is bound inside an equation's line, name stack and metadata.
-
-    Not the equation's whole context: its abstract mesh is the one outside the
-    `shard_map` that the equation is bound in again.
-    """
-    source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    with ExitStack() as stack:
-        stack.enter_context(
-            source_info_util.user_context(source.traceback, name_stack=names)
-        )
-        by_place = eqn.ctx.threefry_partitionable
-        if by_place != config.threefry_partitionable.value:
-            stack.enter_context(config.threefry_partitionable(by_place))
-        if eqn.ctx.compute_type:
-            stack.enter_context(extend_compute_type(eqn.ctx.compute_type))
-        if eqn.ctx.xla_metadata:
-            stack.enter_context(set_xla_metadata(**eqn.ctx.xla_metadata))
-        yield
-
-
-# ---- Processes ----
-
-
-class Coordination(Protocol):
-    """The store of keys and values that all processes of `jax.distributed` share."""
-
-    def key_value_set(
-        self, key: str, value: str, allow_overwrite: bool = False
-    ) -> None: ...
-
-    def key_value_set_bytes(
-        self, key: str, value: bytes, allow_overwrite: bool = False
-    ) -> None: ...
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
-
-    def wait_at_barrier(
-        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
-    ) -> None: ...
-
-
-def coordination() -> Coordination | None:
-    """This process's client of the coordination service; None without one."""
-    return distributed.global_state.client
-
-
-def process_number() -> int:
-    """This process's number in its job, which asks for no device."""
-    return distributed.global_state.process_id
-
-
-def backend_is_up() -> bool:
-    """Whether JAX has asked for devices, after which no setting reaches XLA."""
-    return xla_bridge.backends_are_initialized()

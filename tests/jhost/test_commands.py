@@ -241,6 +241,22 @@ def test_a_function_is_explained(
     assert "collective pipeline: 2 chunks, as asked [a_model_of_mine.py:7" in out
 
 
+def test_an_explanation_is_saved_as_a_page(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain = ["explain", f"{module}:mlp", *SHAPES, "--save"]
+    assert main([*explain, "plan.html"]) == 0
+    title, *_ = capsys.readouterr().out.splitlines()
+    assert title in Path("plan.html").read_text()
+    for wrong, said in (
+        ("plan.pdf", "does not end in .html"),
+        ("no/x.html", "no file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*explain, wrong])
+        assert said in capsys.readouterr().err
+
+
 def test_a_function_around_jhost_functions_is_explained(
     module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

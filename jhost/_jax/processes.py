@@ -1,0 +1,49 @@
+"""This process among those of `jax.distributed`."""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jax._src import distributed, xla_bridge
+
+
+class Coordination(Protocol):
+    """The store of keys and values that all processes of `jax.distributed` share."""
+
+    def key_value_set(
+        self, key: str, value: str, allow_overwrite: bool = False
+    ) -> None: ...
+
+    def key_value_set_bytes(
+        self, key: str, value: bytes, allow_overwrite: bool = False
+    ) -> None: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
+
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
+    ) -> None: ...
+
+
+def coordination() -> Coordination | None:
+    """This process's client of the coordination service; None without one."""
+    return distributed.global_state.client
+
+
+def process_number() -> int:
+    """This process's number in its job, which asks for no device."""
+    return distributed.global_state.process_id
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has asked for devices, after which no setting reaches XLA."""
+    return xla_bridge.backends_are_initialized()
