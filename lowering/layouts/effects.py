@@ -32,10 +32,11 @@ class Effects:
     def __init__(self, wishes: Wishes, costs: Costs) -> None:
         self.wishes = wishes
         self.costs = costs
-        self.known: dict[tuple[int, Assignment, Hashable], Effect] = {}
+        # By the operation itself: an id may be another's after it.
+        self.known: dict[tuple[Operation, Assignment, Hashable], Effect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> Effect:
-        key = id(op), assignment, self.wishes.about(op.outs)
+        key = op, assignment, self.wishes.about(op.outs)
         if key not in self.known:
             self.known[key] = self.found(op, assignment)
         return self.known[key]

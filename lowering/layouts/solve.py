@@ -1,46 +1,27 @@
 """Decide the layout of every value and the assignment of every operation.
 
-Wishes flow backward (`preferences.py`), decisions flow forward, and both are repeated
-until nothing changes.  Where two operands claim one mesh axis for different factors,
-the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
-larger operand where it is.  Then single decisions are tried otherwise, with the bytes
-of the whole program in view.
+They are settled with each other (`solver.py`), and then changed with the bytes of the
+whole program in view (`improve.py`): single decisions, and whole ways to a contraction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
-import math
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping
 
-from jhost.lowering.ir.layout import Layout, replicated
-from jhost.lowering.ir.marks import BarrierMark, ShardMark
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
     Claim,
     Operation,
-    assignments_by,
-    claims_of,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
-from jhost.lowering.layouts.decisions import Decisions, Move
-from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.costs import Costs, Moved
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.levels import Level, buffers_of, flattened, repeats_of
-from jhost.lowering.layouts.preferences import Wishes
-
-_ROUNDS = 16
-"""A wish crosses the whole program in one round; most settle in two or three."""
-
-_TRIALS = 256
-"""How many decisions are tried otherwise, at most: each costs a walk of the program."""
-
-Score: TypeAlias = tuple[Moved, int, int]
-"""Bytes moved; then work repeated; then the largest operand that must move."""
+from jhost.lowering.layouts.improve import improved, restarted
+from jhost.lowering.layouts.levels import Level
+from jhost.lowering.layouts.solver import Score, Solver
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,10 +68,10 @@ def solve_layouts(
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
     and dims are those of values by their names in `flattened`.
     """
-    solver = _Solver(program, marks, streamed)
-    best = solver.improved(solver.settled())
+    solver = Solver(program, marks, streamed)
+    best = restarted(solver, improved(solver, solver.settled()))
     contests = [
-        solver.contest(op, assignment, best.layouts)
+        _contest(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)
     ]
     return Solution(
@@ -104,245 +85,21 @@ def solve_layouts(
     )
 
 
-class _Solver:
-    def __init__(
-        self,
-        program: Program,
-        marks: Mapping[str, ShardMark],
-        streamed: Mapping[str, StreamedDim],
-    ) -> None:
-        # What is computed again begins with what was kept, not with a copy laid out
-        # otherwise, which would be kept as well.
-        self.operations, self.level = flattened(program)
-        self.barriers = {
-            level.prefix + mark.buffer
-            for level in self.level.walk()
-            for mark in level.program.marks
-            if isinstance(mark, BarrierMark)
-        }
-        self.mesh = dict(program.mesh.shape)
-        self.params = program.params
-        self.buffers = buffers_of(self.level)
-        fills = {op.outs[0] for op in self.operations if op.makes_any_part}
-        repeats = repeats_of(self.level)
-        self.costs = Costs(self.buffers, self.mesh, streamed, fills, repeats)
-        self.wishes = Wishes(self.buffers, marks, self.mesh)
-        self.effects = Effects(self.wishes, self.costs)
-        self.found: dict[Hashable, Assignment] = {}
-        self.readers: dict[str, list[int]] = {}
-        for number, op in enumerate(self.operations):
-            for name in _decided_by(op):
-                self.readers.setdefault(name, []).append(number)
-
-    def settled(self) -> Decisions:
-        """Wishes and decisions at a fixed point, of two the one that moves less.
-
-        The one begins with what the constraints suggest to the operations before them,
-        the other with what follows from the operands.
-        """
-        by_operands = self.settled_from(self.forward().in_order())
-        goals = dict(self.wishes.goals)
-        self.wishes.restart()
-        by_constraints = self.settled_from(None)
-        fewer = by_operands.total < by_constraints.total
-        if fewer and self.repeats_no_more(by_operands, by_constraints):
-            self.wishes.goals = goals
-            return by_operands
-        return by_constraints
-
-    def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
-        """Whether no reduction is done by more devices alike than in the `other`."""
-        decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
-        return all(
-            sum(map(len, mine)) >= sum(map(len, theirs))
-            for op, mine, theirs in decided
-            if op.reduces
+def _contest(
+    solver: Solver, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
+) -> Contest:
+    """Which claims `assignment` leaves aside, and what following them takes."""
+    claims = dict.fromkeys(solver.claims(op, layouts))
+    lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
+    ranked = [
+        (candidate, solver.rank(op, candidate, layouts, set()))
+        for candidate in (solver.candidates(op, layouts) if lost else ())
+    ]
+    rivals = {
+        (axis, factor): min(
+            (rank for candidate, rank in ranked if axis in candidate[factor]),
+            default=None,
         )
-
-    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
-        self.wishes.backward(self.operations, suggested)
-        made = self.forward()
-        for _ in range(_ROUNDS):
-            before = made
-            self.wishes.backward(self.operations, made.in_order())
-            made = self.forward()
-            if made.same_as(before):
-                break
-        return made
-
-    # --- Decisions ------------------------------------------------------------ #
-
-    def forward(self) -> Decisions:
-        """Decide in program order, from what is decided already."""
-        given = {
-            param.name: self.wishes.goals.get(param.name)
-            or replicated(len(param.shape))
-            for param in self.params
-        }
-        made = Decisions(self.operations, self.effects, self.costs, given)
-        for number in range(len(self.operations)):
-            made.decide(number, self.cheapest(number, made))
-        return made
-
-    def cheapest(self, number: int, made: Decisions) -> Assignment:
-        """The assignment that moves the fewest bytes; found once for the same case."""
-        op, moves = self.operations[number], made.known(number)
-        layouts = {name: made.layouts[name] for name in _decided_by(op)}
-        case = number, moves, *layouts.values(), self.wishes.about(op.outs)
-        if case not in self.found:
-            self.found[case] = self.find_cheapest(op, layouts, moves)
-        return self.found[case]
-
-    def find_cheapest(
-        self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
-    ) -> Assignment:
-        """The best of those that spread the work alike, then by all of their bytes.
-
-        What loops hide does not pay for a reduction that more devices repeat.
-        """
-        best: dict[int, tuple[Score, Assignment]] = {}
-        for candidate in self.candidates(op, layouts):
-            rank = self.rank(op, candidate, layouts, moves)
-            spread = rank[1] if op.reduces else 0
-            if spread not in best or rank < best[spread][0]:
-                best[spread] = rank, candidate
-            if rank[0] == NOTHING:
-                break  # nothing moves, and later candidates spread the work less
-        assert best, "the assignment to nobody always fits"
-        spread = min(best, key=lambda spread: (best[spread][0][0].all, spread))
-        return best[spread][1]
-
-    def candidates(
-        self, op: Operation, layouts: Mapping[str, Layout]
-    ) -> Iterator[Assignment]:
-        if op.like is not None:
-            yield op.following(layouts[op.like])
-            return
-        if op.pinned is not None:
-            yield op.pinned
-            return
-        claims = self.claims(op, layouts)
-        for candidate in assignments_by(len(op.sizes), claims):
-            if op.fits(candidate, self.mesh):
-                yield candidate
-                if self.follows(op):
-                    break  # the first is the operand's own layout
-
-    def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
-        """What its operands claim, and its results' goals unless it only follows."""
-        if op.like is not None or op.pinned is not None:
-            return ()
-        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
-
-    def follows(self, op: Operation) -> bool:
-        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
-        return op.taking or not self.barriers.isdisjoint(op.outs)
-
-    def rank(
-        self,
-        op: Operation,
-        assignment: Assignment,
-        layouts: Mapping[str, Layout],
-        moves: Container[Move],
-    ) -> Score:
-        """How good an assignment is, with the way to what the consumers wish for."""
-        effect = self.effects.of(op, assignment)
-        total, largest = effect.cost + effect.more, 0
-        for name, want in effect.wants:
-            if layouts[name] != want and (name, want) not in moves:
-                total += self.costs.reshard(name, layouts[name], want)
-                largest = max(largest, math.prod(self.buffers[name].shape))
-        spread = sum(len(axes) for axes in assignment)
-        return total, -spread, largest
-
-    # --- With the whole program in view --------------------------------------- #
-
-    def improved(self, made: Decisions) -> Decisions:
-        """`made`, with single decisions changed as long as that moves fewer bytes."""
-        trials, number = _TRIALS, 0
-        numbers = self.paying(made)
-        while number < len(numbers) and trials > 0:
-            better = False
-            for candidate in self.others(numbers[number], made):
-                trials -= 1
-                better |= self.tried(numbers[number], candidate, made)
-            if not better:
-                number += 1
-            else:
-                numbers, number = self.paying(made), 0
-        return made
-
-    def paying(self, made: Decisions) -> list[int]:
-        """The operations that move something, or whose results are moved."""
-        moved = made.moved()
-        return [
-            number
-            for number, op in enumerate(self.operations)
-            if not moved.isdisjoint((*op.ins, *op.outs))
-            or not self.effects.of(op, made.assignments[number]).settled
-        ]
-
-    def others(self, number: int, made: Decisions) -> list[Assignment]:
-        """What the operation could be assigned to instead.
-
-        No reduction is repeated on more devices for fewer bytes.
-        """
-        op, current = self.operations[number], made.assignments[number]
-        least = sum(map(len, current)) if op.reduces else 0
-        return [
-            candidate
-            for candidate in self.candidates(op, made.layouts)
-            if candidate != current and sum(map(len, candidate)) >= least
-        ]
-
-    def tried(self, number: int, candidate: Assignment, made: Decisions) -> bool:
-        """Change a decision, and those after it that it bears on, if that is better."""
-        before, undo = made.total, list[tuple[int, Assignment]]()
-        waiting = {number}
-        order = [number]
-        while order:
-            other = heapq.heappop(order)
-            old = made.assignments[other]
-            new = candidate if other == number else self.cheapest(other, made)
-            if new == old:
-                continue
-            undo.append((other, old))
-            # Those that read the same values may now share what is moved.
-            changed = {*made.decide(other, new), *self.operations[other].ins}
-            for reader in itertools.chain(*(self.readers.get(n, ()) for n in changed)):
-                if reader > other and reader not in waiting:
-                    waiting.add(reader)
-                    heapq.heappush(order, reader)
-        if made.total < before:
-            return True
-        for other, old in reversed(undo):
-            made.decide(other, old)
-        return False
-
-    # --- What there was to choose from ---------------------------------------- #
-
-    def contest(
-        self, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
-    ) -> Contest:
-        """Which claims `assignment` leaves aside, and what following them takes."""
-        claims = dict.fromkeys(self.claims(op, layouts))
-        lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
-        ranked = [
-            (candidate, self.rank(op, candidate, layouts, set()))
-            for candidate in (self.candidates(op, layouts) if lost else ())
-        ]
-        rivals = {
-            (axis, factor): min(
-                (rank for candidate, rank in ranked if axis in candidate[factor]),
-                default=None,
-            )
-            for axis, factor in lost
-        }
-        return Contest(self.rank(op, assignment, layouts, set()), rivals)
-
-
-def _decided_by(op: Operation) -> Iterator[str]:
-    """The values whose layouts bear on what an operation is assigned to."""
-    yield from op.ins
-    if op.like is not None:
-        yield op.like
+        for axis, factor in lost
+    }
+    return Contest(solver.rank(op, assignment, layouts, set()), rivals)

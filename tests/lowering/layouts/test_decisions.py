@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.layouts.decisions import Decisions
-from jhost.lowering.layouts.solve import _Solver  # pyright: ignore[reportPrivateUsage]
+from jhost.lowering.layouts.improve import improved, others, tried
+from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
 
 
@@ -22,10 +23,10 @@ def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return jhost.shard(z @ w + x @ v @ w + y, P("b", "a"))
 
 
-def solver() -> _Solver:
+def solver() -> Solver:
     program = built(layers, (8, 8), (8, 8), (8, 8), a=2, b=4)
     marks = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
-    return _Solver(program, marks, {})
+    return Solver(program, marks, {})
 
 
 @given(st.data())
@@ -52,11 +53,11 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
 
 def test_what_is_tried_in_vain_is_taken_back() -> None:
     solving = solver()
-    made = solving.improved(solving.settled())
+    made = improved(solving, solving.settled())
     for number in range(len(solving.operations)):
-        for candidate in solving.others(number, made):
+        for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total
-            if solving.tried(number, candidate, made):
+            if tried(solving, number, candidate, made):
                 assert made.total < total
             else:
                 assert (made.in_order(), made.total) == (before, total)

@@ -1,0 +1,164 @@
+"""Decisions changed with the bytes of the whole program in view."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Container, Iterator
+
+from jhost.lowering.ir.operation import (
+    Assignment,
+    Operation,
+)
+from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.solver import Solver
+
+_TRIALS = 256
+"""How many decisions are tried otherwise, at most: each costs a walk of the program."""
+
+_RESTARTS = 8
+"""How many contractions are spread otherwise from the start, at most: each has to pay
+for that part of all bytes."""
+
+_DECISIONS = 2048
+"""How many operations are decided anew for that, about: long programs wait for it."""
+
+
+def improved(solver: Solver, made: Decisions) -> Decisions:
+    """`made`, with single decisions changed as long as that moves fewer bytes."""
+    trials, number = _TRIALS, 0
+    numbers = solver.paying(made)
+    while number < len(numbers) and trials > 0:
+        better = False
+        for candidate in others(solver, numbers[number], made):
+            trials -= 1
+            better |= tried(solver, numbers[number], candidate, made)
+        if not better:
+            number += 1
+        else:
+            numbers, number = solver.paying(made), 0
+    return made
+
+
+def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
+    """What the operation could be assigned to instead.
+
+    No reduction is repeated on more devices for fewer bytes.
+    """
+    op, current = solver.operations[number], made.assignments[number]
+    least = sum(map(len, current)) if op.reduces else 0
+    return [
+        candidate
+        for candidate in solver.candidates(op, made.layouts)
+        if candidate != current and sum(map(len, candidate)) >= least
+    ]
+
+
+def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -> bool:
+    """Change a decision, and those after it that it bears on, if that is better."""
+    before, undo = made.total, list[tuple[int, Assignment]]()
+    waiting = {number}
+    order = [number]
+    while order:
+        other = heapq.heappop(order)
+        old = made.assignments[other]
+        new = candidate if other == number else solver.cheapest(other, made)
+        if new == old:
+            continue
+        undo.append((other, old))
+        # Those that read the same values may now share what is moved.
+        changed = {*made.decide(other, new), *solver.operations[other].ins}
+        for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
+            if reader > other and reader not in waiting:
+                waiting.add(reader)
+                heapq.heappush(order, reader)
+    if made.total < before:
+        return True
+    for other, old in reversed(undo):
+        made.decide(other, old)
+    return False
+
+
+# --- From the start ---------------------------------------------------------------- #
+
+
+def restarted(solver: Solver, best: Decisions) -> Decisions:
+    """`best`, or what comes of a contraction that is spread otherwise, if less.
+
+    All that leads to it has then to be laid out for it, which no change of single
+    decisions finds: that tokens go whole to their experts, say, where sums of parts
+    of them went.
+    """
+    for number, assignment in _restarts(solver, best):
+        goals = dict(solver.wishes.goals)
+        other = solver.settled_with(number, assignment)
+        if _is_clearly_better(solver, other, best):
+            best = improved(solver, other)
+        else:
+            solver.wishes.goals = goals
+    return best
+
+
+def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
+    """Whether half of the bytes move, of the same parameters, and no work is repeated.
+
+    For less than that, a program that is laid out otherwise throughout would surprise:
+    a sum over the devices, say, where weights are exchanged instead.
+    """
+    return (
+        2 * other.total.all <= best.total.all
+        and other.total < best.total
+        and all(other.layouts[p.name] == best.layouts[p.name] for p in solver.params)
+        and solver.repeats_no_more(other, best)
+    )
+
+
+def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
+    """Contractions that pay for much of it, and how else they could be spread.
+
+    First those that then move the fewest bytes of their results and of what the program
+    is given, which lies as it lies.
+    """
+    given = {param.name for param in solver.params}
+    found: list[tuple[int, int, Assignment]] = []
+    for number in solver.paying(best):
+        op, now = solver.operations[number], best.assignments[number]
+        if not op.reduces or len(op.ins) < 2 or op.pinned is not None:
+            continue
+        if _moved(solver, op, now, best, op.ins) < best.total.all / _RESTARTS:
+            continue
+        for assignment in _spread_otherwise(solver, op, now):
+            least = _moved(solver, op, assignment, best, given)
+            if least < best.total.all:
+                found.append((least, number, assignment))
+    most = min(_RESTARTS, _DECISIONS // len(solver.operations))
+    return [(number, assignment) for _, number, assignment in sorted(found)[:most]]
+
+
+def _spread_otherwise(
+    solver: Solver, op: Operation, now: Assignment
+) -> Iterator[Assignment]:
+    """With one axis on another factor."""
+    for axis, factor in itertools.product(solver.mesh, range(len(op.sizes))):
+        if solver.mesh[axis] > 1 and axis not in now[factor]:
+            spread = [tuple(a for a in axes if a != axis) for axes in now]
+            spread[factor] = (*spread[factor], axis)
+            if op.fits(tuple(spread), solver.mesh):
+                yield tuple(spread)
+
+
+def _moved(
+    solver: Solver,
+    op: Operation,
+    assignment: Assignment,
+    best: Decisions,
+    operands: Container[str],
+) -> int:
+    """The bytes that it takes to move an operation's results, and those operands."""
+    effect = solver.effects.of(op, assignment)
+    moves = [
+        solver.costs.reshard(name, best.layouts[name], want)
+        for name, want in effect.wants
+        if name in operands
+    ]
+    return sum((moved.all for moved in moves), effect.cost.all)

@@ -1,0 +1,227 @@
+"""The layouts of values, and the assignments of operations, settled with each other.
+
+Wishes flow backward (`preferences.py`), decisions flow forward, and both are repeated
+until nothing changes.  Where two operands claim one mesh axis for different factors,
+the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
+larger operand where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir.layout import Layout, replicated
+from jhost.lowering.ir.marks import BarrierMark, ShardMark
+from jhost.lowering.ir.operation import (
+    Assignment,
+    Claim,
+    Operation,
+    assignments_by,
+    claims_of,
+)
+from jhost.lowering.ir.program import Program
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.decisions import Decisions, Move
+from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.levels import buffers_of, flattened, repeats_of
+from jhost.lowering.layouts.preferences import Wishes
+
+_ROUNDS = 16
+"""A wish crosses the whole program in one round; most settle in two or three."""
+
+Score: TypeAlias = tuple[Moved, int, int]
+"""Bytes moved; then work repeated; then the largest operand that must move."""
+
+
+class Solver:
+    """The operations of a program, and how each is best assigned."""
+
+    def __init__(
+        self,
+        program: Program,
+        marks: Mapping[str, ShardMark],
+        streamed: Mapping[str, StreamedDim],
+    ) -> None:
+        # What is computed again begins with what was kept, not with a copy laid out
+        # otherwise, which would be kept as well.
+        self.operations, self.level = flattened(program)
+        self.barriers = {
+            level.prefix + mark.buffer
+            for level in self.level.walk()
+            for mark in level.program.marks
+            if isinstance(mark, BarrierMark)
+        }
+        self.mesh = dict(program.mesh.shape)
+        self.params = program.params
+        self.buffers = buffers_of(self.level)
+        fills = {op.outs[0] for op in self.operations if op.makes_any_part}
+        repeats = repeats_of(self.level)
+        self.costs = Costs(self.buffers, self.mesh, streamed, fills, repeats)
+        self.wishes = Wishes(self.buffers, marks, self.mesh)
+        self.effects = Effects(self.wishes, self.costs)
+        self.found: dict[Hashable, Assignment] = {}
+        self.readers: dict[str, list[int]] = {}
+        for number, op in enumerate(self.operations):
+            for name in decided_by(op):
+                self.readers.setdefault(name, []).append(number)
+
+    def settled(self) -> Decisions:
+        """Wishes and decisions at a fixed point, of two the one that moves less.
+
+        The one begins with what the constraints suggest to the operations before them,
+        the other with what follows from the operands.
+        """
+        by_operands = self.settled_from(self.forward().in_order())
+        goals = dict(self.wishes.goals)
+        self.wishes.restart()
+        by_constraints = self.settled_from(None)
+        fewer = by_operands.total < by_constraints.total
+        if fewer and self.repeats_no_more(by_operands, by_constraints):
+            self.wishes.goals = goals
+            return by_operands
+        return by_constraints
+
+    def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
+        """Whether no reduction is done by more devices alike than in the `other`."""
+        decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
+        return all(
+            sum(map(len, mine)) >= sum(map(len, theirs))
+            for op, mine, theirs in decided
+            if op.reduces
+        )
+
+    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
+        self.wishes.backward(self.operations, suggested)
+        made = self.forward()
+        for _ in range(_ROUNDS):
+            before = made
+            self.wishes.backward(self.operations, made.in_order())
+            made = self.forward()
+            if made.same_as(before):
+                break
+        return made
+
+    def settled_with(self, number: int, assignment: Assignment) -> Decisions:
+        """Settled from the start, with one operation assigned so."""
+        operations, found = self.operations, self.found
+        pinned = dataclasses.replace(operations[number], pinned=assignment)
+        self.operations = (*operations[:number], pinned, *operations[number + 1 :])
+        self.found = {}
+        self.wishes.restart()
+        try:
+            decided = self.settled().in_order()
+        finally:
+            self.operations, self.found = operations, found
+        made = Decisions(operations, self.effects, self.costs, self.given())
+        for place, each in enumerate(decided):
+            made.decide(place, each)
+        return made
+
+    # --- Decisions ------------------------------------------------------------ #
+
+    def forward(self) -> Decisions:
+        """Decide in program order, from what is decided already."""
+        made = Decisions(self.operations, self.effects, self.costs, self.given())
+        for number in range(len(self.operations)):
+            made.decide(number, self.cheapest(number, made))
+        return made
+
+    def given(self) -> dict[str, Layout]:
+        """The layouts of the parameters."""
+        return {
+            param.name: self.wishes.goals.get(param.name)
+            or replicated(len(param.shape))
+            for param in self.params
+        }
+
+    def cheapest(self, number: int, made: Decisions) -> Assignment:
+        """The assignment that moves the fewest bytes; found once for the same case."""
+        op, moves = self.operations[number], made.known(number)
+        layouts = {name: made.layouts[name] for name in decided_by(op)}
+        case = number, moves, *layouts.values(), self.wishes.about(op.outs)
+        if case not in self.found:
+            self.found[case] = self.find_cheapest(op, layouts, moves)
+        return self.found[case]
+
+    def find_cheapest(
+        self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
+    ) -> Assignment:
+        """The best of those that spread the work alike, then by all of their bytes.
+
+        What loops hide does not pay for a reduction that more devices repeat.
+        """
+        best: dict[int, tuple[Score, Assignment]] = {}
+        for candidate in self.candidates(op, layouts):
+            rank = self.rank(op, candidate, layouts, moves)
+            spread = rank[1] if op.reduces else 0
+            if spread not in best or rank < best[spread][0]:
+                best[spread] = rank, candidate
+            if rank[0] == NOTHING:
+                break  # nothing moves, and later candidates spread the work less
+        assert best, "the assignment to nobody always fits"
+        spread = min(best, key=lambda spread: (best[spread][0][0].all, spread))
+        return best[spread][1]
+
+    def candidates(
+        self, op: Operation, layouts: Mapping[str, Layout]
+    ) -> Iterator[Assignment]:
+        if op.like is not None:
+            yield op.following(layouts[op.like])
+            return
+        if op.pinned is not None:
+            yield op.pinned
+            return
+        claims = self.claims(op, layouts)
+        for candidate in assignments_by(len(op.sizes), claims):
+            if op.fits(candidate, self.mesh):
+                yield candidate
+                if self.follows(op):
+                    break  # the first is the operand's own layout
+
+    def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
+        """What its operands claim, and its results' goals unless it only follows."""
+        if op.like is not None or op.pinned is not None:
+            return ()
+        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
+
+    def follows(self, op: Operation) -> bool:
+        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
+        return op.taking or not self.barriers.isdisjoint(op.outs)
+
+    def rank(
+        self,
+        op: Operation,
+        assignment: Assignment,
+        layouts: Mapping[str, Layout],
+        moves: Container[Move],
+    ) -> Score:
+        """How good an assignment is, with the way to what the consumers wish for."""
+        effect = self.effects.of(op, assignment)
+        total, largest = effect.cost + effect.more, 0
+        for name, want in effect.wants:
+            if layouts[name] != want and (name, want) not in moves:
+                total += self.costs.reshard(name, layouts[name], want)
+                largest = max(largest, math.prod(self.buffers[name].shape))
+        spread = sum(len(axes) for axes in assignment)
+        return total, -spread, largest
+
+    def paying(self, made: Decisions) -> list[int]:
+        """The operations that move something, or whose results are moved."""
+        moved = made.moved()
+        return [
+            number
+            for number, op in enumerate(self.operations)
+            if not moved.isdisjoint((*op.ins, *op.outs))
+            or not self.effects.of(op, made.assignments[number]).settled
+        ]
+
+
+def decided_by(op: Operation) -> Iterator[str]:
+    """The values whose layouts bear on what an operation is assigned to."""
+    yield from op.ins
+    if op.like is not None:
+        yield op.like
