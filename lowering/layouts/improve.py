@@ -119,6 +119,8 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
     First those that then move the fewest bytes of their results and of what the program
     is given, which lies as it lies.
     """
+    if not best.total.all:
+        return []  # nothing moves, in a body without any operation, say
     given = {param.name for param in solver.params}
     found: list[tuple[int, int, Assignment]] = []
     for number in solver.paying(best):

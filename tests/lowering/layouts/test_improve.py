@@ -101,3 +101,14 @@ def test_what_moves_more_is_taken_back() -> None:
     assert again.total <= total
     if again.total == total:
         assert (again.in_order(), solving.wishes.goals) == (assignments, goals)
+
+
+def test_a_body_without_any_operation_has_nothing_to_spread() -> None:
+    f = jhost.jit(
+        lambda x: jax.lax.scan(lambda c, _: (c, None), x, None, 3)[0],
+        mesh=mesh_of({"ep": DEVICES}),
+        in_shardings=P("ep"),
+    )
+    assert f(jnp.arange(8)).tolist() == list(range(8))
+    empty = jhost.jit(lambda: (), mesh=mesh_of({"ep": DEVICES}))
+    assert empty() == ()
