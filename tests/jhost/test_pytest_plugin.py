@@ -43,6 +43,7 @@ def run(
         env=os.environ
         | {
             "JAX_PLATFORMS": "cpu",
+            "PYTEST_ADDOPTS": "",  # options of our tests, which others do not have
             "XLA_FLAGS": flags,
             "PYTHONPATH": str(Path(jhost.__file__).parents[1]),
         },
