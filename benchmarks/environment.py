@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 
 import jhost
+from jhost._packages import installed
 
 _PACKAGES = (
     "jax",
@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
     """Everything that holds for a whole run."""
     device = jax.devices()[0]
     return {
-        "versions": {"jhost": jhost.__version__, **_versions()},
+        "versions": {"jhost": jhost.__version__, **installed(_PACKAGES)},
         "python": platform.python_version(),
         "platform": device.platform,
         "device_kind": device.device_kind,
@@ -49,16 +49,6 @@ def describe() -> dict[str, Any]:
             if name.startswith(_VARIABLES) and "/" not in value
         },
     }
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def clocks() -> list[dict[str, str]] | None:

@@ -9,9 +9,13 @@ nobody.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def folder() -> Path:
@@ -25,6 +29,12 @@ def folder() -> Path:
     # The specification has relative paths ignored.
     home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return home / "jhost"
+
+
+def file_in(folder: Path, key: Any) -> Path:
+    """The file for what a dataclass says, whose fields JSON can hold."""
+    text = json.dumps(dataclasses.asdict(key), sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def write(path: Path, text: str) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
-import importlib.metadata
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,9 +19,10 @@ from pathlib import Path
 import jax
 
 from jhost import errors
-from jhost._cache_folder import folder, write
+from jhost._cache_folder import file_in, folder, write
 from jhost._json import read
-from jhost._text import counted, seconds_text
+from jhost._packages import installed
+from jhost._text import changes, counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.fit import Measurements, fitted
 from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
@@ -46,12 +45,6 @@ class Conditions:
     links: str
     jax: str
     nccl: str
-
-    def changes(self, now: Conditions) -> list[str]:
-        """What is different `now`, a line each."""
-        names = [field.name for field in dataclasses.fields(self)]
-        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-        return [f"{name}: {was} -> {here}" for name, was, here in pairs if was != here]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +147,7 @@ def calibration_here(devices: Devices) -> Calibration | None:
     if is_assumed() or not (calibrations := _of_kind(devices.kind)):
         return None
     now = conditions_here()
-    holding = [c for c in calibrations if not c.conditions.changes(now)]
+    holding = [c for c in calibrations if not changes(c.conditions, now)]
     return holding[0] if holding else None
 
 
@@ -162,20 +155,19 @@ def outdated(devices: Devices) -> Iterator[str]:
     """For each calibration of such devices that does not hold here, why not."""
     now = conditions_here()
     for calibration in _of_kind(devices.kind):
-        if changed := calibration.conditions.changes(now):
+        if changed := changes(calibration.conditions, now):
             yield f"that of {calibration.date}: {', '.join(changed)}"
 
 
 def age_text(date: str) -> str:
     """How long ago a date is."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    days = (today - datetime.date.fromisoformat(date)).days
+    days = (today() - datetime.date.fromisoformat(date)).days
     return f"{counted(days, 'day')} old"
 
 
-def today() -> str:
+def today() -> datetime.date:
     """The date of a calibration that is made now."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+    return datetime.datetime.now(datetime.UTC).date()
 
 
 @functools.cache
@@ -193,12 +185,7 @@ def conditions_here() -> Conditions:
 
 def _nccl_version() -> str:
     """Of the package that JAX takes it from; a library of the system's is not known."""
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return next(iter(installed(("nvidia-nccl-cu13", "nvidia-nccl-cu12")).values()), "")
 
 
 # --- Files ----------------------------------------------------------------------- #
@@ -213,9 +200,7 @@ def keep(calibration: Calibration) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    of = json.dumps(dataclasses.asdict(calibration.conditions), sort_keys=True)
-    digest = hashlib.sha256(of.encode()).hexdigest()[:32]
-    write(_files() / f"{digest}.json", calibration.to_json())
+    write(file_in(_files(), calibration.conditions), calibration.to_json())
 
 
 def kept_texts() -> list[str]:

@@ -1,6 +1,9 @@
-"""Quantities as one would say them."""
+"""Quantities, and what changed, as one would say them."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 
 def seconds_text(seconds: float) -> str:
@@ -30,3 +33,10 @@ def flops_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} FLOP"
+
+
+def changes(was: Any, now: Any) -> list[str]:
+    """Each field of a dataclass that is different now, as `jax: 0.11 -> 0.12`."""
+    names = [field.name for field in dataclasses.fields(was)]
+    pairs = [(name, getattr(was, name), getattr(now, name)) for name in names]
+    return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]

@@ -35,12 +35,6 @@ class Environment:
     processes: int
     mesh: str
 
-    def changes(self, now: Environment) -> list[str]:
-        """What is different `now`, a line each."""
-        names = [field.name for field in dataclasses.fields(self)]
-        pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
-        return [f"{name}: {was} -> {here}" for name, was, here in pairs if was != here]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

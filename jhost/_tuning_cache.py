@@ -6,13 +6,11 @@ What is not a tuning for this environment and these programs is ignored.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import warnings
 from pathlib import Path
 
 from jhost import errors
-from jhost._cache_folder import folder, write
+from jhost._cache_folder import file_in, folder, write
 from jhost._tuning import FORMAT, Environment, Tuning
 
 
@@ -25,9 +23,7 @@ class Key:
 
     def path(self) -> Path:
         """The file for it."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return folder() / f"tuning-{FORMAT}" / f"{digest}.json"
+        return file_in(folder() / f"tuning-{FORMAT}", self)
 
     def fits(self, tuning: Tuning) -> bool:
         """Whether a tuning is one for this."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jhost import _text
 from jhost._tuning import Environment, TunedProgram, Tuning
 from jhost._version import __version__
 from jhost.lowering.ir.printer import type_text
@@ -47,7 +48,7 @@ def tuned_here(tunings: Sequence[Tuning], mesh: AnyMesh | None) -> Tunings:
     """What was measured in this environment, for each program."""
     found: dict[str, Mapping[int, Tuned]] = {}
     for tuning in tunings:
-        if not tuning.environment.changes(environment_of(mesh)):
+        if not _text.changes(tuning.environment, environment_of(mesh)):
             found |= {p.fingerprint: _tuned_marks(p) for p in tuning.programs}
     return found
 
@@ -71,7 +72,7 @@ def changes(
     tuning: Tuning, mesh: AnyMesh | None, program: Program, fingerprint: str
 ) -> list[str]:
     """What keeps `tuning` from holding for `program`, a line each."""
-    found = tuning.environment.changes(environment_of(mesh))
+    found = _text.changes(tuning.environment, environment_of(mesh))
     if any(p.fingerprint == fingerprint for p in tuning.programs):
         return found
     now = arguments_text(program)

@@ -50,7 +50,9 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
     finally:
         bar.close()
     found = Calibration(
-        conditions=conditions_here(), date=today(), measurements=measurements
+        conditions=conditions_here(),
+        date=today().isoformat(),
+        measurements=measurements,
     )
     if keep:
         _kept(found)

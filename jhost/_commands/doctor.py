@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -21,8 +19,9 @@ from jhost._calibration import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import Block, block_on, devices_here, hosted, plain
 from jhost._commands.findings import Problem, Report
 from jhost._commands.links import JAX, examine_links, examine_mesh, examine_options
-from jhost._commands.modules import NotThereError, loaded
+from jhost._commands.modules import NotThereError, made
 from jhost._compare import beyond_tolerance
+from jhost._packages import installed
 from jhost._version import __version__
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.devices import Devices, all_devices, devices_of
@@ -78,8 +77,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def _mesh(name: str) -> Mesh:
     """The mesh of that name; its module may start the processes of a job."""
-    found = loaded(name)
-    found = found() if callable(found) else found
+    found = made(name)
     if not isinstance(found, Mesh):
         raise NotThereError(f"{name} is no jax.sharding.Mesh, but {found!r}")
     return found
@@ -112,7 +110,7 @@ def _versions(report: Report) -> None:
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
-    report.facts["versions"] = facts | _installed(_PACKAGES)
+    report.facts["versions"] = facts | installed(_PACKAGES)
     low, high = (".".join(map(str, version)) for version in JAX)
     if not JAX[0] <= jax.__version_info__[:2] < JAX[1]:
         report.problems.append(
@@ -122,16 +120,6 @@ def _versions(report: Report) -> None:
                 f"pip install 'jax>={low},<{high}'",
             )
         )
-
-
-def _installed(packages: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _devices(report: Report) -> list[Any] | None:

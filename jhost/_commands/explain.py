@@ -26,7 +26,7 @@ from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
 from jhost._commands.block import count, writable_file
-from jhost._commands.modules import NotThereError, loaded
+from jhost._commands.modules import NotThereError, loaded, made
 from jhost._page import PAGE
 from jhost.lowering.cost.rates import known_kinds
 from jhost.lowering.explain import Explanation
@@ -186,8 +186,7 @@ def _arguments(arguments: argparse.Namespace) -> tuple[Any, ...]:
     """The arguments of the function, by their shapes or from a module."""
     if arguments.arguments is None:
         return tuple(arguments.shape)
-    found = loaded(arguments.arguments)
-    found = found() if callable(found) else found
+    found = made(arguments.arguments)
     if not isinstance(found, tuple | list):
         raise NotThereError(
             f"{arguments.arguments} is no tuple of arguments, and no function that "

@@ -16,6 +16,12 @@ class NotThereError(Exception):
     """A name that a module does not have, or a module that there is not."""
 
 
+def made(name: str) -> Any:
+    """What a name means, or what the function of that name returns."""
+    found = loaded(name)
+    return found() if callable(found) else found
+
+
 def loaded(name: str) -> Any:
     """What a name such as `mymodel.layers:mlp` means.
 
