@@ -55,17 +55,12 @@ def compiled(
 def operand(mesh: Mesh, shape: Sequence[int], dtype: Any, scale: float) -> jax.Array:
     """Normal random numbers, an array of that shape on each device."""
     rows, *others = shape
+    whole = (mesh.size * rows, *others)
     make = jax.jit(
-        lambda: scale * jax.random.normal(jax.random.key(0), shape, dtype),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
+        lambda: scale * jax.random.normal(jax.random.key(0), whole, dtype),
+        out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
     )
-    whole = NamedSharding(mesh, PartitionSpec(AXIS))
-    tile = jax.jit(
-        lambda x: jnp.tile(x, (mesh.size, *[1] * len(others))), out_shardings=whole
-    )
-    array = tile(make())
-    assert array.shape == (mesh.size * rows, *others)
-    return array
+    return make()
 
 
 def multiply(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ from jhost._timing import take_turns
 from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
-
-T = TypeVar("T")
 
 _SHORT, _LONG = 2, 10
 """Operations in the two chains; of the smallest kernels ten times as many."""
@@ -133,9 +131,9 @@ class Measuring:
         for factors in _SHAPES:
             m, n, k = (max(1, int(side * factor)) for factor in factors)
             self.bar.step(f"matmul of {m} x {k} by {k} x {n}")
-            yield Matmul(m=m, n=n, k=k, seconds=self.matmul(m, n, k).seconds)
+            yield Matmul(m=m, n=n, k=k, seconds=self.matmul(m, n, k))
 
-    def matmul(self, m: int, n: int, k: int) -> _Cost:
+    def matmul(self, m: int, n: int, k: int) -> float:
         """There and back, so that a result is an operand: two matmuls of one size."""
         x = operand(self.mesh, (m, k), jnp.bfloat16, 1.0)
         w = operand(self.mesh, (k, n), jnp.bfloat16, k**-0.5)
@@ -144,8 +142,7 @@ class Measuring:
         def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
             return multiply(jax.lax.optimization_barrier(multiply(x, w)), back)
 
-        both = self.cost(self.mesh, there_and_back, [x, w, back])
-        return _Cost(both.seconds / 2, both.host / 2)
+        return self.cost(self.mesh, there_and_back, [x, w, back]).seconds / 2
 
     def side(self) -> int:
         """Of a square matmul that takes long enough; whole tiles, if it is large."""
@@ -234,26 +231,25 @@ class Measuring:
         more: Mapping[str, Any] | None = None,
     ) -> _Cost:
         """What one more `step` takes in a chain, which is `times` as long as usual."""
-        short, long = times * _SHORT, times * _LONG
-        calls = {
-            count: compiled(mesh, chained(step, count), operands, more)
-            for count in (short, long)
-        }
-        seconds, host = self.medians(calls), {n: _host(calls[n]) for n in calls}
-        each = (seconds[long] - seconds[short]) / (long - short)
+        short, long = (
+            compiled(mesh, chained(step, times * count), operands, more)
+            for count in (_SHORT, _LONG)
+        )
+        seconds = self.medians({"short": short, "long": long})
+        count = times * (_LONG - _SHORT)
+        each = (seconds["long"] - seconds["short"]) / count
         # A difference of times, unless noise is all there is of it.
         return _Cost(
-            seconds=each if each > 0 else seconds[long] / long,
-            host=max(0.0, (host[long] - host[short]) / (long - short)),
+            seconds=each if each > 0 else seconds["long"] / (times * _LONG),
+            host=max(0.0, (_host(long) - _host(short)) / count),
         )
 
-    def medians(self, calls: Mapping[T, Call]) -> dict[T, float]:
+    def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""
         longest = max(_once(call) for call in calls.values())
         count = max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
-        by_name = {str(name): call for name, call in calls.items()}
-        times = take_turns(by_name, rounds=_ROUNDS, calls=count, warmups=count)
-        return {name: statistics.median(times[str(name)]) for name in calls}
+        times = take_turns(calls, rounds=_ROUNDS, calls=count, warmups=count)
+        return {name: statistics.median(each) for name, each in times.items()}
 
 
 def multiprocessors(device: Any, start: Rates) -> int:
@@ -268,7 +264,7 @@ def _once(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def _host(call: Callable[[], object]) -> float:
+def _host(call: Call) -> float:
     """Seconds until a call returns, which does not wait for the devices."""
     times: list[float] = []
     for _ in range(_ROUNDS):

@@ -6,10 +6,7 @@ import heapq
 import itertools
 from collections.abc import Container, Iterator
 
-from jhost.lowering.ir.operation import (
-    Assignment,
-    Operation,
-)
+from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solver import Solver
 
