@@ -17,8 +17,8 @@ from jhost import errors
 from jhost._cache_folder import folder
 from jhost._calibration import age_text, calibration_here, outdated, rates_here
 from jhost._commands.block import Block, block_on, devices_here, hosted, plain
-from jhost._commands.findings import Problem, Report
-from jhost._commands.links import JAX, examine_links, examine_mesh, examine_options
+from jhost._commands.findings import JAX, Problem, Report
+from jhost._commands.links import examine_links, examine_mesh, examine_options
 from jhost._commands.modules import NotThereError, made
 from jhost._compare import beyond_tolerance
 from jhost._packages import installed

@@ -7,6 +7,9 @@ from typing import Any
 
 from jhost._text import counted
 
+JAX = ((0, 10), (0, 13))
+"""The first version of JAX that jhost works with, and the first that it does not."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:

@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jhost._commands.findings import Problem, Report
+from jhost._commands.findings import JAX, Problem, Report
 from jhost._timing import take_turns
 from jhost.lowering.ir.reach import WHERE, apart, laid_better
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, devices_of
-
-JAX = ((0, 10), (0, 13))
-"""The first version of JAX that jhost works with, and the first that it does not."""
 
 _LINK_BYTES = 64 << 20
 _SLOW_LINK = 40e9

@@ -16,7 +16,7 @@ import pytest
 
 import jhost
 from jhost.__main__ import main
-from jhost._commands import bench, doctor, links
+from jhost._commands import bench, doctor, findings, links
 from jhost._commands.findings import Report
 from jhost.runtime.devices import Devices
 
@@ -88,7 +88,7 @@ def test_a_jax_that_is_too_old_is_a_problem(problems: Problems) -> None:
 
 
 def test_the_versions_are_those_of_the_package() -> None:
-    low, high = (".".join(map(str, version)) for version in links.JAX)
+    low, high = (".".join(map(str, version)) for version in findings.JAX)
     assert f'"jax>={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
 
 
