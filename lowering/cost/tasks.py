@@ -20,6 +20,7 @@ from jhost.lowering.cost.kernels import (
 )
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS
 from jhost.lowering.ir.effects import read_whole
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
@@ -214,9 +215,11 @@ class _Unrolled(Machine):
     def in_turn(self, stmt: ir.Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
         work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
-        if stmt.reducer:  # a matmul that adds reads what it adds to as well
-            work += [Kernel(_size(buffer)) for buffer in stmt.outs]
-        read = [*stmt.ins, *(stmt.outs if stmt.reducer else ())]
+        sums = [stmt.outs[number] for number in accumulators(stmt)]
+        # A matmul adds in place, and reads what it adds to; a kernel does not.
+        times = 1 + any(each.rule.matmul is not None for each in stmt.unit.eqns)
+        work += [Kernel(times * _size(buffer)) for buffer in sums]
+        read = [*stmt.ins, *sums]
         after = self.chain().union(*map(self.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
         task = Task(seconds=seconds, host=self.rates.host * len(work), after=after)

@@ -22,6 +22,7 @@ from jhost.lowering.emit.order import Order, Values, moving_names
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.accumulate import accumulators, combine
 from jhost.lowering.ir.effects import Aliases, read_whole, written
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
@@ -29,7 +30,6 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
 from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
-from jhost.lowering.rules.dim_rule import COMBINE
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -180,9 +180,7 @@ class _Emitter(Machine):
             memory.base = base
         ins = self.order.leaving(ins)
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk))
-        if stmt.reducer is not None:
-            pairs = zip(stmt.outs, outs, strict=True)
-            outs = [self.combined(stmt, *pair) for pair in pairs]
+        outs = self.combined(stmt, outs)
         for buffer, value in zip(stmt.outs, outs, strict=True):
             self.write(buffer, value)
         for memory in placed:
@@ -201,17 +199,23 @@ class _Emitter(Machine):
         wanted = [v for v in views if v.memory.read_whole and not v.is_static()]
         return list({id(view.memory): view.memory for view in wanted}.values())
 
-    def combined(self, stmt: ir.Compute, buffer: ir.Buffer, value: Any) -> Any:
-        """`value` combined into what `buffer` holds; a fresh one holds nothing."""
-        assert stmt.reducer is not None
-        view = self.views[buffer.name]
+    def combined(self, stmt: ir.Compute, outs: Sequence[Any]) -> list[Any]:
+        """`outs`, combined into what accumulators among the buffers hold."""
+        numbers, found = accumulators(stmt), list(outs)
+        held = [self.held(stmt, stmt.outs[number]) for number in numbers]
+        new = combine(stmt, held, [outs[number] for number in numbers])
+        for number, old, value in zip(numbers, held, new, strict=True):
+            self.order.accumulated(old, value)
+            found[number] = value
+        return found
+
+    def held(self, stmt: ir.Compute, accumulator: ir.Buffer) -> Any | None:
+        """What an accumulator holds; a fresh one holds nothing."""
+        view = self.views[accumulator.name]
         zero_is_neutral = stmt.reducer in ("sum", "or") or not view.memory.zero_init
-        old = None
-        if not (view.memory.fresh(view.region) and zero_is_neutral):
-            old = self.order.latest(view.read())
-            value = COMBINE[stmt.reducer](old, value)
-        self.order.accumulated(old, value)
-        return value
+        if view.memory.fresh(view.region) and zero_is_neutral:
+            return None
+        return self.order.latest(view.read())
 
     def site(self, chunk: ir.Chunk | None) -> Site:
         at = chunk and ChunkAt(

@@ -32,7 +32,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.rules.dim_rule import DimRule, shape_of, without_factors
 from jhost.lowering.rules.elementwise import moves_memory
-from jhost.lowering.rules.table import reason_of, rule_of
+from jhost.lowering.rules.table import for_parts, reason_of, rule_of
 
 _MOVED = "a move to other memory"
 
@@ -60,6 +60,7 @@ def build(
     """
     named = dict(zip(param_names, flat.invars, strict=True))
     check_supported(name, mesh.shape, named, flat.eqns)
+    flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
     said = said_names or SaidNames(param_names, result_names)
     builder = _Builder(
         flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jhost.lowering.emit.program import refuse_reshard, spec_of
 from jhost.lowering.interpret import steps
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.printer import statement_text
@@ -214,11 +215,15 @@ class _Interpreter(Machine):
         step = steps.compute(self.mesh, stmt.unit, size, extent, groups)
         start = self.at_ranks(chunk.start if chunk else Constant(0))
         outs = step(start, *(self.read(buffer.name) for buffer in stmt.ins))
-        for buffer, value in zip(stmt.outs, outs, strict=True):
-            if stmt.reducer is not None and not self.is_fresh(buffer.name):
-                held = self.read(buffer.name)
-                value = steps.combine(self.mesh, stmt.reducer)(held, value)
-            self.write(buffer.name, value)
+        values = dict(zip((buffer.name for buffer in stmt.outs), outs, strict=True))
+        sums = [stmt.outs[number].name for number in accumulators(stmt)]
+        used = [name for name in sums if not self.is_fresh(name)]
+        if used:
+            held, new = map(self.read, used), map(values.__getitem__, used)
+            found = steps.combine(self.mesh, stmt)(*held, *new)
+            values |= zip(used, found, strict=True)
+        for name, value in values.items():
+            self.write(name, value)
 
     def is_fresh(self, name: str) -> bool:
         """Whether nothing was written there: the first result is then taken as is."""

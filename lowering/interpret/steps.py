@@ -19,16 +19,18 @@ from jhost._jax import cached
 from jhost.lowering.emit.collectives import dim_of, reducer_of, swapped_ranks
 from jhost.lowering.emit.control_flow import RunBody, call_control_flow
 from jhost.lowering.emit.shard_map import shard_map
+from jhost.lowering.ir import accumulate
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Communicate,
+    Compute,
     Cond,
     ControlFlow,
     Scan,
     Unit,
     While,
 )
-from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
+from jhost.lowering.rules.dim_rule import COMBINE, axes_size
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
 OnDevices: TypeAlias = Callable[..., Any]
@@ -87,9 +89,14 @@ def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> OnDe
 
 
 @cached(256)
-def combine(mesh: Mesh, reducer: Reducer) -> OnDevices:
-    """(held, new) -> both combined."""
-    return _per_device(mesh, COMBINE[reducer])
+def combine(mesh: Mesh, stmt: Compute) -> OnDevices:
+    """(held..., new...) -> both combined, of the accumulators of `stmt`."""
+
+    def step(*values: Any) -> Sequence[Any]:
+        count = len(values) // 2
+        return tuple(accumulate.combine(stmt, values[:count], values[count:]))
+
+    return _per_device(mesh, step)
 
 
 @cached(256)

@@ -9,7 +9,14 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
-from jhost.lowering.rules.dim_rule import Dims, Factors, Reducer, axes_size, factors_of
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    Factors,
+    Reducer,
+    axes_size,
+    factors_of,
+)
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
@@ -107,19 +114,37 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
     else:
         (unit_eqn,) = stmt.unit.eqns
         rule, ins, outs = unit_eqn.rule, stmt.ins, stmt.outs
-        by_var = dict(zip(map(id, unit_eqn.eqn.invars), rule.operands, strict=True))
-        operands = tuple(by_var[id(var)] for var in stmt.unit.invars)
+        operands = operand_maps(stmt)
+    operands, results = (_sharded(rule, maps) for maps in (operands, rule.results))
     return Operation(
         stmt=stmt,
         ins=tuple(prefix + buffer.name for buffer in ins),
         outs=tuple(prefix + buffer.name for buffer in outs),
         operands=operands,
-        results=rule.results,
+        results=results,
         sizes=rule.sizes,
         reducers=rule.reducers,
         reduces=rule.reduces or rule.contracts,
         hands_on=isinstance(stmt, Set),
         pinned=rule.pinned,
+    )
+
+
+def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
+    """The map of each operand of a computation of one equation."""
+    (unit_eqn,) = stmt.unit.eqns
+    maps = zip(map(id, unit_eqn.eqn.invars), unit_eqn.rule.operands, strict=True)
+    by_var = dict(maps)
+    return tuple(by_var[id(var)] for var in stmt.unit.invars)
+
+
+def _sharded(rule: DimRule, maps: tuple[Dims, ...]) -> tuple[Dims, ...]:
+    """The maps, whole where only loops cut."""
+    if not rule.unsharded:
+        return maps
+    return tuple(
+        tuple(None if d is None or d.factor in rule.unsharded else d for d in dims)
+        for dims in maps
     )
 
 

@@ -38,6 +38,7 @@ _COMBINE = {
     "min": "min=",
     "and": "&=",
     "or": "|=",
+    "softmax": "softmax=",
 }
 # Parameters that say what an equation does and that its types do not show.
 _SHOWN_PARAMS = (

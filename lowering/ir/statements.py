@@ -134,15 +134,16 @@ class UnitEqn:
     """One equation and how its factors are spread over the mesh and the loop.
 
     `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
-    enclosing loop works on in chunks.  `accumulator` is the dtype of the partial result
-    where that factor is reduced (float32 for a sum of bfloat16).
+    enclosing loop works on in chunks.  Where results lack it, `accumulators` has
+    for each the dtype of what its chunks go into (float32 for a sum of bfloat16), and
+    None for one that follows it.
     """
 
     eqn: JaxprEqn
     rule: DimRule
     axes: tuple[tuple[str, ...], ...]
     stream: int | None = None
-    accumulator: np.dtype | None = None
+    accumulators: tuple[np.dtype | None, ...] = ()
 
 
 @node

@@ -116,17 +116,23 @@ class ChunkLoop(abc.ABC):
                 raise AssertionError(f"{node.stmt} has no part in a stream")
 
     def compute(self, node: Node, stmt: ir.Compute, ins: Sequence[ir.Buffer]) -> None:
-        """A computation on a chunk; into a sum where the streamed factor is reduced."""
+        """A computation on a chunk; into accumulators where results lack its factor."""
         part = self.work.part(node)
         (unit_eqn,) = stmt.unit.eqns
         assert part.factor is not None
-        unit_eqn = dataclasses.replace(unit_eqn, stream=part.factor)
-        reducer = None if part.writes else unit_eqn.rule.reducers[part.factor]
-        if reducer is None:
-            outs = [self.write(b, part.writes[i]) for i, b in enumerate(node.writes)]
-        else:
-            outs = [self.accumulator(b, reducer == "sum") for b in node.writes]
-            unit_eqn = dataclasses.replace(unit_eqn, accumulator=outs[0].dtype)
+        reducer = unit_eqn.rule.reducers[part.factor]
+        outs = [
+            self.write(buffer, part.writes[i])
+            if i in part.writes
+            else self.accumulator(buffer, reducer in ("sum", "softmax"))
+            for i, buffer in enumerate(node.writes)
+        ]
+        dtypes = [None if i in part.writes else b.dtype for i, b in enumerate(outs)]
+        unit_eqn = dataclasses.replace(
+            unit_eqn,
+            stream=part.factor,
+            accumulators=tuple(dtypes) if any(dtypes) else (),
+        )
         window = self.window(int(part.groups))
         self.body.append(
             ir.Compute(
@@ -139,7 +145,7 @@ class ChunkLoop(abc.ABC):
                     extent=window.extent,
                     groups=window.groups,
                 ),
-                reducer=reducer,
+                reducer=reducer if any(dtypes) else None,
             )
         )
 

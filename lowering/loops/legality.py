@@ -185,6 +185,6 @@ def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> boo
         return False
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & set(axes)
-    exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in node.writes)
-    held = [used_axes(layout_of(buffer)) for buffer in node.writes]
-    return bool(part.writes) or exact or all(used >= set(axes) for used in held)
+    sums = [buffer for i, buffer in enumerate(node.writes) if i not in part.writes]
+    exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in sums)
+    return exact or all(used_axes(layout_of(b)) >= set(axes) for b in sums)

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or"]
+Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or", "softmax"]
+"""How parts of a reduced factor become one; by "softmax", results together."""
 
 COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
@@ -30,7 +31,7 @@ COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
 }
-"""How each reducer combines two values; and and or are bitwise on integers."""
+"""How reducers combine two values each; and and or are bitwise on integers."""
 
 
 def identity(reducer: Reducer, dtype: np.dtype) -> Any:
@@ -46,6 +47,10 @@ def identity(reducer: Reducer, dtype: np.dtype) -> Any:
             value = _least(dtype)
         case "min":
             value = _most(dtype)
+        case "softmax":
+            raise AssertionError(
+                "no scalar is neutral among results that belong together"
+            )
     return np.asarray(value).astype(dtype)[()]
 
 
@@ -101,6 +106,10 @@ class Place(Protocol):
         """Where the steps of `factor` here stand in the whole: int32, one a step."""
         ...
 
+    def stretch(self, factor: int) -> int:
+        """How many steps stand together: stretches begin at multiples of that."""
+        ...
+
     @property
     def accumulator(self) -> np.dtype | None:
         """The dtype wanted of a sum that goes on in an accumulator, if it matters."""
@@ -108,6 +117,7 @@ class Place(Protocol):
 
 
 Rebind: TypeAlias = Callable[[JaxprEqn, Sequence[Any], Place], Sequence[Any]]
+Combine: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
@@ -134,8 +144,9 @@ class DimRule:
     `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
     `operands` and `results` have one map a value.  A reduced factor that a result
     follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
-    names.  `counted` are the factors whose positions in the whole it asks for, and
-    `picked` those of which indices pick single steps.
+    names.  `counted` are the factors whose positions in the whole it asks for,
+    `picked` those of which indices pick single steps, and `unsharded` those that loops
+    cut and no mesh axis.  `combine` makes one of two parts' results by "softmax".
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
     that multiplies matrices inside: what its work comes to, as batch, m, n and k.
@@ -150,6 +161,8 @@ class DimRule:
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
     picked: frozenset[int] = frozenset()
+    unsharded: frozenset[int] = frozenset()
+    combine: Combine | None = None
     opaque: bool = False
     reason: str = ""
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
@@ -172,6 +185,8 @@ class DimRule:
         For each chunk of a table all is looked up, and for each of the updates a value
         as large as the table is made.
         """
+        if self.matmul is not None:
+            return self.picked  # a kernel that counts multiplies its part alone
         reduced = {f for f in self.counted if self.reducers[f] is not None}
         return self.picked | reduced
 

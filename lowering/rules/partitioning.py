@@ -143,6 +143,9 @@ class _Whole:
     def positions(self, factor: int) -> Any:
         raise NotImplementedError("no factor is counted")
 
+    def stretch(self, factor: int) -> int:
+        return self.sizes[factor]
+
 
 def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""

@@ -16,6 +16,7 @@ from jhost.lowering.rules import (
     shape,
     shard_map,
 )
+from jhost.lowering.rules.attention import for_parts
 from jhost.lowering.rules.dim_rule import (
     known_primitives,
     opaque_reason,
@@ -32,6 +33,7 @@ __all__ = [
     "contract",
     "distributes",
     "elementwise",
+    "for_parts",
     "gather",
     "index",
     "known_primitives",

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jhost._text import counted
 from jhost.lowering.ir.graph import Node
-from jhost.lowering.ir.operation import operation
+from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
@@ -116,13 +116,12 @@ def _compute_part(
     mesh: Mapping[str, int],
 ) -> Part | str:
     (unit_eqn,) = stmt.unit.eqns
-    op = operation(stmt)
-    dims = (op.results if writes else op.operands)[position]
-    entered = dims[access.dim]
-    if entered is None or op.pinned is not None:
+    rule, operands = unit_eqn.rule, operand_maps(stmt)
+    entered = (rule.results if writes else operands)[position][access.dim]
+    if entered is None or rule.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
-    if factor in unit_eqn.rule.unstreamed:
+    if factor in rule.unstreamed:
         return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"
 
     def accesses(maps: tuple[Dims, ...]) -> dict[int, Access]:
@@ -133,13 +132,11 @@ def _compute_part(
             if mapped is not None and mapped.factor == factor
         }
 
-    size = op.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
     if size % access.groups.numerator:
         return undivided(size)
-    reads, written = accesses(op.operands), accesses(op.results)
-    # Of a factor that one result reduces and another follows, no loop does both.
-    alone = written or op.reducers[factor] is None
-    if alone and len(written) < len(op.results):
+    reads, written = accesses(operands), accesses(rule.results)
+    if rule.reducers[factor] is None and len(written) < len(rule.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Part(stream, size, access.groups, reads, written, factor)
 

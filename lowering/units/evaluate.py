@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from jhost._jax import user_context
+from jhost._jax import aval_of, user_context
 from jhost.lowering.ir.statements import Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, axes_size, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
@@ -67,10 +68,17 @@ class UnitPlace:
         positions = group * (chunk.extent * unit) + step
         return first + chunk.start * unit + lax.reshape(positions, (self.size(factor),))
 
+    def stretch(self, factor: int) -> int:
+        """How many steps stand together: stretches begin at multiples of that."""
+        chunk = self._chunk(factor)
+        if chunk is None:
+            return self._local(factor)
+        return math.gcd(chunk.size, chunk.extent) * self._unit(factor, chunk)
+
     @property
     def accumulator(self) -> np.dtype | None:
         """The dtype wanted of a sum that goes on in an accumulator."""
-        return self.unit_eqn.accumulator
+        return next(filter(None, self.unit_eqn.accumulators), None)
 
     def _chunk(self, factor: int) -> ChunkAt | None:
         return self.site.chunk if factor == self.unit_eqn.stream else None
@@ -95,8 +103,20 @@ def evaluate_unit(unit: Unit, args: Sequence[Any], site: Site) -> list[Any]:
                 outs = call_once(eqn, operands, tuple(site.mesh))
             else:
                 outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
+                outs = _for_accumulators(unit_eqn, outs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [env[var] for var in unit.outvars]
+
+
+def _for_accumulators(unit_eqn: UnitEqn, outs: Sequence[Any]) -> Sequence[Any]:
+    """Results as accumulators want them, and those beside them in their own dtypes."""
+    if not unit_eqn.accumulators:
+        return outs
+    own = (aval_of(var).dtype for var in unit_eqn.eqn.outvars)
+    dtypes = (
+        wide or dtype for wide, dtype in zip(unit_eqn.accumulators, own, strict=True)
+    )
+    return [*map(lax.convert_element_type, outs, dtypes)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,8 +138,9 @@ def unit_types(
         for var, dims in zip(eqn.invars, rule.operands, strict=True):
             if not isinstance(var, Literal):
                 types.setdefault(var, _type(var, dims, place, None))
-        for var, dims in zip(eqn.outvars, rule.results, strict=True):
-            types[var] = _type(var, dims, place, unit_eqn.accumulator)
+        accumulators = unit_eqn.accumulators or (None,) * len(eqn.outvars)
+        results = zip(eqn.outvars, rule.results, accumulators, strict=True)
+        types |= {var: _type(var, dims, place, dtype) for var, dims, dtype in results}
     return [types.get(v) for v in unit.invars], [types.get(v) for v in unit.outvars]
 
 

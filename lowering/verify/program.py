@@ -12,6 +12,7 @@ import numpy as np
 
 from jhost import errors
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.machine import DEFAULT_STREAM
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
@@ -156,11 +157,12 @@ def _compute(state: State, stmt: ir.Compute) -> None:
         known = state.read(buffer)
         if type_ is not None and (known.shape, buffer.dtype) != _pair(type_):
             _fail_type(state, buffer, known.shape, type_)
-    for buffer, type_ in zip(stmt.outs, outs, strict=True):
+    sums = accumulators(stmt)
+    for number, (buffer, type_) in enumerate(zip(stmt.outs, outs, strict=True)):
         if type_ is not None and buffer.dtype != type_.dtype:
             _fail_type(state, buffer, buffer.shape, type_)
         shape = buffer.shape if type_ is None else type_.shape
-        if stmt.reducer is not None:
+        if number in sums:
             _check_accumulator(state, buffer)
         state.write(buffer, shape)
 

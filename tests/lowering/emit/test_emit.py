@@ -557,7 +557,7 @@ def test_a_wide_accumulator_is_summed_in_its_dtype() -> None:
         rule=rule,
         axes=((),) * len(rule.sizes),
         stream=factor,
-        accumulator=np.dtype(np.float32),
+        accumulators=(np.dtype(np.float32),),
     )
     variables = tuple(eqn.invars)
     unit = Unit(

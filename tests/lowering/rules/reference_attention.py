@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.interpreters import mlir
 
 # By name: what JAX calls to ask for a GPU has no public name, nor have the kernels.
@@ -26,7 +27,8 @@ def _scores(q: Any, k: Any, bias: Any, lengths: Any, params: dict[str, Any]) -> 
     mask = jnp.ones(scores.shape, bool)
     name = getattr(params.get("mask_type"), "name", "")
     if "CAUSAL" in name or params.get("use_causal_mask"):
-        mask &= jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        behind = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])
+        mask &= (behind >= 0) & (behind < (params.get("sliding_window_length") or time))
     if "PADDING" in name:
         for position, length in zip((-2, -1), lengths, strict=True):
             at = jnp.arange(scores.shape[position])
@@ -60,10 +62,33 @@ def _forward(*args: Any, **params: Any) -> list[Any]:
 
 
 def _backward(*args: Any, **params: Any) -> list[Any]:
-    found, pull = jax.vjp(
-        lambda *qkvb: _attend(*qkvb, *args[4:6], **params)[0], *args[:4]
-    )
-    return list(pull(args[12].astype(found.dtype)))[: 3 + params["variadic_args"][1]]
+    """By the statistics and results of all keys, as the kernel does."""
+    sums, found, cotangent = args[10:13]
+    operands = [x.astype(jnp.float32) for x in args[:4]]
+    found, cotangent = (x.astype(jnp.float32) for x in (found, cotangent))
+    if params["layout"] == 1:
+        operands[:3] = (x.swapaxes(1, 2) for x in operands[:3])
+        found, cotangent = found.swapaxes(1, 2), cotangent.swapaxes(1, 2)
+    query, key, value, bias = operands
+
+    def grouped(x: Any) -> Any:
+        return x.reshape(*x.shape[:2], key.shape[2], -1, x.shape[-1])
+
+    def scores(query: Any, key: Any, bias: Any) -> Any:
+        return _scores(query, key, bias, args[4:6], params)
+
+    made, pull = jax.vjp(scores, query, key, bias)
+    weights = jnp.exp(made - sums.reshape(*made.shape[:-1], 1))
+    found, cotangent = grouped(found), grouped(cotangent)
+    rows = jnp.einsum("btkgh,btkgh->bkgt", found, cotangent)[..., None]
+    of_weights = jnp.einsum("btkgh,bskh->bkgts", cotangent, value)
+    of_values = jnp.einsum("bkgts,btkgh->bskh", weights, cotangent)
+    of_query, of_key, of_bias = pull(weights * (of_weights - rows))
+    gradients = [of_query, of_key, of_values]
+    if params["layout"] == 1:
+        gradients = [x.swapaxes(1, 2) for x in gradients]
+    gradients = [*gradients, of_bias][: 3 + params["variadic_args"][1]]
+    return [x.astype(a.dtype) for x, a in zip(gradients, args, strict=False)]
 
 
 def _largest(x: Any) -> Any:
@@ -91,6 +116,14 @@ _KERNELS: dict[str, Callable[..., list[Any]]] = {
     "_dot_product_attention_fp8_fwd_p": _forward_fp8,
     "_dot_product_attention_fp8_bwd_p": _backward_fp8,
 }
+
+
+def as_with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX takes this machine for one with a GPU and cuDNN, whose kernels run here."""
+    monkeypatch.setattr(CUDNN, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(CUDNN, "is_cuda_compute_capability_equal", lambda _: False)
+    lower_on_cpu()
 
 
 @functools.cache

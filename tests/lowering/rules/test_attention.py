@@ -17,11 +17,12 @@ import jhost
 from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.program import Program
+from jhost.lowering.rules import attention_parts
 from jhost.lowering.rules.dim_rule import DimRule, part_shape, shape_of
 from jhost.lowering.rules.table import reason_of, rule_of
 from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import communications, on, tp
-from tests.lowering.rules.reference_attention import CUDNN, lower_on_cpu
+from tests.lowering.rules.reference_attention import CUDNN, as_with_cudnn
 from tests.lowering.traced import loops, work
 
 CheckRule: TypeAlias = Callable[..., set[str]]
@@ -31,11 +32,7 @@ B, T, S, N, K, H = 4, 6, 4, 4, 2, 8
 
 @pytest.fixture(autouse=True)
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX takes this machine for one with a GPU and cuDNN."""
-    monkeypatch.setattr(CUDNN, "check_cudnn_version", lambda: 91300)
-    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr(CUDNN, "is_cuda_compute_capability_equal", lambda _: False)
-    lower_on_cpu()
+    as_with_cudnn(monkeypatch)
 
 
 def array(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
@@ -92,16 +89,38 @@ def test_batches_and_heads_attend_apart(
     settings = params(heads_first, bias, mask)
     forward = CUDNN._dot_product_attention_fwd_p_wrapper.bind
     backward = CUDNN._dot_product_attention_bwd_p_wrapper.bind
-    for training in (False, True):
-        check_rule(lambda *a, t=training: forward(*a, **settings, is_training=t), *args)
-    found, sums = forward(*args, **settings, is_training=True)
-    args += [sums, found, array(*found.shape, seed=4)]
-    check_rule(lambda *args: backward(*args, **settings), *args)
+    with jax.disable_jit():  # no branch is compiled
+        for training in (False, True):
+            check_rule(
+                lambda *a, t=training: forward(*a, **settings, is_training=t), *args
+            )
+        found, sums = forward(*args, **settings, is_training=True)
+        args += [sums, found, array(*found.shape, seed=4)]
+        check_rule(lambda *args: backward(*args, **settings), *args)
     (eqn,) = attention_eqns(lambda *args: backward(*args, **settings), *args)
     rule = rule_of(eqn)
     stretched = [bias is not None and bias[dim] == 1 for dim in range(2)]
-    assert rule.reducers == tuple("sum" if lacks else None for lacks in stretched)
+    heads = tuple("sum" if lacks else None for lacks in stretched)
+    assert rule.reducers[:2] == heads
+    assert rule.reducers[2:] == (() if "PADDING" in mask else ("sum", "sum"))
     assert rule.contracts
+
+
+@pytest.mark.parametrize("blocks", [64, 0], ids=["in blocks", "by a bias"])
+@pytest.mark.parametrize("window", [None, 3, 4])
+def test_parts_of_a_mask_are_the_mask(
+    window: int | None, blocks: int, check_rule: CheckRule, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(attention_parts, "_MOST_BLOCKS", blocks)
+    args = operands(False, None)
+    settings = params(False, None, "CAUSAL") | {"sliding_window_length": window}
+    forward = CUDNN._dot_product_attention_fwd_p_wrapper.bind
+    backward = CUDNN._dot_product_attention_bwd_p_wrapper.bind
+    with jax.disable_jit():  # no branch is compiled
+        check_rule(lambda *a: forward(*a, **settings, is_training=True), *args)
+        found, sums = forward(*args, **settings, is_training=True)
+        args += [sums, found, array(*found.shape, seed=4)]
+        check_rule(lambda *args: backward(*args, **settings), *args)
 
 
 def test_the_kernels_have_the_rules_of_their_wrappers(check_rule: CheckRule) -> None:
@@ -153,6 +172,9 @@ class _Part:
 
     def positions(self, factor: int) -> Any:
         return jnp.arange(self.sizes[factor])
+
+    def stretch(self, factor: int) -> int:
+        return self.sizes[factor]
 
 
 def assert_shapes_of_parts(eqn: JaxprEqn) -> None:

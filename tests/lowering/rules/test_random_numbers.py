@@ -71,6 +71,9 @@ class _Tail:
         start = self.sizes[factor] - self.steps[factor]
         return start + jnp.arange(self.steps[factor], dtype=jnp.int32)
 
+    def stretch(self, factor: int) -> int:
+        return self.steps[factor]
+
 
 @pytest.mark.parametrize(
     "shape",

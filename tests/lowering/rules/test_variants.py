@@ -49,6 +49,9 @@ class _Half:
         half = self.sizes[factor] // 2
         return self.start(half) + jnp.arange(half, dtype=jnp.int32)
 
+    def stretch(self, factor: int) -> int:
+        return self.size(factor)
+
 
 # --- Accumulators -------------------------------------------------------------- #
 

@@ -1,0 +1,37 @@
+"""Accumulators: what a loop over a reduced factor combines its chunks' results in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jhost.lowering.ir.statements import Compute
+from jhost.lowering.rules.dim_rule import COMBINE, factors_of
+
+
+def accumulators(stmt: Compute) -> list[int]:
+    """The results of `stmt` that go into accumulators: those without the factor."""
+    if stmt.reducer is None:
+        return []
+    cut = {
+        id(var)
+        for each in stmt.unit.eqns
+        for var, dims in zip(each.eqn.outvars, each.rule.results, strict=True)
+        if each.stream in factors_of(dims)
+    }
+    return [i for i, var in enumerate(stmt.unit.outvars) if id(var) not in cut]
+
+
+def combine(
+    stmt: Compute, held: Sequence[Any | None], new: Sequence[Any]
+) -> Sequence[Any]:
+    """What accumulators that `held` so much, or None, hold with the `new` results."""
+    reducer = stmt.reducer
+    if reducer is None or all(old is None for old in held):
+        return new
+    if reducer == "softmax":
+        (unit_eqn,) = stmt.unit.eqns
+        assert unit_eqn.rule.combine is not None
+        return unit_eqn.rule.combine(held, new)
+    pairs = zip(held, new, strict=True)
+    return [v if old is None else COMBINE[reducer](old, v) for old, v in pairs]

@@ -1,0 +1,205 @@
+"""Attention over keys that are sharded: a loop, forward and backward, as plain gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from tests.lowering.on_mesh import mesh_of
+from tests.lowering.rules.reference_attention import as_with_cudnn
+
+ROWS = P(None, "sp")
+BATCH, HEADS, SHARED, SIZE = 2, 4, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_with_cudnn(monkeypatch)
+
+
+def attention(**how: Any) -> Callable[..., jax.Array]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k = jhost.stream(k, axis=1)
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **how)
+
+    return attend
+
+
+def operands(tokens: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    """Queries, keys, values, and a cotangent."""
+    shapes = [(BATCH, tokens, n, SIZE) for n in (HEADS, SHARED, SHARED, HEADS)]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def with_gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
+    """What a function gives, and the gradients of all its operands."""
+
+    def both(*args: jax.Array) -> Any:
+        y, pull = jax.vjp(f, *args[:-1])
+        return y, pull(args[-1])
+
+    return jax.jit(both)(*args)
+
+
+def assert_as_plain(f: Callable[..., Any], plain: Any, *args: jax.Array) -> None:
+    found, wanted = (with_gradients(each, *args) for each in (f, plain))
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
+    found, wanted = jax.tree.map(lambda x: x.astype(np.float32), (found, wanted))
+    # In 16 bits, and parts are rounded before they are combined.
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (9, 0)},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("pipeline", "chunks"), [("p2p", None), ("p2p", 8), ("collective", 2)]
+)
+def test_keys_go_around_in_one_loop_each_way(
+    pipeline: Any, chunks: int | None, mask: str
+) -> None:
+    plain, args = attention(**MASKS[mask]), operands(32)
+    f = jhost.jit(
+        plain,
+        mesh=mesh_of(sp=4),
+        in_shardings=ROWS,
+        out_shardings=ROWS,
+        pipeline=pipeline,
+        chunks=chunks or "auto",
+    )
+    assert_as_plain(f, plain, *args)
+    explanation = jhost.explain(lambda *args: with_gradients(f, *args), *args)
+    assert explanation.loops == 2
+    kinds = {row.kind for row in explanation.communications}
+    collectives = {"AllGather", "ReduceScatter"}
+    assert kinds == ({"CollectivePermute"} if pipeline == "p2p" else collectives)
+
+
+def test_statements_say_how_parts_are_combined() -> None:
+    f = jhost.jit(
+        attention(is_causal=True),
+        mesh=mesh_of(sp=4),
+        in_shardings=ROWS,
+        out_shardings=ROWS,
+        pipeline="p2p",
+    )
+    *args, _ = operands(32)
+    lines = f.lower(*args).as_text("host_ir").splitlines()
+    own, others = (line.strip() for line in lines if "softmax=" in line)
+    kernel = "result_sum, v_2 softmax= dot_product_attention_fwd_wrapper"
+    assert own.startswith(kernel)
+    assert own.endswith("at rank(sp) * 8 of 32")
+    assert others.startswith(kernel)
+    assert others.endswith("at (rank(sp) + i + 1) mod 4 * 8 of 32")
+
+
+def test_without_a_loop_keys_are_gathered_and_queries_stay() -> None:
+    plain, args = attention(is_causal=True), operands(16)
+    f = jhost.jit(
+        plain, mesh=mesh_of(sp=4), in_shardings=ROWS, out_shardings=ROWS, pipeline="off"
+    )
+    assert_as_plain(f, plain, *args)
+    rows = jhost.explain(f, *args[:3]).communications
+    assert [(row.kind, row.value) for row in rows] == [
+        ("AllGather", "k"),
+        ("AllGather", "v"),
+    ]
+
+
+def test_interpreted_statement_by_statement() -> None:
+    plain, args = attention(is_causal=True), operands(16)
+    f = jhost.jit(
+        plain,
+        mesh=mesh_of(sp=2),
+        in_shardings=ROWS,
+        out_shardings=ROWS,
+        pipeline="p2p",
+        interpret=True,
+    )
+    assert_as_plain(f, plain, *args)
+
+
+def test_heads_over_one_axis_and_keys_around_another() -> None:
+    plain, args = attention(is_causal=True), operands(16)
+    spec = P(None, "sp", "tp")
+    f = jhost.jit(
+        plain,
+        mesh=mesh_of(sp=2, tp=2),
+        in_shardings=spec,
+        out_shardings=spec,
+        pipeline="p2p",
+    )
+    assert_as_plain(f, plain, *args)
+    rows = jhost.explain(f, *args[:3]).communications
+    assert {(row.kind, row.axes) for row in rows} == {("CollectivePermute", ("sp",))}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpoint"])
+def test_in_a_scan_over_layers(again: bool) -> None:
+    attend = attention(is_causal=True)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        q, k, v = jnp.split((x @ w).reshape(*x.shape[:2], -1, SIZE), [2, 3], axis=2)
+        return x + attend(q, k, v).reshape(x.shape), None
+
+    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(jax.checkpoint(layer) if again else layer, x, w)[0]
+
+    width = 2 * SIZE
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, dy = (jax.random.normal(k, (2, 16, width), jnp.bfloat16) for k in keys[:2])
+    w = jax.random.normal(keys[2], (3, width, 2 * width), jnp.bfloat16) / 4
+    f = jhost.jit(
+        layers,
+        mesh=mesh_of(sp=4),
+        in_shardings=(ROWS, P()),
+        out_shardings=ROWS,
+        pipeline="p2p",
+    )
+    assert_as_plain(f, layers, x, w, dy)
+    assert jhost.explain(f, x, w).loops == 1
+
+
+def test_batched_and_its_gradient() -> None:
+    plain, args = attention(is_causal=True), operands(16)
+    f = jhost.jit(
+        plain, mesh=mesh_of(sp=4), in_shardings=ROWS, out_shardings=ROWS, pipeline="p2p"
+    )
+    stacked = [jnp.stack([x, x / 2]) for x in args]
+    assert_as_plain(jax.vmap(f), jax.vmap(plain), *stacked)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
+    devices = data.draw(st.sampled_from([1, 2, 4]))
+    each = 2 * data.draw(st.integers(1, 4))  # as the kernel wants them
+    pieces = data.draw(st.integers(1, each))
+    how = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
+    dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))
+    plain, args = attention(**how), operands(devices * each, dtype)
+    f = jhost.jit(
+        plain,
+        mesh=mesh_of(sp=devices),
+        in_shardings=ROWS,
+        out_shardings=ROWS,
+        pipeline="p2p",
+        chunks=pieces * devices,
+    )
+    assert_as_plain(f, plain, *args)
