@@ -108,10 +108,11 @@ def _check_select_types(state: State, stmt: Select) -> None:
 def check_set(state: State, stmt: Set) -> None:
     source = state.read(stmt.source)
     _check_converts_nothing(state, stmt)
-    out, source_dims = stmt.out, stmt.source.dims
+    out = stmt.out
+    # In a p2p pipeline a device's own part becomes one of all chunks, or is made of it.
     spread = any(
-        dim.axes != old.axes[: len(dim.axes)]
-        for dim, old in zip(out.dims, source_dims, strict=True)
+        dim.axes != old.axes[: len(dim.axes)] and old.axes != dim.axes[: len(old.axes)]
+        for dim, old in zip(out.dims, stmt.source.dims, strict=True)
     )
     if spread or out.partial != stmt.source.partial:
         state.fail(
