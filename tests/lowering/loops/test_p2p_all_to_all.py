@@ -147,9 +147,10 @@ def test_no_number_reaches_only_its_own_group_and_expert() -> None:
 
 
 def test_no_tokens() -> None:
-    """Experts without room."""
+    """Experts without room; JAX 0.10 cannot read an empty array that is sharded."""
     x, up, down = tokens(8)
-    exact(experts, x[:, :, :0], up, down, **tp(4, *SPECS))
+    given = jhost.jit(experts, **tp(4, *SPECS))(x[:, :, :0], up, down)
+    assert (given.shape, given.dtype) == ((8, 8, 0, 3), x.dtype)
 
 
 # --- One way only ------------------------------------------------------------------- #
