@@ -27,9 +27,9 @@ from benchmarks import (
     runner,
     timing,
 )
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.communication import AXIS
-from benchmarks.layers import MODELS
+from benchmarks.layers import EXPERTS, MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Mode, Plan
 from benchmarks.torch_arms import TorchArms
@@ -212,14 +212,15 @@ def _device_counts(wanted: Sequence[int] | None) -> list[int]:
 
 
 def _cases(arguments: argparse.Namespace, devices: int, on_gpu: bool) -> list[Case]:
-    unknown = [name for name in arguments.models or () if name not in MODELS]
+    known = (*MODELS, *EXPERTS)
+    unknown = [name for name in arguments.models or () if name not in known]
     if unknown:
         raise ValueError(f"no model is named {unknown[0]!r}; there are 8b, 70b")
     patterns = arguments.cases or (QUICK_CASES if arguments.quick else ["*"])
     listed = cases.all_cases(
         devices,
         small=not on_gpu,
-        models=arguments.models or tuple(MODELS),
+        models=arguments.models or known,
         tokens=arguments.tokens or cases.TOKENS,
         peers_own=not (arguments.models or arguments.tokens),
     )
@@ -236,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cases", type=names, help="names or starts of names, as mlp,ag_up/*/8192")
     add("--arms", type=names, help="names with wildcards, as plain,compute,jhost*")
     add("--devices", type=numbers, help="how many, as 4,2")
-    add("--models", type=names, help="8b, 70b")
+    add("--models", type=names, help="8b, 70b, 8x7b, dsv2")
     add("--tokens", type=numbers, help="8192, 4096, 2048")
     add("--passes", choices=PASSES, default="both")
     add("--calls", choices=CALLS, default="both")

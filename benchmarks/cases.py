@@ -1,126 +1,29 @@
-"""The list of cases, fixed before measuring: names, operands, layouts, work."""
+"""The list of cases, fixed before measuring: names, operands, layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
-from benchmarks.communication import AXIS, Communication, Recorder, Whole
-from benchmarks.layers import MODELS, Layer, Model
+from benchmarks.case import COLUMNS, ROWS, WHOLE, Case, Operand
+from benchmarks.communication import AXIS
+from benchmarks.layers import EXPERTS, MODELS, Layer, Model
 
 TOKENS = (8192, 4096, 2048)
 
-ROWS, COLUMNS, WHOLE = P(AXIS, None), P(None, AXIS), P()
+GROUP = 256
+"""Tokens that are routed together."""
+
+ROOM = 1.25
+"""How many of a group an expert has room for, relative to an even spread."""
 
 _UNIT = 128.0
 """Integer operands of activation functions are multiples of it: there gelu and silu
 are exact, x or 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """An array to make: its layout, and the scale of its random values.
-
-    Its integer values are -unit, 0 and unit, with `nonzeros` nonzeros to be expected
-    along dim 0, or all of them: few enough that every sum stays within the 256
-    integers that bfloat16 holds exactly.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    spec: P
-    scale: float = 1.0
-    nonzeros: float | None = None
-    unit: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One function at one size, over `devices` devices.
-
-    Its name is that of the whole size, also where a CPU gets a small one.
-    """
-
-    name: str
-    model: Model
-    tokens: int
-    devices: int
-    layer: Layer
-    operands: tuple[Operand, ...]
-    out_spec: P
-    exact_integers: bool = True
-
-    @property
-    def kind(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
-    def specs(self) -> tuple[P, ...]:
-        return tuple(operand.spec for operand in self.operands)
-
-    def run(self, comm: Communication, operands: Sequence[jax.Array]) -> jax.Array:
-        return self.layer(comm, self.model, operands)
-
-    def result_shape(self) -> tuple[int, ...]:
-        return jax.eval_shape(lambda *xs: self.run(Whole(), xs), *self.abstract()).shape
-
-    def cotangent(self) -> Operand:
-        """What a backward pass starts from."""
-        return Operand(
-            "cotangent", self.result_shape(), self.out_spec, nonzeros=2.0, scale=1.0
-        )
-
-    def moved(self, backward: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Each communication, by kind and whole shape, in order."""
-        recorder = Recorder()
-        jax.eval_shape(lambda *xs: self.run(recorder, xs), *self.abstract())
-        if not backward:
-            return tuple(recorder.moved)
-        back = {"gather": "scatter", "scatter": "gather"}
-        transposed = [(back[k], s) for k, s in reversed(recorder.moved) if k in back]
-        return (*recorder.moved, *transposed)
-
-    def bytes_moved(self, backward: bool) -> int:
-        """Bytes that each device has to receive."""
-        passes = {"gather": 1, "scatter": 1, "reduce": 2}
-        elements = sum(passes[k] * math.prod(s) for k, s in self.moved(backward))
-        return 2 * elements * (self.devices - 1) // self.devices
-
-    def flops(self, backward: bool) -> int:
-        """Operations of the matmuls of each device."""
-
-        def run(*operands: jax.Array) -> Any:
-            result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
-            return (result, pull(result)) if backward else result
-
-        jaxpr = jax.make_jaxpr(run)(*self.abstract())
-        return _matmul_flops(jaxpr.jaxpr) // self.devices
-
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        """The types of the operands."""
-        return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
-
-
-def _matmul_flops(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            inner = math.prod(shape[dim] for dim in contracted)
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * inner
-        for value in eqn.params.values():
-            inside = getattr(value, "jaxpr", value)
-            total += _matmul_flops(inside) if hasattr(inside, "eqns") else 0
-    return total
 
 
 def _weight(
@@ -178,6 +81,33 @@ def _make(name: str, model: Model, tokens: int, devices: int) -> Case:
     )
 
 
+def _experts(name: str, model: Model, tokens: int, devices: int, shrink: int) -> Case:
+    """Tokens in the places that experts have for them, and SwiGLU experts."""
+    group, hidden, ffn = GROUP // shrink, model.hidden, model.ffn
+    room = max(1, int(ROOM * model.chosen * group / model.experts))
+
+    def weight(name: str, rows: int, columns: int, nonzeros: float) -> Operand:
+        shape = model.experts, rows, columns
+        return Operand(name, shape, P(AXIS), rows**-0.5, nonzeros, along=1)
+
+    return Case(
+        name=name,
+        model=model,
+        tokens=tokens,
+        devices=devices,
+        layer=layers.experts,
+        operands=(
+            Operand(
+                "x", (tokens // group, model.experts, room, hidden), ROWS, unit=_UNIT
+            ),
+            weight("gate", hidden, ffn, 4.0),
+            weight("up", hidden, ffn, 4.0),
+            weight("down", ffn, hidden, 128.0),
+        ),
+        out_spec=ROWS,
+    )
+
+
 KINDS = (
     "ag_qkv",
     "ag_up",
@@ -227,7 +157,7 @@ def all_cases(
     devices: int,
     *,
     small: bool,
-    models: Sequence[str] = tuple(MODELS),
+    models: Sequence[str] = (*MODELS, *EXPERTS),
     tokens: Sequence[int] = TOKENS,
     peers_own: bool = True,
 ) -> list[Case]:
@@ -242,6 +172,19 @@ def all_cases(
         )
         for kind in KINDS
         for model in models
+        if model in MODELS
+        for count in tokens
+    ]
+    cases += [
+        _experts(
+            f"experts/{model}/{count}",
+            EXPERTS[model].shrunk(shrink),
+            count // shrink,
+            devices,
+            shrink,
+        )
+        for model in models
+        if model in EXPERTS
         for count in tokens
     ]
     own = _peers_own(devices, shrink) if peers_own else ()

@@ -1,8 +1,8 @@
 """How the cases communicate: the same layer functions, under different hands.
 
-A layer function says what it computes from gathered rows and which products are summed
-over the devices; one of these classes says how.  `Whole` sees global arrays, the others
-one device's part inside `jax.shard_map`.
+A layer function says what it computes from gathered rows, which products are summed
+over the devices, and what goes to experts; one of these classes says how.  `Whole` sees
+global arrays, the others one device's part inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class Communication(Protocol):
         ...
 
 
+class Exchanging(Communication, Protocol):
+    """What those of experts ask for as well."""
+
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        """`work` of x, whose dim 0 is sharded, where dim 1 is; and back from there."""
+        ...
+
+
 class Whole:
     """Global arrays: whoever partitions the program also communicates."""
 
@@ -50,6 +58,9 @@ class Whole:
 
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return h @ w
+
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        return work(x)
 
 
 class Streamed(Whole):
@@ -64,6 +75,9 @@ class Streamed(Whole):
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return jhost.stream(h @ w, axis=0)
 
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        return jhost.stream(work(x), axis=0)
+
 
 class Collectives:
     """One collective, one matmul: what everybody writes first."""
@@ -76,6 +90,11 @@ class Collectives:
 
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return lax.psum(h @ w, AXIS)
+
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        there = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=0, tiled=True)
+        back = work(there)
+        return lax.all_to_all(back, AXIS, split_axis=0, concat_axis=1, tiled=True)
 
 
 class Ring:
@@ -112,6 +131,9 @@ class Ring:
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return lax.all_gather(self.scatter(h, w), AXIS, tiled=True)
 
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        raise NotImplementedError("the documentation has no all-to-all")
+
 
 def _rotate(x: jax.Array, shift: int) -> jax.Array:
     size = lax.axis_size(AXIS)
@@ -122,7 +144,7 @@ def _rotate(x: jax.Array, shift: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """No communication: gathered rows are in place, sums stay partial.
+    """No communication: what comes is in place, sums stay partial.
 
     `keep_rows` keeps a device's own rows of a product, for what is computed next.
     """
@@ -135,6 +157,9 @@ class InPlace:
         # Tied to x, so that nothing below starts before x is there.
         placed, _ = lax.optimization_barrier((self.placed, x))
         return rows(placed)
+
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        return self.gather(x, work)
 
     def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
         product = h @ w
@@ -167,3 +192,9 @@ class Recorder:
         product = h @ w
         self.moved.append(("reduce", product.shape))
         return product
+
+    def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
+        self.moved.append(("exchange", x.shape))
+        back = work(x)
+        self.moved.append(("exchange", back.shape))
+        return back

@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.communication import Communication
+from benchmarks.communication import Communication, Exchanging
 
 EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The widths of one layer; `head` numbers to an attention head."""
+    """The widths of one layer; `head` numbers to an attention head.
+
+    Of `experts` each token goes to `chosen`.
+    """
 
     name: str
     hidden: int
@@ -28,6 +31,8 @@ class Model:
     sequence: int = 2048
     attention: Literal["", "xla", "cudnn"] = ""
     """Of `jax.nn.dot_product_attention`; written out without."""
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def qkv(self) -> int:
@@ -53,7 +58,13 @@ MODELS = {
     "70b": Model("70b", hidden=8192, ffn=28672, heads=64, kv_heads=8),
 }
 
-Layer = Callable[[Communication, Model, Sequence[jax.Array]], jax.Array]
+EXPERTS = {
+    "8x7b": Model("8x7b", 4096, 14336, heads=32, kv_heads=8, experts=8, chosen=2),
+    "dsv2": Model("dsv2", 5120, 1536, heads=128, kv_heads=128, experts=64, chosen=6),
+}
+"""Mixtral 8x7B; DeepSeek-V2's sizes with 64 routed experts, which 4 devices divide."""
+
+Layer = Callable[[Exchanging, Model, Sequence[jax.Array]], jax.Array]
 
 
 def gathered(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
@@ -86,6 +97,18 @@ def mlp(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array
 def swiglu_mlp(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
     x, gate, up, down = xs
     return comm.scatter(comm.gather(x, lambda rows: _swiglu(rows, gate, up)), down)
+
+
+def experts(comm: Exchanging, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
+    """Tokens in their experts' places, `[g, e, c, m]`, as GShard's routing has them."""
+    x, gate, up, down = xs
+
+    def work(tokens: jax.Array) -> jax.Array:
+        h = jax.nn.silu(jnp.einsum("gecm,emf->gecf", tokens, gate))
+        h = h * jnp.einsum("gecm,emf->gecf", tokens, up)
+        return jnp.einsum("gecf,efm->gecm", h, down)
+
+    return comm.exchange(x, work)
 
 
 def attention(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:

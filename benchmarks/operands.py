@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.cases import Operand
+from benchmarks.case import Operand
 
 CACHE_BYTES = 60_000_000
 """The L2 of an H200; two of them are passed before a set is used again."""
@@ -64,6 +64,6 @@ def _integers(key: jax.Array, operand: Operand) -> jax.Array:
     drawn = jax.random.uniform(key, operand.shape, jnp.float32)
     density = 1.0
     if operand.nonzeros is not None:
-        density = min(1.0, operand.nonzeros / operand.shape[0])
+        density = min(1.0, operand.nonzeros / operand.shape[operand.along])
     signs = jnp.where(drawn < density / 2, -1.0, jnp.where(drawn < density, 1.0, 0.0))
     return (signs * operand.unit).astype(jnp.bfloat16)

@@ -17,7 +17,7 @@ import jhost
 from benchmarks import arms, checks, environment, figures, operands, timing
 from benchmarks.arms.base import Built, Unavailable
 from benchmarks.arms.plain import collectives
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.timing import Deadline, Effort
 
 Mode = Literal["program", "once"]

@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jhost
-from benchmarks.cases import Case, all_cases, select
+from benchmarks.case import Case
+from benchmarks.cases import all_cases, select
 from benchmarks.communication import AXIS, Streamed
 from benchmarks.operands import random_set
 from jhost.runtime.profile.picture import save_picture

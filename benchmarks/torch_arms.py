@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from benchmarks import torch_pool
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.timing import Deadline, Effort
 from benchmarks.torch_pool import Pool, PoolError
 
@@ -66,8 +66,10 @@ class TorchArms:
         reason = self._reason
         if reason is None and backward:
             reason = "forward only"
-        reduces = any(kind == "reduce" for kind, _ in case.moved(False))
-        if reason is None and reduces and name == "torch_async":
+        moves = {kind for kind, _ in case.moved(False)}
+        if reason is None and "exchange" in moves:
+            reason = "has no experts here"
+        if reason is None and "reduce" in moves and name == "torch_async":
             reason = "has no matmul and all-reduce"
         return {} if reason is None else {"skipped": reason}
 

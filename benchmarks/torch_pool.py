@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.operands import set_count
 from benchmarks.timing import Effort
 

@@ -3,11 +3,11 @@
 JAX_NUM_CPU_DEVICES=4 python examples/moe.py
 
 Routing is that of GShard: each token of a group is sent to two experts, as long as they
-have room for it.  The stream is along the groups; a chunk of them is routed, exchanged,
-worked on and exchanged back while its neighbours are elsewhere on that way.
-
-An all-to-all has a collective pipeline and no p2p one.  On an H200 a collective shares
-the device with a matmul rather than running beside it: measure before keeping the loop.
+have room for it.  The stream is along the groups.  In a p2p pipeline the tokens for one
+device's experts go, and come back, while others are worked on.  In a collective one a
+chunk of the groups is routed, exchanged, worked on and exchanged back while its
+neighbours are elsewhere on that way; on an H200 a collective shares the device with a
+matmul rather than running beside it.  Measure before keeping a loop.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from measure import difference, milliseconds
 import jhost
 
 EACH = 2  # experts for a token
+PIPELINES: tuple[Literal["p2p", "collective", "off"], ...] = "p2p", "collective", "off"
 ROOM = 1.25  # how many tokens an expert has room for, relative to an even spread
 
 
@@ -59,9 +60,9 @@ def moe(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Works on the groups in `--chunks` chunks, and says what became of it."""
+    """Works on the groups in chunks, by either pipeline, and says what became of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=4, help="of the collective one")
     parser.add_argument("--large", action="store_true", help="Mixtral 8x7B's, for GPUs")
     arguments = parser.parse_args(argv)
 
@@ -71,18 +72,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     mesh = jax.make_mesh((devices,), ("ep",), axis_types=(AxisType.Auto,))
     specs = P("ep"), P(), P("ep"), P("ep"), P("ep")
-    how: tuple[Literal["collective", "off"], ...] = ("collective", "off")
-    pipelined, whole = (
-        jhost.jit(
+    arms = {
+        pipeline: jhost.jit(
             moe,
             mesh=mesh,
             in_shardings=specs,
             out_shardings=P("ep"),
-            chunks=arguments.chunks,
+            chunks=arguments.chunks if pipeline == "collective" else "auto",
             pipeline=pipeline,
         )
-        for pipeline in how
-    )
+        for pipeline in PIPELINES
+    }
     shapes = (
         ((groups, tokens, model), dtype),
         ((model, experts), jnp.float32),
@@ -100,13 +100,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     args[1:] = [weight * weight.shape[-2] ** -0.5 for weight in args[1:]]
 
-    print(jhost.explain(pipelined, *args))
-    off = difference(pipelined(*args), jax.jit(moe)(*args))
-    print(f"the plain function differs by {off:.0e}")
+    plain = jax.jit(moe)(*args)
+    for pipeline in ("p2p", "collective"):
+        print(jhost.explain(arms[pipeline], *args))
+        off = difference(arms[pipeline](*args), plain)
+        print(f"the plain function differs by {off:.0e}")
     arrived = jnp.sum(route(*args[:2])[0], dtype=jnp.float32) / (EACH * groups * tokens)
     print(f"{arrived:.1%} of the choices had room")
-    for name, f in (("in chunks", pipelined), ("without", whole)):
-        print(f"{name}: {milliseconds(f, *args):.2f} ms")
+    for pipeline, f in arms.items():
+        print(f"{pipeline}: {milliseconds(f, *args):.2f} ms")
 
 
 if __name__ == "__main__":

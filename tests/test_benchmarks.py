@@ -134,7 +134,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 
@@ -142,17 +142,21 @@ def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
 # --- Cases and arms ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
-def test_every_arm_computes_every_case(kind: str, mesh: Mesh) -> None:
+EXPERTS = ("experts/8x7b/2048", "experts/dsv2/2048")
+
+
+@pytest.mark.parametrize("name", [*(f"{k}/8b/2048" for k in cases.KINDS), *EXPERTS])
+def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     """All arms that a CPU can run, in one instance: results equal the plain ones."""
-    chosen = case(f"{kind}/8b/2048")
+    chosen = case(name)
     wanted = plan(
         "plain", "jhost", "jhost_collective", "recipe", "xla", modes=("once",)
     )
     record = runner.measure(chosen, mesh, False, wanted)
     entries = record["modes"]["once"]
     timed = {arm for arm, entry in entries.items() if "min_ms" in entry}
-    assert timed == entries.keys() - ({"recipe"} if kind == "down_ar" else set())
+    without_recipe = chosen.kind in ("down_ar", "experts")
+    assert timed == entries.keys() - ({"recipe"} if without_recipe else set())
     for arm, found in record["checks"].items():
         # How a peer rounds its sums is its own affair.
         own = arm.startswith("jhost") or arm == "plain"
@@ -161,8 +165,9 @@ def test_every_arm_computes_every_case(kind: str, mesh: Mesh) -> None:
     assert exact == {True if chosen.exact_integers else None}
 
 
-def test_gradients_are_checked_as_well(mesh: Mesh) -> None:
-    chosen = case("swiglu_mlp/8b/2048")
+@pytest.mark.parametrize("name", ["swiglu_mlp/8b/2048", *EXPERTS])
+def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
+    chosen = case(name)
     wanted = plan("plain", "compute", "communication", "jhost_p2p")
     record = runner.measure(chosen, mesh, True, wanted)
     assert all("min_ms" in e for e in record["modes"]["program"].values())
@@ -231,6 +236,25 @@ def test_a_case_counts_its_work_and_its_bytes() -> None:
     assert mlp.flops(True) == 3 * mlp.flops(False)
     assert mlp.bytes_moved(False) == 2 * 2 * 8192 * 4096 * 3 // 4
     assert mlp.moved(True) == (*mlp.moved(False), *mlp.moved(False))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "room", "width"), [("8x7b", 80, 4096), ("dsv2", 30, 5120)]
+)
+def test_experts_count_their_work_and_their_bytes(
+    name: str, room: int, width: int, devices: int
+) -> None:
+    """Of tokens that go to several experts, and a quarter more of empty places."""
+    whole = cases.all_cases(devices, small=False)
+    (experts,) = cases.select(whole, [f"experts/{name}/8192"])
+    count, ffn = experts.model.experts, experts.model.ffn
+    places = 8192 // cases.GROUP * count * room
+    assert experts.operands[0].shape == (8192 // cases.GROUP, count, room, width)
+    assert experts.flops(False) == 3 * 2 * places * width * ffn // devices
+    one_way = 2 * places * width // devices * (devices - 1) // devices
+    assert experts.bytes_moved(False) == 2 * one_way
+    assert experts.bytes_moved(True) == 4 * one_way
 
 
 def test_attention_is_causal() -> None:

@@ -230,13 +230,16 @@ def test_tokens_go_to_their_experts_and_back_in_one_loop(
     run: Run, dumped: Dumped, capsys: Captured
 ) -> None:
     run("moe.py", [])
-    out = capsys.readouterr().out
-    assert out.startswith("moe: 1 loop\n")
-    assert len(re.findall("AllToAll .* in 4 chunks", out)) == 2
+    p2p, collective = capsys.readouterr().out.split("moe: 1 loop\n")[1:]
+    devices = jax.device_count()
+    assert len(re.findall(f"CollectivePermute .* in {devices - 1} chunks", p2p)) == 2
+    assert len(re.findall("AllToAll .* in 4 chunks", collective)) == 2
+    by_collectives, by_permutes = sorted(set(dumped()), key=lambda p: "Permute" in p)
+    assert sends(by_permutes) == ["CollectivePermute over ep"] * 2
+    assert sends(by_collectives) == ["AllToAll over ep"] * 2
     # All is in the loop: it is the last thing before the result.
-    (program,) = set(dumped())
-    assert sends(program) == ["AllToAll over ep"] * 2
-    assert re.search(r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return", program)
+    end = r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return"
+    assert re.search(end, by_collectives)
 
 
 def test_shards_of_weights_come_and_their_gradients_go_in_loops(

@@ -30,20 +30,27 @@ def test_what_the_page_claims_it_shows(cell: Cell) -> None:
 
 
 @each_size
-def test_experts_between_two_exchanges_are_one_loop(devices: int) -> None:
+@pytest.mark.parametrize("pipeline", ["collective", "p2p"])
+def test_experts_between_two_exchanges_are_one_loop(
+    devices: int, pipeline: str
+) -> None:
     """Tokens go to their experts and come back, a chunk of them at a time."""
+    chunks = 2 if pipeline == "collective" else devices
 
     def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         there = jhost.shard(x, P(None, "tp"))
         h = jnp.maximum(jnp.einsum("tek,ekf->tef", there, up), 0)
-        return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0, chunks=2)
+        return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0)
 
     x, up, down = array(devices * 4, 8, 4), array(8, 4, 16), array(8, 16, 4, seed=1)
-    program = exact(f, x, up, down, **tp(devices, (P("tp"),) * 3, P("tp")))
+    how = {"pipeline": pipeline, "chunks": chunks}
+    program = exact(f, x, up, down, **tp(devices, (P("tp"),) * 3, P("tp"), **how))
     (loop,) = loops(program)
-    kinds = [word for word in work(loop.body) if word in ("AllToAll", "dot_general")]
-    assert kinds == ["AllToAll", "dot_general", "dot_general", "AllToAll"]
-    assert calls(program, "all_to_all").total() == 4
+    move = "AllToAll" if pipeline == "collective" else "CollectivePermute"
+    kinds = [word for word in work(loop.body) if word in (move, "dot_general")]
+    assert kinds == [move, "dot_general", "dot_general", move]
+    moved = 4 if pipeline == "collective" else 2 * (devices - 1)
+    assert calls(program, "all_to_all", "ppermute").total() == moved
 
 
 def test_one_mark_pipelines_both_sides_of_attention() -> None:

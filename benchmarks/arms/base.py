@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from benchmarks.cases import Case, Operand
+from benchmarks.case import Case, Operand
 
 Function: TypeAlias = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.arms.base import Built, Function, forward_or_both, per_device
-from benchmarks.cases import COLUMNS, ROWS, WHOLE, Case, Operand
+from benchmarks.case import COLUMNS, ROWS, WHOLE, Case, Operand
 from benchmarks.communication import AXIS, InPlace
 
 _LARGE = 1 << 31
@@ -26,15 +26,15 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     What is whole on every device is stacked here, one copy each, so that no gradient
     of it has to be summed.
     """
-    gathered = [shape for kind, shape in case.moved(False) if kind == "gather"]
+    comes = _comes(case)
     keep_rows = case.kind == "layer"
     operands = [_own_copies(o, case.devices) for o in case.operands]
-    if gathered:
-        rows, columns = gathered[0]
-        operands.append(Operand("placed", (case.devices * rows, columns), ROWS))
+    if comes:
+        rows, *rest = comes
+        operands.append(Operand("placed", (case.devices * rows, *rest), ROWS))
 
     def part(*operands: jax.Array) -> jax.Array:
-        placed = operands[-1] if gathered else None
+        placed = operands[-1] if comes else None
         return case.run(InPlace(placed, keep_rows), operands[: len(case.operands)])
 
     out = COLUMNS if case.out_spec == COLUMNS else ROWS
@@ -45,6 +45,16 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
         # Without residuals x is not computed with: its gradient would be a fill.
         instance = _without_first_gradient(instance) if _unused_x(case) else instance
     return [Built(instance=instance, operands=tuple(operands), checked=False)]
+
+
+def _comes(case: Case) -> tuple[int, ...]:
+    """The shape of what comes first to each device: its own part, after an exchange."""
+    for kind, (first, *rest) in case.moved(False):
+        if kind == "gather":
+            return first, *rest
+        if kind == "exchange":
+            return first, rest[0] // case.devices, *rest[1:]
+    return ()
 
 
 def _own_copies(operand: Operand, devices: int) -> Operand:
@@ -60,7 +70,7 @@ def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Opera
 
 
 def _unused_x(case: Case) -> bool:
-    return case.kind != "layer" and case.moved(False)[0][0] == "gather"
+    return case.kind != "layer" and case.moved(False)[0][0] in ("gather", "exchange")
 
 
 def _without_first_gradient(both: Function) -> Function:
@@ -95,7 +105,7 @@ def communication(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
 def _sent(kind: str, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
     """The global shape of what is sent: partial sums are whole on every device."""
     rows, *rest = shape
-    return (rows if kind == "gather" else devices * rows, *rest)
+    return (rows if kind in ("gather", "exchange") else devices * rows, *rest)
 
 
 def _collective(kind: str, x: jax.Array) -> jax.Array:
@@ -103,6 +113,8 @@ def _collective(kind: str, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, AXIS, tiled=True)
     if kind == "scatter":
         return lax.psum_scatter(x, AXIS, tiled=True)
+    if kind == "exchange":
+        return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=0, tiled=True)
     return lax.psum(x, AXIS)
 
 

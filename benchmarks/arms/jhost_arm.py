@@ -15,7 +15,7 @@ from benchmarks.arms.base import (
     constrained,
     forward_or_both,
 )
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.communication import Streamed
 
 Pipeline: TypeAlias = Literal["p2p", "collective", "auto", "off"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.arms.base import Built, Unavailable, need_gpus, per_device
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.communication import AXIS
 
 _MODULE = "jax.experimental.pallas.ops.gpu.collective_matmul_mgpu"

@@ -13,8 +13,10 @@ from benchmarks.arms.base import (
     forward_or_both,
     per_device,
 )
-from benchmarks.cases import Case
-from benchmarks.communication import Collectives, Communication, Ring
+from benchmarks.case import Case
+from benchmarks.communication import Collectives, Exchanging, Ring
+
+_NOT_IN_THE_RECIPE = {"reduce": "all-reduce", "exchange": "all-to-all"}
 
 
 def collectives(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
@@ -24,12 +26,13 @@ def collectives(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
 
 def recipe(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     """The unrolled ppermute loops of JAX's documentation."""
-    if any(kind == "reduce" for kind, _ in case.moved(False)):
-        raise Unavailable("the documentation has no all-reduce")
+    for kind, _ in case.moved(False):
+        if kind in _NOT_IN_THE_RECIPE:
+            raise Unavailable(f"the documentation has no {_NOT_IN_THE_RECIPE[kind]}")
     return [_built(case, mesh, backward, Ring())]
 
 
-def _built(case: Case, mesh: Mesh, backward: bool, comm: Communication) -> Built:
+def _built(case: Case, mesh: Mesh, backward: bool, comm: Exchanging) -> Built:
     def part(*operands: Any) -> Any:
         return case.run(comm, operands)
 

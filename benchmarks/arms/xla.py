@@ -15,7 +15,7 @@ from benchmarks.arms.base import (
     forward_or_both,
     need_gpus,
 )
-from benchmarks.cases import Case
+from benchmarks.case import Case
 from benchmarks.communication import Whole
 
 WINDOWED: Mapping[str, Any] = {"xla_gpu_threshold_for_windowed_einsum_mib": 0}

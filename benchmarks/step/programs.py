@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
-from benchmarks.cases import Operand
+from benchmarks.case import Operand
 from benchmarks.communication import AXIS, Communication
 from benchmarks.layers import Model
 

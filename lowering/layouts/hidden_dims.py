@@ -38,17 +38,16 @@ class StreamedDim:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
 
         A collective pipeline takes in whatever becomes of its chunks.  A p2p pipeline
-        hands shards of the dim on, which `SplitAllReduces` makes of an all-reduce as
-        well, and takes in collectives that do not mix chunks.
+        hands shards of the dim on, all of them or what of another dim is for the
+        receiver, which `SplitAllReduces` makes of an all-reduce as well, and takes in
+        collectives that do not mix chunks.
         """
         if self.pipeline == "collective":
             return True
         if step.kind == "AllReduce":
             return self.moves(step)
-        if step.dim == self.dim:
-            return step.kind in ("AllGather", "ReduceScatter") and self.moves(step)
-        if step.source_dim == self.dim:
-            return False
+        if self.dim in (step.dim, step.source_dim):
+            return self.moves(step)
         return bool(self.axes) and not self.axes & set(step.axes)
 
     def moves(self, step: Step) -> bool:

@@ -145,13 +145,13 @@ def _p2p(
 def _moves(
     graph: Sequence[Node], parts: Mapping[int, Part]
 ) -> dict[tuple[str, ...], list[int]]:
-    """The gathers and reduce-scatters of the streamed dim's shards, by mesh axes."""
+    """What hands the streamed dim's shards on, by the mesh axes that it goes along."""
     moves: dict[tuple[str, ...], list[int]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
         if isinstance(stmt, Communicate) and part.growth != 1:
             shards = min(part.reads[0].groups, part.writes[0].groups)
-            if stmt.kind in ("AllGather", "ReduceScatter") and shards == 1:
+            if shards == 1:
                 moves.setdefault(stmt.axes, []).append(number)
     return moves
 
@@ -163,11 +163,11 @@ def _moving_axes(
     if not moves:
         raise errors.PipelineError(
             "A p2p pipeline hands the shards of a dim from device to device. Shard the "
-            "dim over the axis along which it is gathered, or reduced and scattered, "
-            'or ask for pipeline="collective".',
+            "dim over the axis along which it is gathered, reduced and scattered, or "
+            'exchanged for another dim, or ask for pipeline="collective".',
             [
-                f"axis={mark.dim} at {mark.where}: no gather or reduce-scatter moves "
-                "the dim"
+                f"axis={mark.dim} at {mark.where}: no gather, reduce-scatter or "
+                "all-to-all moves the dim"
             ],
         )
     return max(moves, key=lambda axes: len(moves[axes]))

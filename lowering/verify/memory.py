@@ -10,6 +10,7 @@ from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
     Deallocate,
+    Dim,
     Reshard,
     Select,
     Set,
@@ -108,11 +109,8 @@ def _check_select_types(state: State, stmt: Select) -> None:
 def check_set(state: State, stmt: Set) -> None:
     source = state.read(stmt.source)
     _check_converts_nothing(state, stmt)
-    out, source_dims = stmt.out, stmt.source.dims
-    spread = any(
-        dim.axes != old.axes[: len(dim.axes)]
-        for dim, old in zip(out.dims, source_dims, strict=True)
-    )
+    out = stmt.out
+    spread = any(map(_is_spread, out.dims, stmt.source.dims))
     if spread or out.partial != stmt.source.partial:
         state.fail(
             f"the layout of {stmt.source.name}: {type_text(stmt.source)}",
@@ -120,6 +118,17 @@ def check_set(state: State, stmt: Set) -> None:
             "a Set copies; what changes the layout is a Reshard",
         )
     state.write(out, source.shape)
+
+
+def _is_spread(dim: Dim, old: Dim) -> bool:
+    """Whether a copy of `old` is no `dim`.
+
+    In a p2p pipeline a device's own part becomes one of all chunks, or one of those
+    becomes a device's own part.
+    """
+    if old.stream is not None and old.axes == dim.axes[: len(old.axes)]:
+        return False
+    return dim.axes != old.axes[: len(dim.axes)]
 
 
 def check_reshard(state: State, stmt: Reshard) -> None:

@@ -187,20 +187,24 @@ def test_swiglu_block(tp: Mesh, case: Case) -> None:
     check(tp, case, swiglu, shapes, specs, ROW, never=WHOLE)
 
 
+EXPERTS = (TOKENS, 8, MODEL), (8, MODEL, HIDDEN // 4), (8, HIDDEN // 4, MODEL)
+
+
+def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    there = jhost.shard(x, P(None, "tp"))
+    h = jax.nn.silu(jnp.einsum("tek,ekf->tef", there, up))
+    return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0)
+
+
 @each(
-    collective=Case(COLLECTIVE, 8, {"AllToAll": Moves(8, exposed={0: FIRST, 7: LAST})})
+    p2p=Case(P2P, 8, PERMUTES_6),
+    p2p_in_pieces=Case(P2P_IN_PIECES, 16, PERMUTES_12),
+    collective=Case(COLLECTIVE, 8, {"AllToAll": Moves(8, exposed={0: FIRST, 7: LAST})}),
 )
 def test_all_to_all_and_experts(tp: Mesh, case: Case) -> None:
-    """Tokens go to eight experts and come back; there is no p2p pipeline of it."""
-
-    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        there = jhost.shard(x, P(None, "tp"))
-        h = jax.nn.silu(jnp.einsum("tek,ekf->tef", there, up))
-        return jhost.stream(jnp.einsum("tef,efk->tek", h, down), 0)
-
-    shapes = (TOKENS, 8, MODEL), (8, MODEL, HIDDEN // 4), (8, HIDDEN // 4, MODEL)
+    """Tokens go to eight experts and come back."""
     whole = f"bf16[{TOKENS},2,{MODEL}]"
-    check(tp, case, f, shapes, (ROW, ROW, ROW), ROW, never=whole)
+    check(tp, case, experts, EXPERTS, (ROW, ROW, ROW), ROW, never=whole)
 
 
 # --- Attention and a layer, of 70B ------------------------------------------------ #
@@ -345,6 +349,13 @@ def test_mlp_block_both_ways(tp: Mesh, case: Case) -> None:
 def test_swiglu_block_both_ways(tp: Mesh, case: Case) -> None:
     shapes = (TOKENS, MODEL), (MODEL, HIDDEN), (MODEL, HIDDEN), (HIDDEN, MODEL)
     check_both_ways(tp, case, swiglu, shapes, (ROW, COLUMN, COLUMN, ROW), ROW)
+
+
+@outer_jit
+@each(p2p=Case(P2P, 24, PERMUTES_12))
+def test_all_to_all_and_experts_both_ways(tp: Mesh, case: Case) -> None:
+    """x goes and y comes back, dy goes and dx comes back."""
+    check_both_ways(tp, case, experts, EXPERTS, (ROW, ROW, ROW), ROW)
 
 
 @outer_jit

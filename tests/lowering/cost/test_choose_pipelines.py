@@ -88,6 +88,28 @@ def test_a_large_block_sends_each_chunk_straight_to_the_device_that_wants_it() -
     assert far == [[3, 2, 1], [1, 2, 3]]
 
 
+def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    x = jhost.shard(jhost.shard(x, P("tp")), P(None, "tp"))
+    up, down = jhost.shard(up, P("tp")), jhost.shard(down, P("tp"))
+    y = jnp.einsum(
+        "gecf,efm->gecm", jnp.tanh(jnp.einsum("gecm,emf->gecf", x, up)), down
+    )
+    return jhost.shard(jhost.stream(y, axis=0), P("tp"))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_go_straight_to_the_device_of_their_experts(tp: int) -> None:
+    """64 experts of DeepSeek-V2's size; the more room each has, the more there is."""
+    weights = (64, 5120, 1536), (64, 1536, 5120)
+    large = report(lowered(experts, (16, 64, 120, 5120), *weights, tp=tp))
+    assert (large.pipeline, large.chunks) == ("p2p", tp)
+    assert large.reason.startswith("p2p with a chunk a device, predicted to take")
+    assert "runner-up: not pipelined" in large.reason
+    small = report(lowered(experts, (8, 64, 1, 5120), *weights, tp=tp))
+    assert small.pipeline == "off"
+    assert "runner-up: p2p with a chunk a device" in small.reason
+
+
 def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by as many predictions as that for one of them."""
     predicted: list[Program] = []

@@ -1,0 +1,224 @@
+"""How chunks of a p2p pipeline move: from their owners, and to them.
+
+At step k device r works on the chunk of device r + k (modulo D).  Gathers: that chunk
+comes from its owner.  Reduce-scatters: the partial result goes to its owner, who adds
+what comes in the order of the steps: its own, then those of r - 1, r - 2, ...
+All-to-alls move their other dim as well: where the streamed dim comes together, the
+owner sends only what of the other dim is device r's; where it is scattered, the owner
+puts what comes where the other dim has the sender's part.  Nothing is added there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
+from jhost.lowering.loops.collective import chunk_size
+from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
+from jhost.lowering.streams.parts import Access
+from jhost.lowering.units.make import unit_of
+
+
+class MovingLoop(ChunkLoop):
+    """A loop whose chunks are other devices': what an iteration has of them, and moves.
+
+    Each shard, of `extent` steps, is cut into `pieces`.  An iteration is about `piece`
+    of the shard of the device `step` further on.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.axes, self.extent = work.choice.axes, work.extent
+        self.devices = axes_size(self.axes, work.mesh)
+        self.rank = linear_rank(self.axes, work.mesh)
+        self.steps = -(-self.extent // (work.choice.chunks // self.devices))
+        self.pieces = -(-self.extent // self.steps)
+        self.step: Index = Constant(0)
+        self.piece: Index = Constant(0)
+        self.terms: dict[str, ir.Buffer] = {}
+
+    # --- Chunks --------------------------------------------------------------- #
+
+    def window(self, groups: int) -> Cut:
+        start = self.piece * self.steps
+        size = chunk_size(self.extent, self.steps, self.piece)
+        if groups == 1:
+            return Cut(start, size, self.steps, self.extent)
+        start = self.rank_after(self.step) * self.extent + start
+        return Cut(start, size, self.steps, self.extent * self.devices)
+
+    def rank_after(self, shift: Index) -> Index:
+        """The rank of the device `shift` further on; its own, about its own chunk."""
+        if self.step == Constant(0):
+            return self.rank
+        return (self.rank + shift) % self.devices
+
+    def select(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
+        if access.groups > 1 or self.pieces > 1:
+            return super().select(buffer, access)
+        # A whole shard is the chunk.
+        whole = self.filled.get(buffer.name, buffer)
+        self.chunks[buffer.name, access] = whole
+        return whole
+
+    # --- Communication -------------------------------------------------------- #
+
+    def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
+        """What comes is from the owner of the chunk at hand, and what goes is for it.
+
+        At both ends of an all-to-all the other dim is cut: device r sends of it what is
+        for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
+        """
+        part = self.work.part(node)
+        if stmt.kind == "ReduceScatter" and part.growth < 1:
+            self.move(self.term(stmt, source), source, self.step)
+            return
+        out = self.write(node.writes[0], part.writes[0])
+        if part.growth == 1:
+            self.collective(stmt, out, source)
+        elif part.growth > 1:
+            if stmt.kind == "AllToAll":
+                source = self.part_of_other(source, stmt.dim, stmt.out)
+            self.move(out, source, self.devices - self.step)
+        else:
+            out = self.part_of_other(out, stmt.source_dim, stmt.source)
+            self.move(out, source, self.step)
+
+    def collective(
+        self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer
+    ) -> None:
+        """A communication over other axes: all devices along them are at one step."""
+        name = self.work.names.fresh(stmt.name)
+        self.body.append(dataclasses.replace(stmt, name=name, out=out, source=source))
+        self.body.append(ir.Wait(communication=name))
+
+    def move(self, out: ir.Buffer, source: ir.Buffer, shift: Index) -> None:
+        """Every device sends to the one `shift` further on; its own chunk stays."""
+        if self.step == Constant(0):
+            self.body.append(ir.Set(out=out, source=source))
+            return
+        name = self.work.names.fresh("c")
+        permute = ir.Communicate(
+            name=name,
+            kind="CollectivePermute",
+            out=out,
+            source=source,
+            axes=self.axes,
+            shift=shift,
+        )
+        self.body.extend((permute, ir.Wait(communication=name)))
+
+    def part_of_other(
+        self, whole: ir.Buffer, dim: int | None, like: ir.Buffer
+    ) -> ir.Buffer:
+        """An alias of what the device `step` before this one has of `dim` in `like`."""
+        assert dim is not None
+        shape, dims = list(whole.shape), list(whole.dims)
+        shape[dim] = size = like.shape[dim]
+        dims[dim] = like.dims[dim]
+        name = self.work.names.fresh(f"{whole.name}_part")
+        part = dataclasses.replace(
+            whole, name=name, shape=tuple(shape), dims=tuple(dims)
+        )
+        index = self.rank_after(self.devices - self.step) * size
+        self.body.append(
+            ir.Select(out=part, source=whole, dim=dim, index=index, size=Constant(size))
+        )
+        return part
+
+    # --- The reduce side ------------------------------------------------------ #
+
+    def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
+        """Where the part of a sum that comes at this step goes."""
+        terms = self.terms_of(stmt, source)
+        term = self.slot(terms, self.step)
+        return term if self.pieces == 1 else self.piece_of(term, stmt)
+
+    def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
+        """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
+        assert stmt.dim is not None
+        window = self.window(1)
+        scale = shard.shape[stmt.dim] // self.extent
+        shape = list(shard.shape)
+        shape[stmt.dim] = window.most * scale
+        name = self.work.names.fresh(f"{stmt.out.name}_piece")
+        piece = dataclasses.replace(shard, name=name, shape=tuple(shape))
+        select = ir.Select(
+            out=piece,
+            source=shard,
+            dim=stmt.dim,
+            index=window.start * scale,
+            size=window.size * scale,
+        )
+        self.body.append(select)
+        return piece
+
+    def terms_of(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
+        """A buffer for what all devices send, in the order of the steps."""
+        if stmt.out.name not in self.terms:
+            spread = tuple(ir.Dim(axes=dim.axes) for dim in source.dims)
+            terms = dataclasses.replace(
+                stmt.out,
+                name=self.work.names.fresh(f"{stmt.out.name}_terms"),
+                shape=(self.devices, *stmt.out.shape),
+                dims=(ir.Dim(), *spread),
+                partial=source.partial,
+            )
+            self.allocate(terms)
+            self.terms[stmt.out.name] = terms
+        return self.terms[stmt.out.name]
+
+    def slot(self, terms: ir.Buffer, step: Index) -> ir.Buffer:
+        """An alias of the term of one step."""
+        term = dataclasses.replace(
+            terms,
+            name=self.work.names.fresh(f"{terms.name}_i"),
+            shape=terms.shape[1:],
+            dims=terms.dims[1:],
+        )
+        one = Constant(1)
+        self.body.append(
+            ir.Select(out=term, source=terms, dim=0, index=step, size=one, drop=True)
+        )
+        return term
+
+    def totals(self) -> list[ir.Stmt]:
+        """The terms added up, in the order of the steps."""
+        self.body = []
+        for node in self.work.nodes:
+            stmt = node.stmt
+            if isinstance(stmt, ir.Communicate) and stmt.out.name in self.terms:
+                self.total(stmt)
+        return self.body
+
+    def total(self, stmt: ir.Communicate) -> None:
+        """Append the sum of the terms."""
+        terms = self.terms[stmt.out.name]
+        ins = tuple(self.slot(terms, Constant(k)) for k in range(self.devices))
+        unit = self.unit_of_total(stmt)
+        self.body.append(ir.Compute(unit=unit, ins=ins, outs=(stmt.out,)))
+
+    def unit_of_total(self, stmt: ir.Communicate) -> ir.Unit:
+        """The sum of all devices' terms of a shard."""
+        assert stmt.reducer is not None
+        return unit_of(
+            self.work.names.fresh("total"),
+            functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
+            *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * self.devices,
+        )
+
+
+def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
+    """The terms combined from the left, sums of narrow floats in float32."""
+    dtype = terms[0].dtype
+    if widen and reducer == "sum":
+        terms = tuple(lax.convert_element_type(term, jnp.float32) for term in terms)
+    return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
