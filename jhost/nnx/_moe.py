@@ -49,7 +49,8 @@ class MoE(nnx.Module):
     It takes floats of shape `(..., sequence, features)`, and gives floats of that shape
     and of the dtype to which theirs promotes with `dtype`, or with the parameters'
     without it.  There is no `vmap` of it, for JAX has none of `ragged_dot` with shared
-    kernels, and no second derivative in reverse mode; give it more dims.
+    kernels: give it more dims.  Nor can gradients by its kernels be differentiated in
+    reverse mode; those by `x` can.
 
     Args:
         features: of what comes and goes.

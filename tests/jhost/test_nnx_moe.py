@@ -272,6 +272,17 @@ def test_tangents() -> None:
     chex.assert_trees_all_close(pushed(call), pushed(dense), rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_gradients_by_tokens() -> None:
+    """JAX has none of those by kernels."""
+    mesh = mesh_of(ep=4)
+    layer = made(mesh, 8, 16, 8)
+
+    def inner(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return jax.grad(lambda layer, x: jnp.sum(jnp.sin(f(layer, x))), 1)
+
+    check(layer, tokens(), mesh, tolerance=1e-5, f=inner(call), plain=inner(dense))
+
+
 def test_without_a_mesh_and_without_jit() -> None:
     layer, x = made(None, 8, 16, 8), tokens()
     chex.assert_trees_all_close(layer(x), dense(layer, x), rtol=1e-5, atol=1e-5)

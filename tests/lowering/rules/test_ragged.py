@@ -257,7 +257,7 @@ def _close(f: Callable[..., Any], *args: Any, **settings: Any) -> None:
 
 
 def test_forward_mode_and_forward_over_reverse() -> None:
-    """JAX has no second derivative in reverse mode of these."""
+    """JAX differentiates no gradient by weights in reverse mode."""
     x, w, sizes = _experts(16, 8, 8)
 
     def tangents(x: Any, w: Any, dx: Any, dw: Any) -> Any:
