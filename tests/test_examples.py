@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -24,17 +24,17 @@ EXAMPLES = ROOT / "examples"
 with_flax = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def main_of(name: str) -> Callable[[list[str]], None]:
+def main_of(name: str) -> Callable[[list[str]], Any]:
     """The example's `main`; flax and optax mix dtypes, jhost does not."""
     for package in ("flax", "optax", "orbax.checkpoint", "matplotlib"):
         pytest.importorskip(package)
     main = runpy.run_path(str(EXAMPLES / name))["main"]
 
-    def standard(argv: list[str]) -> None:
+    def standard(argv: list[str]) -> Any:
         jax.config.update("jax_disable_most_optimizations", True)  # XLA is done soon
         try:
             with jax.numpy_dtype_promotion("standard"):
-                main(argv)
+                return main(argv)
         finally:
             jax.config.update("jax_disable_most_optimizations", False)
 
@@ -240,6 +240,17 @@ def test_tokens_go_to_their_experts_and_back_in_one_loop(
     # All is in the loop: it is the last thing before the result.
     end = r"Synchronize\(stream\[i.*\n(  Dealloc.*\n)*  return"
     assert re.search(end, by_collectives)
+
+
+@with_flax
+def test_experts_learn_as_on_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    losses: Any = main_of("experts.py")(["--steps", "12"])
+    assert losses[-1] < 0.7 * losses[0]
+    (off,) = re.findall(r"gradients differ by (\S+)", capsys.readouterr().out)
+    assert float(off) < 1e-5
 
 
 def test_shards_of_weights_come_and_their_gradients_go_in_loops(

@@ -28,6 +28,7 @@ from jhost.nnx._linear import (
     RowParallelLinear as RowParallelLinear,
 )
 from jhost.nnx._mlp import ParallelMLP as ParallelMLP, ParallelSwiGLU as ParallelSwiGLU
+from jhost.nnx._moe import MoE as MoE
 
 # flax's metaclass would show `(*args, **kwargs)` in `help` and in editors.
 for _layer in (
@@ -38,6 +39,7 @@ for _layer in (
     RowParallelLinear,
     ParallelMLP,
     ParallelSwiGLU,
+    MoE,
 ):
     _self, *_parameters = inspect.signature(_layer.__init__).parameters.values()
     setattr(_layer, "__signature__", inspect.Signature(_parameters))  # noqa: B010

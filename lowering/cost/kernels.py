@@ -15,8 +15,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
-from jhost.lowering.rules.dim_rule import factors_of, part_shape, shape_of
+from jhost.lowering.rules.dim_rule import part_shape, shape_of
 from jhost.lowering.rules.properties import is_barrier
+from jhost.lowering.rules.work import matmul_of
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 
@@ -176,21 +177,7 @@ class _Unit:
     def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
         """Batch, m, n and k of a contraction."""
         rule, place = unit_eqn.rule, self.place(unit_eqn)
-        if rule.matmul is not None:
-            return rule.matmul(place)
-        left, right = factors_of(rule.operands[0]), factors_of(rule.operands[1])
-        out = factors_of(rule.results[0])
-
-        def product(factors: set[int]) -> int:
-            return math.prod(place.size(factor) for factor in factors)
-
-        both = left & right
-        return (
-            product(both & out),
-            product((left - right) & out),
-            product((right - left) & out),
-            product(both - out),
-        )
+        return rule.matmul(place) if rule.matmul else matmul_of(rule, place)
 
     def sizes(self) -> dict[int, int]:
         """The bytes of each value here."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -17,20 +14,18 @@ from jhost.lowering.rules.dim_rule import (
     FactorDim,
     Factors,
     Place,
-    Rebind,
     Reducer,
     bind,
     bind_same,
     rule,
     shape_of,
     without,
-    without_factors,
 )
 
-# As in `lax.dot_general`: ((lhs, rhs) contracted dims, (lhs, rhs) batch dims).
-_DotNumbers: TypeAlias = tuple[
+DotNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
+"""As in `lax.dot_general`: ((lhs, rhs) contracted dims, (lhs, rhs) batch dims)."""
 
 # --- Products ----------------------------------------------------------------- #
 
@@ -39,72 +34,17 @@ _DotNumbers: TypeAlias = tuple[
 def dot_general(eqn: JaxprEqn) -> DimRule:
     """Batch and free dims are parallel, contracted dims are summed."""
     factors = Factors()
-    lhs, rhs, out = _product(factors, eqn, eqn.params["dimension_numbers"])
-    return factors.rule([lhs, rhs], [out], _rebind_product)
+    lhs, rhs, out = product(factors, eqn, eqn.params["dimension_numbers"])
+    return factors.rule([lhs, rhs], [out], rebind_product)
 
 
-@rule("ragged_dot_general")
-def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
-    """As `dot_general`, with a ragged dim that is counted; groups stay whole.
-
-    A part of the ragged dim has as many elements of each group as lie in it.
-    """
-    group_sizes, (result,) = eqn.invars[2], eqn.outvars
-    if len(shape_of(group_sizes)) != 1:
-        return without_factors(eqn, "its groups differ along other dims")
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (ragged,) = numbers.lhs_ragged_dimensions
-    products = numbers.dot_dimension_numbers
-    batched = ragged in products[1][0]
-    factors = Factors()
-    lhs, rhs, out = _product(
-        factors,
-        eqn,
-        products,
-        (ragged,) if batched else (),
-        numbers.rhs_group_dimensions,
-    )
-    # A ragged contraction has a result for each group: a dim in front.
-    groups = (None,) * (len(shape_of(result)) - len(out))
-    made = factors.rule([lhs, rhs, (None,)], [groups + out], _rebind_product)
-    made = dataclasses.replace(made, reason="which part is a group's is computed")
-    counted = lhs[ragged]
-    if counted is None:
-        return made
-    return dataclasses.replace(
-        made,
-        rebind=_rebind_ragged(counted.factor, made.sizes[counted.factor]),
-        counted=frozenset({counted.factor}),
-    )
-
-
-def _rebind_ragged(factor: int, whole: int) -> Rebind:
-    """The rebind that counts how much of each group is among the steps of `factor`."""
-
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        lhs, rhs, sizes = args
-        if place.size(factor) != whole:
-            ends = jnp.cumsum(sizes)
-            before = jnp.searchsorted(place.positions(factor), ends.astype(np.int32))
-            sizes = jnp.diff(before, prepend=0).astype(sizes.dtype)
-        return _rebind_product(eqn, [lhs, rhs, sizes], place)
-
-    return rebind
-
-
-def _product(
-    factors: Factors,
-    eqn: JaxprEqn,
-    numbers: _DotNumbers,
-    ragged: Container[int] = (),
-    groups: Sequence[int] = (),
+def product(
+    factors: Factors, eqn: JaxprEqn, numbers: DotNumbers, groups: Sequence[int] = ()
 ) -> tuple[Dims, Dims, Dims]:
-    """The maps of both operands and the result; `ragged` is of lhs, `groups` of rhs."""
+    """The maps of both operands and the result, less those of `groups`, dims of rhs."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     lhs = tuple(
-        None
-        if dim in ragged
-        else FactorDim(factors.new(size, "sum" if dim in lhs_contract else None))
+        FactorDim(factors.new(size, "sum" if dim in lhs_contract else None))
         for dim, size in enumerate(shape_of(eqn.invars[0]))
     )
     partners = dict(zip(rhs_contract, lhs_contract, strict=True))
@@ -122,7 +62,7 @@ def _product(
     return lhs, rhs, out
 
 
-def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
     """A product whose sum goes on in an accumulator is not rounded before."""
     if place.accumulator is None:
         return bind(eqn, args)
@@ -166,7 +106,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
         [mapped.get(dim) for dim in range(len(shape))]
         for mapped, shape in ((lhs_map, lhs), (rhs_map, rhs), (out_map, out))
     ]
-    return factors.rule(maps[:2], maps[2:], _rebind_product)
+    return factors.rule(maps[:2], maps[2:], rebind_product)
 
 
 def _is_pointwise(eqn: JaxprEqn, space: int) -> bool:

@@ -4,9 +4,9 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 (`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `along.py`, `index.py`, `gather.py`,
-`scatter.py`, `random.py`, `attention.py`, `partitioning.py` and `shard_map.py`;
-`table.py` has them all.
+`elementwise.py`, `shape.py`, `contract.py`, `ragged.py`, `along.py`, `index.py`,
+`gather.py`, `scatter.py`, `random.py`, `attention.py`, `partitioning.py` and
+`shard_map.py`; `table.py` has them all.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -118,7 +117,7 @@ def test_the_sharding_of_the_whole_is_not_asked_of_a_part() -> None:
     assert rule_of(eqn).sizes == (4,)
 
 
-# --- Convolutions and grouped products ----------------------------------------- #
+# --- Convolutions, and rows of experts ------------------------------------------ #
 
 
 @pytest.mark.parametrize(
@@ -148,46 +147,21 @@ def test_convolutions_in_groups(
         )
 
 
-@pytest.mark.parametrize("ragged", [0, 1, 2])
-def test_parts_of_a_ragged_dim_have_their_parts_of_groups(
-    ragged: int, check_rule: CheckRule
-) -> None:
-    numbers = lax.RaggedDotDimensionNumbers(
-        (((1,), (1,)), ((2,), (2,))), [ragged], [0] if ragged == 0 else []
-    )
-    lhs = np.arange(24, dtype=np.float32).reshape(4, 3, 2) % 5
-    shape = (2, 3, 2, 4) if ragged == 0 else (4, 3, 2)
-    rhs = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 7
-    product = partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
-    sizes = np.array([1, lhs.shape[ragged] - 1], np.int32)
-    check_rule(lambda *args: product(*args), lhs, rhs, sizes)
-    rule = _rule(product, lhs, rhs, sizes)
-    # A part of a batch that is ragged would be a part of what one group has.
-    assert (rule.operands[0][ragged] is None) == (ragged == 2)
-    assert bool(rule.counted) == (ragged != 2)
-
-
-def test_rows_behind_all_groups_are_in_no_part_of_one(check_rule: CheckRule) -> None:
-    rows, experts = np.arange(24.0).reshape(8, 3), np.arange(36.0).reshape(4, 3, 3)
-    for sizes in ([2, 0, 3, 1], [0, 0, 0, 0], [0, 8, 0, 0], [1, 2, 3, 2]):
-        check_rule(
-            lax.ragged_dot,
-            rows.astype(np.float32),
-            experts.astype(np.float32),
-            np.array(sizes, np.int32),
-        )
-
-
 @pytest.mark.parametrize("how", [("p2p", 4), ("collective", 2)])
-def test_a_stream_goes_through_the_rows_of_experts(how: tuple[str, int]) -> None:
+@pytest.mark.parametrize("weights", [P(None, None, "tp"), P("tp", None, None)])
+def test_a_stream_goes_through_the_rows_of_experts(
+    how: tuple[str, int], weights: P
+) -> None:
+    """Whose features are sharded, or who are: each device has rows for its own."""
+
     def f(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return jhost.stream(lax.ragged_dot(x, w, sizes) + 1, 0)
 
-    x, w = integers(16, 6), integers(3, 6, 8, seed=1)
-    sizes = jnp.array([7, 0, 6], jnp.int32)
+    x, w = integers(16, 6), integers(4, 6, 8, seed=1)
+    sizes = jnp.array([7, 0, 6, 1], jnp.int32)
     pipeline, chunks = how
-    ins = P("tp"), P(None, None, "tp"), P()
-    settings = tp(4, ins, P(None, "tp"), pipeline=pipeline, chunks=chunks)
+    outs = P(None, "tp") if weights[2] else P("tp", None)
+    settings = tp(4, (P("tp"), weights, P()), outs, pipeline=pipeline, chunks=chunks)
     program = exact(f, jnp.asarray(x), jnp.asarray(w), sizes, **settings)
     (loop, *_) = [word for word in work(program.body) if word.startswith("loop")]
     assert "ragged_dot_general" in loop

@@ -1,0 +1,241 @@
+"""A mixture of experts of which each device has some."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jhost import errors
+from jhost.nnx._dispatch import dispatch, on_their_devices
+from jhost.nnx._params import annotated, check_divides
+
+_router_init = nnx.initializers.lecun_normal()
+_kernel_init = jax.nn.initializers.lecun_normal(
+    in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
+
+
+class MoE(nnx.Module):
+    """A mixture of experts that drops no token, however they choose.
+
+    A router chooses `top_k` experts for each token, by the softmax of its logits, in
+    float32; the result is the sum of what they make of it by their weights, in float32
+    as well.  An expert is a gated MLP, `down(activation(gate(x)) * up(x))`, or a plain
+    one, `down(activation(up(x)))`; its matmuls are `jax.lax.ragged_dot`, of as many
+    rows as have chosen it.
+
+    Experts are sharded over a mesh axis, and so are tokens, by the sequence, the last
+    dim but one.  Kernels stay where they are: each token goes to the devices of its
+    experts and comes back, in `jax.lax.ragged_all_to_all`, or where XLA has none, as on
+    CPUs, in a `jax.lax.all_to_all` of padded blocks.  With D devices, n experts on each
+    and t tokens on each, a device sends `t * top_k` rows there, and has room for those
+    that come if all choose its experts: `D * t * min(top_k, n)` rows of the features,
+    and as many of the hidden features; on backends without a kernel for `ragged_dot`
+    it multiplies all of that room.
+
+    The mesh is the one under which the layer is called or, where there is none, made
+    (`jax.set_mesh`).  Without one the layer computes the same; what moves is then
+    `jhost.jit`'s choice: all tokens, or all kernels, whichever are fewer bytes.
+
+    It takes floats of shape `(..., sequence, features)`, and gives floats of that shape
+    and of the dtype to which theirs promotes with `dtype`, or with the parameters'
+    without it.  There is no `vmap` of it, for JAX has none of `ragged_dot` with shared
+    kernels: give it more dims.  Nor can gradients by its kernels be differentiated in
+    reverse mode; those by `x` can.
+
+    Args:
+        features: of what comes and goes.
+        hidden_features: of each expert.
+        num_experts: a multiple of the mesh axis' size.
+        top_k: how many experts a token has, 1 to `num_experts`.
+        gated: whether experts are gated, with three kernels in place of two.
+        activation: of each hidden feature alone, of floats of shape
+            `(rows, hidden_features)`.
+        normalize: the weights of a token's experts are divided by their sum.
+        mesh_axis: the mesh axis that shards the experts, and tokens by the sequence.
+        batch_axes: other mesh axes that shard the tokens, by the first dim.
+        dtype: of the experts' computation; None is what `x` and kernels promote to.
+        param_dtype: of the kernels; the router's is float32, or float64 with that.
+        kernel_init: of the experts' kernels, `(num_experts, in, out)`.
+        router_init: of the router's, `(features, num_experts)`.
+        rngs: as everywhere in flax; router, gate, up, down are drawn in that order.
+
+    Raises:
+        DivisibilityError: the mesh axis does not divide the experts.
+        OptionError: `top_k` is not between 1 and `num_experts`.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import jhost.nnx
+        >>> layer = jhost.nnx.MoE(4, 16, 8, top_k=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 6, 4))).shape
+        (2, 6, 4)
+        >>> layer.up.out_sharding
+        ('ep', None, None)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        num_experts: int,
+        *,
+        top_k: int = 2,
+        gated: bool = True,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        normalize: bool = True,
+        mesh_axis: str = "ep",
+        batch_axes: Sequence[str] = (),
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = _kernel_init,
+        router_init: Any = _router_init,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_divides("The number of experts", num_experts, mesh_axis)
+        if not 1 <= top_k <= num_experts:
+            raise errors.OptionError(
+                f"jhost.nnx.MoE got top_k={top_k}, but a token has at least one expert "
+                f"and at most all of them, of which there are {num_experts}."
+            )
+
+        def kernel(rows: int, columns: int) -> Any:
+            value = kernel_init(
+                rngs.params(), (num_experts, rows, columns), param_dtype
+            )
+            return annotated(nnx.Param(value), (mesh_axis, None, None))
+
+        wide = param_dtype if jnp.finfo(param_dtype).bits > 32 else jnp.float32
+        self.router = nnx.Param(
+            router_init(rngs.params(), (features, num_experts), wide)
+        )
+        self.gate = kernel(features, hidden_features) if gated else None
+        self.up = kernel(features, hidden_features)
+        self.down = kernel(hidden_features, features)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.activation, self.normalize = activation, normalize
+        self.mesh_axis, self.batch_axes = mesh_axis, tuple(batch_axes)
+        self.dtype = dtype
+        self.mesh = jax.sharding.get_abstract_mesh()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Runs the layer.
+
+        Args:
+            x: floats of shape `(..., sequence, features)`.
+
+        Returns:
+            Floats of the same shape, of the dtype to which that of `x` promotes with
+            `dtype`, or with the parameters' without it.
+
+        Raises:
+            DivisibilityError: the mesh axes do not divide the tokens.
+            DimError: there is no sequence to be sharded.
+        """
+        weights, chosen = lax.top_k(self._probabilities(x), self.top_k)
+        if self.normalize:
+            weights = weights / jnp.sum(weights, -1, keepdims=True)
+        given = (x, self.gate, self.up, self.down)
+        values: Any = tuple(None if v is None else v[...] for v in given)
+        x, *kernels = promote_dtype(values, dtype=self.dtype)
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if mesh.empty else mesh
+        if mesh.shape.get(self.mesh_axis, 1) == 1:
+            return self._apply(x, chosen, weights, kernels)
+        spec = self._spec(x.shape, mesh.shape)
+        mapped = jax.shard_map(
+            functools.partial(self._apply, axis=self.mesh_axis),
+            mesh=mesh,
+            in_specs=(spec, spec, spec, P(self.mesh_axis)),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return mapped(x, chosen, weights, kernels)
+
+    def load_balance(self, x: jax.Array) -> jax.Array:
+        """How unevenly tokens choose: a loss to be added to the model's.
+
+        It is 1 where all experts are chosen alike, and at most `num_experts`.  Formula:
+        Fedus, Zoph and Shazeer, "Switch Transformers",
+        https://arxiv.org/abs/2101.03961, equation 4, over all tokens of the batch, with
+        each of a token's choices counted as `1 / top_k`.
+
+        Args:
+            x: floats of shape `(..., sequence, features)`, as for the layer.
+
+        Returns:
+            A float of shape `()`, and of the dtype of the router's kernel.
+        """
+        probabilities = self._probabilities(x)
+        _, chosen = lax.top_k(probabilities, self.top_k)
+        counts = jax.nn.one_hot(chosen, self.num_experts, dtype=probabilities.dtype)
+        tokens = tuple(range(x.ndim - 1))
+        share = jnp.mean(counts, (*tokens, x.ndim - 1))
+        return self.num_experts * jnp.sum(share * jnp.mean(probabilities, tokens))
+
+    def _probabilities(self, x: jax.Array) -> jax.Array:
+        router = self.router[...]
+        logits = jnp.matmul(x.astype(router.dtype), router, precision="highest")
+        return jax.nn.softmax(logits)
+
+    def _apply(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        kernels: Sequence[jax.Array | None],
+        axis: str | None = None,
+    ) -> jax.Array:
+        """On one device's part, if there is an axis: its tokens, and its experts."""
+        gate, up, down = kernels
+        assert up is not None
+        assert down is not None
+
+        def experts(rows: jax.Array, counts: jax.Array) -> jax.Array:
+            hidden = lax.ragged_dot(rows, up, counts)
+            if gate is None:
+                hidden = self.activation(hidden)
+            else:
+                hidden = self.activation(lax.ragged_dot(rows, gate, counts)) * hidden
+            return lax.ragged_dot(hidden, down, counts)
+
+        parts = (part.reshape(-1, part.shape[-1]) for part in (x, chosen, weights))
+        tokens, chosen, weights = parts
+        work = experts
+        if axis is not None:
+            most = len(tokens) * min(self.top_k, len(up))
+            work = on_their_devices(experts, axis, most)
+        done = dispatch(tokens, chosen, weights, self.num_experts, work)
+        return done.reshape(x.shape)
+
+    def _spec(self, shape: Sequence[int], mesh: Any) -> P:
+        """Of the tokens; refused where the axes do not divide them."""
+        if len(shape) < 2:
+            raise errors.DimError(
+                f"jhost.nnx.MoE got a token of shape {tuple(shape)}, and shards tokens "
+                f"over {self.mesh_axis!r} by their last dim but one. Give it several, "
+                "of shape (..., sequence, features)."
+            )
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        dims[0] += self.batch_axes
+        dims[-2] += (self.mesh_axis,)
+        for dim, axes in enumerate(dims):
+            size = math.prod(mesh[axis] for axis in axes)
+            if shape[dim] % size:
+                raise errors.DivisibilityError(
+                    f"jhost.nnx.MoE got tokens of shape {tuple(shape)}, whose dim "
+                    f"{dim} is sharded over the mesh axes {axes}, and their size "
+                    f"{size} does not divide it: {shape[dim]} = {shape[dim] // size} * "
+                    f"{size} + {shape[dim] % size}. Pad it to a multiple of {size}."
+                )
+        return P(*dims)

@@ -1,0 +1,150 @@
+"""The dim rule of products with groups of rows, such as those of experts.
+
+A device that has the weights of some groups multiplies the rows of these and gives 0
+for the others: the result is then the sum over the devices, and the gradient of the
+weights lies where they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.contract import DotNumbers, product, rebind_product
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Factors,
+    Place,
+    Reducer,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.rows import can_be_summed
+from jhost.lowering.rules.work import matmul_of
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
+    """As `dot_general`, with a ragged dim that is counted, and groups that are picked.
+
+    A part of the ragged dim has as many elements of each group as lie in it, and a part
+    of the groups is of the elements that lie in these.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (ragged,) = numbers.lhs_ragged_dimensions
+    products, of_rhs = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    factors = Factors()
+    lhs, rhs, out = product(factors, eqn, products, of_rhs)
+    groups = _groups(factors, eqn, ragged, products)
+    rhs = tuple(groups if dim in of_rhs else mapped for dim, mapped in enumerate(rhs))
+    # A ragged contraction has a result for each group: a dim in front.
+    out = (groups,) * (len(shape_of(eqn.outvars[0])) - len(out)) + out
+    # Sizes of groups are the same along all other dims, or have these in front.
+    ahead = tuple(lhs[dim] for dim in _ahead(len(lhs), ragged, products))
+    sizes = (*ahead[: len(shape_of(eqn.invars[2])) - 1], None)
+    grouped = _Grouped(rows=lhs[ragged], groups=groups, maps=(lhs, rhs, sizes, out))
+    made = factors.rule([lhs, rhs, sizes], [out], grouped.rebind)
+    picked = frozenset[int]() if groups is None else frozenset({groups.factor})
+    return dataclasses.replace(
+        made,
+        counted=picked | {lhs[ragged].factor},
+        picked=picked,
+        reason="which part is a group's is computed",
+        matmul=lambda place: grouped.work(made, place),
+    )
+
+
+def _groups(
+    factors: Factors, eqn: JaxprEqn, ragged: int, numbers: DotNumbers
+) -> FactorDim | None:
+    """The groups, if values have a dim of them: a ragged batch has none."""
+    (contracted, _), (batch, _) = numbers
+    count = shape_of(eqn.invars[2])[-1]
+    reducer: Reducer | None = None if ragged in contracted else "sum"
+    cannot = reducer and not can_be_summed(aval_of(eqn.outvars[0]).dtype)
+    if ragged in batch or count < 2 or cannot:
+        return None
+    return FactorDim(factors.new(count, reducer))
+
+
+def _ahead(rank: int, ragged: int, numbers: DotNumbers) -> list[int]:
+    """The dims of lhs along which the sizes of groups may differ, in order."""
+    (contracted, _), (batch, _) = numbers
+    if ragged in batch:
+        return list(batch[: batch.index(ragged)])
+    free = [dim for dim in range(rank) if dim not in (*contracted, *batch)]
+    kind = contracted if ragged in contracted else free
+    return [*batch, *kind[: kind.index(ragged)]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Grouped:
+    """Which factors are rows in groups, and groups; maps of the operands and results"""
+
+    rows: FactorDim
+    groups: FactorDim | None
+    maps: tuple[Dims, Dims, Dims, Dims]
+
+    def rebind(self, eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        """Counts what of each group is among the rows here, and begins with its own."""
+        lhs, rhs, sizes = args
+        rows = shape_of(eqn.invars[0])[self.maps[0].index(self.rows)]
+        fewer = self.groups and place.size(self.groups.factor) != sizes.shape[-1]
+        if not fewer and place.size(self.rows.factor) == rows:
+            return rebind_product(eqn, args, place)
+        ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
+        ends = jnp.searchsorted(place.positions(self.rows.factor), ends)
+        counts = jnp.diff(ends, prepend=0)
+        if not fewer:
+            return rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
+        # The rows of the groups here are turned to the front, and back: so no more are
+        # multiplied, and those behind all groups are 0.
+        before = self._here(ends - counts, place)[..., 0]
+        counts = self._here(counts, place).astype(sizes.dtype)
+        lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
+        (out,) = rebind_product(eqn, [lhs, rhs, counts], place)
+        return [self._turned(3, out, -before)]
+
+    def _here(self, x: Any, place: Place) -> Any:
+        """What `x` says of the groups here: 0 of those with which they are padded."""
+        assert self.groups is not None
+        count = place.size(self.groups.factor)
+        first = lax.index_in_dim(place.positions(self.groups.factor), 0, keepdims=False)
+        more = jnp.zeros_like(x, shape=(*x.shape[:-1], count))
+        padded = lax.concatenate([x, more], x.ndim - 1)
+        return lax.dynamic_slice_in_dim(padded, first, count, x.ndim - 1)
+
+    def _turned(self, value: int, x: Any, by: Any) -> Any:
+        """`x`, the value of that map, with its rows turned by so many."""
+        dims = self.maps[value]
+        if self.rows not in dims:
+            return x
+        front = [dims.index(dim) for dim in (*self.maps[2][:-1], self.rows)]
+
+        def turn(x: Any, by: Any) -> Any:
+            return jnp.roll(x, -by, 0)
+
+        for _ in front[1:]:
+            turn = jax.vmap(turn)
+        turned = turn(jnp.moveaxis(x, front, range(len(front))), by)
+        return jnp.moveaxis(turned, range(len(front)), front)
+
+    def work(self, rule: DimRule, place: Place) -> tuple[int, int, int, int]:
+        """Batch, m, n and k, where groups are of about as many rows."""
+        batch, m, n, k = matmul_of(rule, place)
+        if self.groups is None:
+            return batch, m, n, k
+        parts = -(-rule.sizes[self.groups.factor] // place.size(self.groups.factor))
+        if rule.reducers[self.rows.factor]:
+            return batch, m, n, -(-k // parts)
+        return batch, -(-m // parts), n, k
