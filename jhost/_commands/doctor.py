@@ -240,7 +240,7 @@ def _rates(report: Report, here: Devices) -> None:
     if here.platform != "gpu":
         return
     report.notes += [f"a calibration does not hold, {why}" for why in outdated(here)]
-    if rates is None or rates.estimated:
+    if calibration is None and (rates is None or rates.estimated):
         report.notes.append(
             "`python -m jhost calibrate` measures these devices in one to two minutes, "
             "and predictions go by it from then on"

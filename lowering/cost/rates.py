@@ -2,9 +2,10 @@
 
 One row a kind of device.  H200: measured on hosts with NVLink between all GPUs, jax
 0.11.2, one process for all of them; `docs/benchmarks.md` compares what follows from
-them with measured times.  CPU: XLA's devices on one host, on two cores; there a
-transfer is work like any other, and nothing runs beside anything.  Other GPUs are
-estimated from the H200 and their makers' data sheets.
+them with measured times.  H100: matmuls and memory measured on a single one, the rest
+as of an H200.  CPU: XLA's devices on one host, on two cores; there a transfer is work
+like any other, and nothing runs beside anything.  Other GPUs are estimated from the
+H200 and their makers' data sheets.
 """
 
 from __future__ import annotations
@@ -140,6 +141,15 @@ _H200 = Rates(
     ),
 )
 
+# Three calibrations: 710 to 738 TFLOP/s, and 3.0 TB/s where an H200's give 4.0.  It has
+# the same NVLink.
+_H100 = dataclasses.replace(
+    _H200,
+    matmul=720e12,
+    memory=2.7e12,
+    source="shipped with jhost, links as of an H200",
+)
+
 _CPU = Rates(
     matmul=50e9,
     multiprocessors=1,
@@ -182,14 +192,11 @@ class _DataSheet:
         )
 
 
-# NVIDIA's data sheets of 2025: H200, H100, A100, L40S, and HGX B200.
+# NVIDIA's data sheets of 2025: H200, H100 PCIe, A100, L40S, and HGX B200.
 _SHEET_OF_H200 = _DataSheet(
     matmul=989e12, multiprocessors=132, memory=4.8e12, link=450e9
 )
 _SHEETS: Mapping[str, _DataSheet] = {
-    "NVIDIA H100 80GB HBM3": _DataSheet(
-        matmul=989e12, multiprocessors=132, memory=3.35e12, link=450e9
-    ),
     "NVIDIA H100 PCIe": _DataSheet(
         matmul=756e12, multiprocessors=114, memory=2.0e12, link=64e9
     ),
@@ -209,6 +216,7 @@ _SHEETS: Mapping[str, _DataSheet] = {
 
 _RATES: Mapping[str, Rates] = {
     "NVIDIA H200": _H200,
+    "NVIDIA H100 80GB HBM3": _H100,
     "cpu": _CPU,
     **{kind: sheet.rates() for kind, sheet in _SHEETS.items()},
 }

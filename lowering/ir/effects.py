@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.accumulate import accumulators
 
 if TYPE_CHECKING:
     from jhost.lowering.ir.program import Program
@@ -16,8 +17,8 @@ def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     match stmt:
         case ir.Scan() | ir.While() | ir.Cond():
             return [*stmt.ins], [*stmt.outs]
-        case ir.Compute(ins=ins, outs=outs, reducer=reducer):
-            return [*ins, *(outs if reducer else ())], [*outs]
+        case ir.Compute(ins=ins, outs=outs):
+            return [*ins, *(outs[number] for number in accumulators(stmt))], [*outs]
         case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
         case ir.Allocate(buffer=buffer) | ir.Recv(buffer=buffer):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
 from jhost._text import bytes_text
-from jhost.lowering.ir.layout import Layout, layout_of, spec_text, used_axes
+from jhost.lowering.ir.layout import Layout, layout_of, spec_text
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
@@ -69,12 +69,13 @@ class LayoutRemarks:
             self.solution.operations[number],
             self.solution.assignments[number],
         )
+        spread = {axis for axes in assignment for axis in axes}
         moved, names, reasons = NOTHING, dict[str, None](), dict[str, None]()
         for position, name in enumerate(op.ins):
             have, want = self.solution.layouts[name], op.required(position, assignment)
             for dim, axes in enumerate(have):
-                # What goes to another dim leaves each device a part of the work.
-                lost = set(axes) - used_axes(want)
+                # What is spread by another dim leaves each device a part of the work.
+                lost = set(axes) - spread
                 if lost and op.operands[position][dim] is None:
                     reasons[_whole_reason(op, dim)] = None
                     names[local_name(name)] = None
@@ -83,7 +84,7 @@ class LayoutRemarks:
         if moved == NOTHING or not isinstance(op.stmt, Compute):
             return None
         (unit_eqn,) = op.stmt.unit.eqns
-        devices = axes_size([axis for axes in assignment for axis in axes], self.mesh)
+        devices = axes_size([*spread], self.mesh)
         times = self.solution.costs.times(op.ins[0])
         return ReplicationReport(
             primitive=unit_eqn.eqn.primitive.name,

@@ -1,7 +1,8 @@
 """In loops, issue early what comes from afar: before anything is computed or awaited.
 
 Where an iteration needs two values that were there before it began, the second is on
-its way while the first is worked on.  It is waited for where it was.
+its way while the first is worked on.  It is waited for where it was.  And of what an
+iteration sends at its end, all is on its way before any is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from jhost.lowering.ir.statements import Communicate, Compute, For, Select, Stmt
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceiveEarly(EachProgram):
-    """Loops of which each iteration issues what it receives at its start."""
+    """Loops whose iterations issue first what they receive, and at last what they send.
+
+    Nothing is waited for between.
+    """
 
     name: ClassVar[str] = "receive_early"
 
@@ -30,7 +34,9 @@ class ReceiveEarly(EachProgram):
 
 def _in_loops(body: Sequence[Stmt]) -> tuple[Stmt, ...]:
     return tuple(
-        dataclasses.replace(stmt, body=_in_loops(_receiving_early(stmt.body)))
+        dataclasses.replace(
+            stmt, body=_in_loops(_sending_together(_receiving_early(stmt.body)))
+        )
         if isinstance(stmt, For)
         else stmt
         for stmt in body
@@ -44,6 +50,23 @@ def _receiving_early(body: Sequence[Stmt]) -> list[Stmt]:
     early = sorted(number for number in _independent(body) if number > start)
     rest = [stmt for n, stmt in enumerate(body) if n >= start and n not in early]
     return [*body[:start], *(body[number] for number in early), *rest]
+
+
+def _sending_together(body: Sequence[Stmt]) -> Sequence[Stmt]:
+    """`body` with the waits behind its last computation behind what is sent there."""
+    issued = [n for n, stmt in enumerate(body) if isinstance(stmt, Communicate)]
+    worked = [n for n, stmt in enumerate(body) if isinstance(stmt, Compute | For)]
+    start = max(worked, default=-1) + 1
+    end = max([start, *(number + 1 for number in issued)])
+    sends = body[start:end]
+    if not all(isinstance(stmt, Communicate | Select | Wait) for stmt in sends):
+        return body
+    come = {stmt.out.name for stmt in sends if isinstance(stmt, Communicate)}
+    if any(buffer.name in come for stmt in sends for buffer in touched(stmt)[0]):
+        return body  # what comes goes on
+    waits = [stmt for stmt in sends if isinstance(stmt, Wait)]
+    others = [stmt for stmt in sends if not isinstance(stmt, Wait)]
+    return [*body[:start], *others, *waits, *body[end:]]
 
 
 def _independent(body: Sequence[Stmt]) -> set[int]:

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from tests.aot.on_h200 import MakeH200s, compile_both_ways
+from jhost.runtime.profile.schedule import parse_schedule
+from tests.aot.on_h200 import MakeH200s, compile_both_ways, exposed
 
 # By name: what JAX calls to ask for a GPU has no public name.
 CUDNN: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -75,3 +76,32 @@ def test_kernels_of_devices_and_chunks(
     part = f"bf16[{batch // chunks},{SEQUENCE},{HEADS // 4},{SIZE}]"
     for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert kernels(text, name) == [part] * chunks
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_keys_go_around_beside_kernels(h200s: MakeH200s, causal: bool) -> None:
+    """Each way what comes at a step is under way beside a kernel of another."""
+
+    def ring(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k = jhost.stream(k, 1)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, implementation="cudnn"
+        )
+
+    rows, tokens = P(None, "tp"), 4 * SEQUENCE
+    shapes = [(1, tokens, heads, SIZE) for heads in (HEADS, SHARED, SHARED)]
+    mesh = h200s({"tp": 4})
+    settings: dict[str, Any] = {"in_shardings": rows, "out_shardings": rows}
+    hosted = jhost.jit(ring, mesh=mesh, pipeline="p2p", **settings)
+    *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
+
+    schedule = parse_schedule(text)
+    assert {c.kind for c in schedule.communications} == {"CollectivePermute"}
+    assert len(schedule.communications) == 12, schedule
+    assert not exposed(schedule, "CollectivePermute"), schedule
+    # Each device's own part stands on the diagonal; others are seen whole, or hidden.
+    part = f"bf16[1,{SEQUENCE},{HEADS},{SIZE}]"
+    count = 1 + 3 * (2 if causal else 1)
+    for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert kernels(text, name) == [part] * count
