@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.decisions import Decisions
 from jhost.lowering.layouts.solver import Solver
+from jhost.lowering.rules.dim_rule import factors_of
 
 _TRIALS = 256
 """How many decisions are tried otherwise, at most: each costs a walk of the program."""
@@ -137,8 +138,10 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
 def _spread_otherwise(
     solver: Solver, op: Operation, now: Assignment
 ) -> Iterator[Assignment]:
-    """With one axis on another factor."""
-    for axis, factor in itertools.product(solver.mesh, range(len(op.sizes))):
+    """With one axis on another factor, of those that mesh axes may cut."""
+    followed = map(factors_of, (*op.operands, *op.results))
+    factors = sorted(set[int]().union(*followed))
+    for axis, factor in itertools.product(solver.mesh, factors):
         if solver.mesh[axis] > 1 and axis not in now[factor]:
             spread = [tuple(a for a in axes if a != axis) for axes in now]
             spread[factor] = (*spread[factor], axis)

@@ -23,7 +23,7 @@ from jhost.lowering.rules.attention_maps import (
     is_paged,
     sizes_of,
 )
-from jhost.lowering.rules.attention_parts import BIAS, weighted
+from jhost.lowering.rules.attention_parts import BIAS, is_causal, weighted
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
@@ -59,7 +59,9 @@ def attention(eqn: JaxprEqn) -> DimRule:
     reason = _whole_reason(eqn)
     if reason:
         return without_factors(eqn, reason)
-    maps = Maps(eqn, cut=(None, "softmax") if _cuts_sequences(eqn) else None)
+    # Without statistics parts of the keys cannot be combined.
+    cut = len(eqn.outvars) == 2 and _cuts_sequences(eqn)
+    maps = Maps(eqn, cut=(None, "softmax") if cut else None)
     results = (maps.of_queries(), maps.of_statistics())[: len(eqn.outvars)]
     combine = weighted(heads_first(eqn))
     return maps.rule(_operands(maps), results, _forward_depth(maps.sizes), combine)
@@ -103,19 +105,17 @@ def _bias_reducers(eqn: JaxprEqn) -> tuple[Reducer | None, Reducer | None]:
 
 
 def _cuts_sequences(eqn: JaxprEqn) -> bool:
-    """Whether parts of sequences can be worked on: not where their lengths count.
-
-    A forward without statistics cannot be combined.
-    """
-    has_mask = eqn.params["mask_type"].name in ("NO_MASK", "CAUSAL")
-    return has_mask and len(eqn.outvars) > 1 and not is_paged(eqn)
+    """Whether parts of sequences can be worked on: not where their lengths count."""
+    unmasked = eqn.params["mask_type"].name == "NO_MASK"
+    seen_whole = unmasked and not eqn.params["sliding_window_length"]
+    return (seen_whole or is_causal(eqn)) and not is_paged(eqn)
 
 
 def for_parts(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn`; a forward with its statistics as well, by which parts are combined."""
     if eqn.primitive.name not in _FORWARDS or eqn.params["is_training"]:
         return eqn
-    if is_paged(eqn) or _whole_reason(eqn):
+    if _whole_reason(eqn) or not _cuts_sequences(eqn):
         return eqn
     sizes, (found,) = sizes_of(eqn), eqn.outvars
     statistics = found.aval.update(

@@ -74,29 +74,29 @@ class Maps:
         if not is_paged(eqn):
             self.batch = FactorDim(self.factors.new(self.sizes.B, batch))
         self.group = self.sizes.N // self.sizes.K
-        self.keys = FactorDim(self.factors.new(self.sizes.K, heads))
-        self.queries = FactorDim(self.keys.factor, self.group)
-        self.time = self.source = None
+        self.shared = FactorDim(self.factors.new(self.sizes.K, heads))
+        self.heads = FactorDim(self.shared.factor, self.group)
+        self.queries = self.keys = None
         if cut is not None:
-            self.time = FactorDim(self.factors.new(self.sizes.T, cut[0]))
-            self.source = FactorDim(self.factors.new(self.sizes.S, cut[1]))
+            self.queries = FactorDim(self.factors.new(self.sizes.T, cut[0]))
+            self.keys = FactorDim(self.factors.new(self.sizes.S, cut[1]))
 
     def of_queries(self) -> Dims:
         """The map of queries, of what they find, and of the cotangents of both."""
-        return self._in_layout((self.batch, self.queries, self.time, None))
+        return self._in_layout((self.batch, self.heads, self.queries, None))
 
     def of_keys(self) -> Dims:
         """The map of keys, of values, and of their cotangents."""
-        return self._in_layout((self.batch, self.keys, self.source, None))
+        return self._in_layout((self.batch, self.shared, self.keys, None))
 
     def of_statistics(self) -> Dims:
         """The map of the logarithms of what the rows of scores were divided by."""
-        return self.batch, self.queries, self.time
+        return self.batch, self.heads, self.queries
 
     def of_bias(self, shape: Sequence[int]) -> Dims:
         """The map of a bias, which a size of 1 stretches; one that is not is empty."""
         followed = zip(
-            (self.batch, self.queries, self.time, self.source),
+            (self.batch, self.heads, self.queries, self.keys),
             shape,
             (self.sizes.B, self.sizes.N, self.sizes.T, self.sizes.S),
             strict=len(shape) > 1,
@@ -117,22 +117,22 @@ class Maps:
         """The rule, with the work of a product of that depth for each head."""
 
         def matmul(place: Place) -> tuple[int, int, int, int]:
-            heads = self.group * place.size(self.keys.factor)
+            heads = self.group * place.size(self.shared.factor)
             batch = self.sizes.B if self.batch is None else place.size(0)
-            time, source = self.time, self.source
-            queries = place.size(time.factor) if time else self.sizes.T
-            keys = place.size(source.factor) if source else self.sizes.S
+            queries, keys = self.sizes.T, self.sizes.S
+            if self.queries is not None and self.keys is not None:
+                queries, keys = map(place.size, (self.queries.factor, self.keys.factor))
             return batch * heads, queries, keys, depth
 
         made = self.factors.rule(operands, results)
         made = dataclasses.replace(made, matmul=matmul)
-        return self._in_blocks(made, combine) if self.time else made
+        return self._in_blocks(made, combine) if self.queries else made
 
     def _in_blocks(self, made: DimRule, combine: Combine | None) -> DimRule:
         """The rule on parts of the sequences, which a causal mask counts."""
-        assert self.time is not None
-        assert self.source is not None
-        queries, keys = self.time.factor, self.source.factor
+        assert self.queries is not None
+        assert self.keys is not None
+        queries, keys = self.queries.factor, self.keys.factor
         blocks = Blocks(
             queries=queries,
             keys=keys,

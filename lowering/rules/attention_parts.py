@@ -82,17 +82,13 @@ class Blocks:
         side = math.gcd(place.stretch(self.queries), place.stretch(self.keys))
         if math.prod(size // side for size in here) > _MOST_BLOCKS:
             return _masked(eqn, args, rows[:, None] - columns)
-        blocks = [
-            [
-                self.block(
-                    eqn, self.cut(part, self.keys, at, side), rows[n] - columns[at]
-                )
-                for at in range(0, here[1], side)
-            ]
-            for n in range(0, here[0], side)
-            for part in [self.cut(args, self.queries, n, side)]
+        parts = [
+            self.row(
+                eqn, self.cut(args, self.queries, at, side), rows[at] - columns, side
+            )
+            for at in range(0, here[0], side)
         ]
-        outs = self.along(self.queries, [self.along(self.keys, row) for row in blocks])
+        outs = self.along(self.queries, parts)
         if place.accumulator is not None:
             return outs  # which takes them as wide as they are
         dtypes = [aval_of(var).dtype for var in eqn.outvars]
@@ -107,6 +103,16 @@ class Blocks:
             x if dim is None else lax.slice_in_dim(x, start, start + size, axis=dim)
             for x, dim in zip(args, dims, strict=True)
         ]
+
+    def row(
+        self, eqn: JaxprEqn, args: Sequence[Any], distances: Any, side: int
+    ) -> Sequence[Any]:
+        """A row of blocks, whose first query stands so far behind each of the keys."""
+        blocks = [
+            self.block(eqn, self.cut(args, self.keys, at, side), distances[at])
+            for at in range(0, distances.size, side)
+        ]
+        return self.along(self.keys, blocks)
 
     def block(self, eqn: JaxprEqn, args: Sequence[Any], distance: Any) -> Sequence[Any]:
         """A block whose first query stands `distance` behind its first key.

@@ -275,7 +275,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "flax.md"
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     """On four devices, as it says."""
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     namespace: dict[str, Any] = {}
     for example in examples:
         exec(example, namespace)

@@ -122,6 +122,17 @@ def test_without_a_loop_keys_are_gathered_and_queries_stay() -> None:
     ]
 
 
+def test_few_queries_and_many_keys() -> None:
+    """As in decoding: no layout has parts of the keys on several devices."""
+    plain, (_, k, v, _) = attention(), operands(64)
+    q = k[:, :2].repeat(2, axis=2)
+    specs = P(), ROWS, ROWS
+    for pipeline in ("off", "collective"):
+        how: Any = {"in_shardings": specs, "out_shardings": P(), "pipeline": pipeline}
+        f = jhost.jit(plain, mesh=mesh_of(sp=4), **how)
+        assert_as_plain(f, plain, q, k, v, jnp.ones_like(q))
+
+
 def test_interpreted_statement_by_statement() -> None:
     plain, args = attention(is_causal=True), operands(16)
     f = jhost.jit(

@@ -123,6 +123,21 @@ def test_parts_of_a_mask_are_the_mask(
         check_rule(lambda *args: backward(*args, **settings), *args)
 
 
+@pytest.mark.parametrize(
+    ("mask", "window"), [("NO_MASK", 3), ("PADDING", None), ("ALIBI", None)]
+)
+def test_sequences_are_whole_where_parts_cannot_tell_what_is_seen(
+    mask: str, window: int | None
+) -> None:
+    args = operands(False, None)
+    settings = params(False, None, mask) | {"sliding_window_length": window}
+    forward = CUDNN._dot_product_attention_fwd_p_wrapper.bind
+    (eqn,) = attention_eqns(lambda *a: forward(*a, **settings, is_training=True), *args)
+    rule = rule_of(eqn)
+    assert len(rule.sizes) == 2
+    assert not rule.unsharded
+
+
 def test_the_kernels_have_the_rules_of_their_wrappers(check_rule: CheckRule) -> None:
     args, settings = operands(True, (1, N)), params(True, (1, N), "NO_MASK")
     settings.pop("score_mod", None)
