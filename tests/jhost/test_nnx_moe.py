@@ -127,7 +127,7 @@ def test_all_is_as_by_every_expert(axes: str, around: bool) -> None:
     check(layer, tokens(), mesh, tolerance=1e-5, around=around)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("top_k", [1, 8])
 def test_any_number_of_experts_for_a_token(top_k: int) -> None:
     """Also more than a device has, and all."""
     mesh = mesh_of(ep=4)
@@ -136,7 +136,7 @@ def test_any_number_of_experts_for_a_token(top_k: int) -> None:
         check(layer, tokens(), mesh, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("expert", [0, 5, 7])
+@pytest.mark.parametrize("expert", [0, 7])
 def test_all_tokens_to_one_expert(expert: int) -> None:
     """Whose device then has all of them, and the others have none."""
     mesh = mesh_of(ep=4)
@@ -206,7 +206,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(mixtures())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_mixture(drawn: dict[str, Any]) -> None:
     mesh = mesh_of(ep=drawn["devices"])
 

@@ -67,9 +67,15 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    ("pipeline", "chunks"), [("p2p", None), ("p2p", 8), ("collective", 2)]
+    ("pipeline", "chunks", "mask"),
+    [
+        ("p2p", None, "all"),
+        ("p2p", None, "causal"),
+        ("p2p", 8, "causal"),
+        ("p2p", None, "window"),
+        ("collective", 2, "window"),
+    ],
 )
 def test_keys_go_around_in_one_loop_each_way(
     pipeline: Any, chunks: int | None, mask: str
@@ -196,11 +202,11 @@ def test_batched_and_its_gradient() -> None:
     assert_as_plain(jax.vmap(f), jax.vmap(plain), *stacked)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([1, 2, 4]))
-    each = 2 * data.draw(st.integers(1, 4))  # as the kernel wants them
+    each = 2 * data.draw(st.integers(1, 2))  # as the kernel wants them
     pieces = data.draw(st.integers(1, each))
     how = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
     dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))

@@ -108,8 +108,8 @@ def test_nothing_is_added() -> None:
 
 
 @each_size
-@pytest.mark.parametrize("groups", [1, 2, 5])
-@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("pieces", [1, 3])
 def test_groups_in_pieces(devices: int, groups: int, pieces: int) -> None:
     """So many groups a device; the last piece may be smaller."""
     if groups < pieces:
@@ -345,7 +345,7 @@ def drawn_exchanges(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=15)  # each is compiled twice
+@settings(max_examples=6)  # each is compiled twice
 @given(drawn_exchanges())
 def test_any_shapes(drawn: dict[str, Any]) -> None:
     rank, (here, there) = len(drawn["shape"]), drawn["dims"]

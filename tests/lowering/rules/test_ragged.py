@@ -133,7 +133,7 @@ def _products(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @given(_products())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_product_in_parts(check_rule: CheckRule, product: tuple[Any, ...]) -> None:
     *args, numbers = product
     check_rule(_product(numbers), *args)
@@ -231,7 +231,7 @@ def test_groups_that_do_not_divide_are_padded() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0] * 8, [16, *[0] * 7], [*[0] * 7, 16], [3] * 8])
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_any_spread_of_rows_over_experts(devices: int, sizes: list[int]) -> None:
     x, w, _ = _experts(16, 8, 8)
     counts = np.array(sizes, np.int32)
