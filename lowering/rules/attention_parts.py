@@ -84,7 +84,7 @@ class Blocks:
             return _masked(eqn, args, rows[:, None] - columns)
         parts = [
             self.row(
-                eqn, self.cut(args, self.queries, at, side), rows[at] - columns, side
+                eqn, self.cut(args, self.queries, at, side), rows[at], columns, side
             )
             for at in range(0, here[0], side)
         ]
@@ -105,35 +105,37 @@ class Blocks:
         ]
 
     def row(
-        self, eqn: JaxprEqn, args: Sequence[Any], distances: Any, side: int
+        self, eqn: JaxprEqn, args: Sequence[Any], first: Any, columns: Any, side: int
     ) -> Sequence[Any]:
-        """A row of blocks, whose first query stands so far behind each of the keys."""
+        """A row of blocks, from the position of its first query, and those of keys."""
+        # Of two scalars XLA finds the difference of equal ones, and drops branches.
         blocks = [
-            self.block(eqn, self.cut(args, self.keys, at, side), distances[at])
-            for at in range(0, distances.size, side)
+            self.block(
+                eqn, self.cut(args, self.keys, at, side), first - columns[at], side
+            )
+            for at in range(0, columns.size, side)
         ]
         return self.along(self.keys, blocks)
 
-    def block(self, eqn: JaxprEqn, args: Sequence[Any], distance: Any) -> Sequence[Any]:
+    def block(
+        self, eqn: JaxprEqn, args: Sequence[Any], distance: Any, side: int
+    ) -> Sequence[Any]:
         """A block whose first query stands `distance` behind its first key.
 
         That is a whole number of blocks.
         """
-        side = args[0].shape[_dim_of(self.operands[0], self.queries) or 0]
-        window = eqn.params["sliding_window_length"] or 0
-        local = np.arange(side)
         branches = [
             lambda *args: self.nothing(eqn, args),
             lambda *args: _unmasked(eqn, args),
             lambda *args: bind(eqn, args),
-            lambda *args: _masked(eqn, args, distance + local[:, None] - local),
         ]
         case = jnp.where(distance > 0, 1, jnp.where(distance == 0, 2, 0))
-        if window:
+        if window := eqn.params["sliding_window_length"]:
+            local = np.arange(side)
+            distances = distance + local[:, None] - local
+            branches.append(lambda *args: _masked(eqn, args, distances))
             far = jnp.where(distance - side + 1 < window, 3, 0)
             case = jnp.where((case == 1) & (distance + side > window), far, case)
-        else:
-            del branches[3]
         return lax.switch(case, branches, *args)
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
