@@ -145,8 +145,9 @@ class DimRule:
     `operands` and `results` have one map a value.  A reduced factor that a result
     follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
     names.  `counted` are the factors whose positions in the whole it asks for,
-    `picked` those of which indices pick single steps, and `unsharded` those that loops
-    cut and no mesh axis.  `combine` makes one of two parts' results by "softmax".
+    `picked` those of which indices pick single steps, `updates` those along which
+    updates of one value are reduced, and `unsharded` those that loops cut and no mesh
+    axis.  `combine` makes one of two parts' results by "softmax".
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
     that multiplies matrices inside: what its work comes to, as batch, m, n and k.
@@ -161,6 +162,7 @@ class DimRule:
     rebind: Rebind = bind_same
     counted: frozenset[int] = frozenset()
     picked: frozenset[int] = frozenset()
+    updates: frozenset[int] = frozenset()
     unsharded: frozenset[int] = frozenset()
     combine: Combine | None = None
     opaque: bool = False
@@ -185,10 +187,7 @@ class DimRule:
         For each chunk of a table all is looked up, and for each of the updates a value
         as large as the table is made.
         """
-        if self.matmul is not None:
-            return self.picked  # a kernel that counts multiplies its part alone
-        reduced = {f for f in self.counted if self.reducers[f] is not None}
-        return self.picked | reduced
+        return self.picked | self.updates
 
     @property
     def contracts(self) -> bool:

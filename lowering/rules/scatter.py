@@ -94,6 +94,7 @@ def scatter(eqn: JaxprEqn) -> DimRule:
         rebind=_Updates(rows, reducer, reduced, made.sizes, indices),
         counted=rows.cuttable | reduced,
         picked=rows.cuttable,
+        updates=reduced,
     )
 
 
