@@ -133,8 +133,8 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
 def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
     """The map of each operand of a computation of one equation."""
     (unit_eqn,) = stmt.unit.eqns
-    maps = zip(map(id, unit_eqn.eqn.invars), unit_eqn.rule.operands, strict=True)
-    by_var = dict(maps)
+    invars, maps = unit_eqn.eqn.invars, unit_eqn.rule.operands
+    by_var = dict(zip(map(id, invars), maps, strict=True))
     return tuple(by_var[id(var)] for var in stmt.unit.invars)
 
 

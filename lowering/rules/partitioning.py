@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax import lax
 from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -168,10 +167,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], place: Place) -> list[Any]:
     program = _program(eqn, made, place, 2)
     assert program is not None, "it worked on trial"
-    outs = evaluate(program, args)
-    if place.accumulator is None:
-        return outs
-    return [lax.convert_element_type(out, place.accumulator) for out in outs]
+    return evaluate(program, args)
 
 
 def _program(
