@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -14,10 +14,11 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from tests.lowering.on_mesh import mesh_of
+from tests.lowering.on_mesh import on
 from tests.lowering.rules.reference_attention import as_with_cudnn
 
 ROWS = P(None, "sp")
+SP4 = {"sp": 4}
 BATCH, HEADS, SHARED, SIZE = 2, 4, 2, 8
 
 
@@ -60,6 +61,18 @@ def assert_as_plain(f: Callable[..., Any], plain: Any, *args: jax.Array) -> None
         np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
 
 
+def ring(
+    fun: Callable[..., jax.Array],
+    axes: Mapping[str, int] = SP4,
+    ins: Any = ROWS,
+    outs: Any = ROWS,
+    **how: Any,
+) -> Any:
+    """`fun` by the p2p pipeline, with no options that an outer `jax.jit` would miss."""
+    settings = {"compiler_options": None, "pipeline": "p2p", **how}
+    return jhost.jit(fun, **on(axes, ins, outs, **settings))
+
+
 MASKS: dict[str, dict[str, Any]] = {
     "all": {},
     "causal": {"is_causal": True},
@@ -81,14 +94,7 @@ def test_keys_go_around_in_one_loop_each_way(
     pipeline: Any, chunks: int | None, mask: str
 ) -> None:
     plain, args = attention(**MASKS[mask]), operands(32)
-    f = jhost.jit(
-        plain,
-        mesh=mesh_of(sp=4),
-        in_shardings=ROWS,
-        out_shardings=ROWS,
-        pipeline=pipeline,
-        chunks=chunks or "auto",
-    )
+    f = ring(plain, pipeline=pipeline, chunks=chunks or "auto")
     assert_as_plain(f, plain, *args)
     explanation = jhost.explain(lambda *args: with_gradients(f, *args), *args)
     assert explanation.loops == 2
@@ -98,13 +104,7 @@ def test_keys_go_around_in_one_loop_each_way(
 
 
 def test_statements_say_how_parts_are_combined() -> None:
-    f = jhost.jit(
-        attention(is_causal=True),
-        mesh=mesh_of(sp=4),
-        in_shardings=ROWS,
-        out_shardings=ROWS,
-        pipeline="p2p",
-    )
+    f = ring(attention(is_causal=True))
     *args, _ = operands(32)
     lines = f.lower(*args).as_text("host_ir").splitlines()
     own, others = (line.strip() for line in lines if "softmax=" in line)
@@ -117,9 +117,7 @@ def test_statements_say_how_parts_are_combined() -> None:
 
 def test_without_a_loop_keys_are_gathered_and_queries_stay() -> None:
     plain, args = attention(is_causal=True), operands(16)
-    f = jhost.jit(
-        plain, mesh=mesh_of(sp=4), in_shardings=ROWS, out_shardings=ROWS, pipeline="off"
-    )
+    f = ring(plain, pipeline="off")
     assert_as_plain(f, plain, *args)
     rows = jhost.explain(f, *args[:3]).communications
     assert [(row.kind, row.value) for row in rows] == [
@@ -134,34 +132,19 @@ def test_few_queries_and_many_keys() -> None:
     q = k[:, :2].repeat(2, axis=2)
     specs = P(), ROWS, ROWS
     for pipeline in ("off", "collective"):
-        how: Any = {"in_shardings": specs, "out_shardings": P(), "pipeline": pipeline}
-        f = jhost.jit(plain, mesh=mesh_of(sp=4), **how)
+        f = ring(plain, SP4, specs, P(), pipeline=pipeline)
         assert_as_plain(f, plain, q, k, v, jnp.ones_like(q))
 
 
 def test_interpreted_statement_by_statement() -> None:
     plain, args = attention(is_causal=True), operands(16)
-    f = jhost.jit(
-        plain,
-        mesh=mesh_of(sp=2),
-        in_shardings=ROWS,
-        out_shardings=ROWS,
-        pipeline="p2p",
-        interpret=True,
-    )
-    assert_as_plain(f, plain, *args)
+    assert_as_plain(ring(plain, {"sp": 2}, interpret=True), plain, *args)
 
 
 def test_heads_over_one_axis_and_keys_around_another() -> None:
     plain, args = attention(is_causal=True), operands(16)
     spec = P(None, "sp", "tp")
-    f = jhost.jit(
-        plain,
-        mesh=mesh_of(sp=2, tp=2),
-        in_shardings=spec,
-        out_shardings=spec,
-        pipeline="p2p",
-    )
+    f = ring(plain, {"sp": 2, "tp": 2}, spec, spec)
     assert_as_plain(f, plain, *args)
     rows = jhost.explain(f, *args[:3]).communications
     assert {(row.kind, row.axes) for row in rows} == {("CollectivePermute", ("sp",))}
@@ -182,24 +165,15 @@ def test_in_a_scan_over_layers(again: bool) -> None:
     keys = jax.random.split(jax.random.key(1), 3)
     x, dy = (jax.random.normal(k, (2, 16, width), jnp.bfloat16) for k in keys[:2])
     w = jax.random.normal(keys[2], (2, width, 2 * width), jnp.bfloat16) / 8
-    f = jhost.jit(
-        layers,
-        mesh=mesh_of(sp=4),
-        in_shardings=(ROWS, P()),
-        out_shardings=ROWS,
-        pipeline="p2p",
-    )
+    f = ring(layers, ins=(ROWS, P()))
     assert_as_plain(f, layers, x, w, dy)
     assert jhost.explain(f, x, w).loops == 1
 
 
 def test_batched_and_its_gradient() -> None:
     plain, args = attention(is_causal=True), operands(16)
-    f = jhost.jit(
-        plain, mesh=mesh_of(sp=4), in_shardings=ROWS, out_shardings=ROWS, pipeline="p2p"
-    )
     stacked = [jnp.stack([x, x / 2]) for x in args]
-    assert_as_plain(jax.vmap(f), jax.vmap(plain), *stacked)
+    assert_as_plain(jax.vmap(ring(plain)), jax.vmap(plain), *stacked)
 
 
 @settings(max_examples=5, deadline=None)
@@ -211,12 +185,4 @@ def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
     how = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
     dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))
     plain, args = attention(**how), operands(devices * each, dtype)
-    f = jhost.jit(
-        plain,
-        mesh=mesh_of(sp=devices),
-        in_shardings=ROWS,
-        out_shardings=ROWS,
-        pipeline="p2p",
-        chunks=pieces * devices,
-    )
-    assert_as_plain(f, plain, *args)
+    assert_as_plain(ring(plain, {"sp": devices}, chunks=pieces * devices), plain, *args)
