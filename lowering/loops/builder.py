@@ -18,6 +18,7 @@ from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.chunk import ChunkLoop, Work
 from jhost.lowering.loops.collective import CollectiveLoop
+from jhost.lowering.loops.gather_again import gathers_again
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.streams.parts import Part
@@ -82,6 +83,8 @@ class LoopBuilder:
         """Whether two groups of one stream hand values on chunk by chunk."""
         if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
             return False  # a way back belongs to the loop that makes the sum
+        if any(gathers_again(node, maker) for maker in one for node in other):
+            return False
         return all(self.aligned(maker, user) for maker in one for user in other)
 
     def aligned(self, maker: Node, user: Node) -> bool:

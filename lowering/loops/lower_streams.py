@@ -24,6 +24,7 @@ from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
+from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
@@ -55,6 +56,10 @@ class LowerStreams(EachProgram):
         if self.strict:
             check_marks(program, graph, plan, marks)
         made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
+        pipelined = {number for choice in made.values() for number in choice.parts}
+        again = with_gathers_again(program, graph, pipelined)
+        if again is not program:
+            return self.change(again)
         builder = LoopBuilder(program, graph, made, plan.extents, self.streams)
         groups = merge_groups(graph, builder.order(), builder.should_merge)
         body = tuple(stmt for group in groups for stmt in builder.lower(group))

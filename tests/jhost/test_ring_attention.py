@@ -186,3 +186,18 @@ def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))
     plain, args = attention(**how), operands(devices * each, dtype)
     assert_as_plain(ring(plain, {"sp": devices}, chunks=pieces * devices), plain, *args)
+
+
+def test_keys_are_not_kept_whole_for_the_backward() -> None:
+    plain, args = attention(is_causal=True), operands(16)
+
+    def step(*args: jax.Array) -> Any:
+        y, pull = jax.vjp(plain, *args[:-1])
+        return y, pull(args[-1])
+
+    f = ring(step)
+    chex.assert_trees_all_close(f(*args), ring(step, pipeline="off")(*args), atol=5e-2)
+    text = f.lower(*args).as_text("host_ir")
+    assert text.count("shift=3 - i") == 4  # keys and values, for either way
+    whole = f"bf16[{BATCH}, 16~s0, {SHARED}, {SIZE}]"
+    assert whole not in text

@@ -1,0 +1,91 @@
+"""What loops gather for work that only they cut is gathered by each of them.
+
+Attention's keys need never be whole on a device.  A backward that read what its forward
+has gathered would keep them so from one to the other, and for all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jhost.lowering.ir.graph import Node, dependencies
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt, Wait
+
+
+def with_gathers_again(
+    program: Program, graph: Sequence[Node], pipelined: Collection[int]
+) -> Program:
+    """`program` with a gather of its own for each of the `pipelined` that reads one.
+
+    It is for those that work on parts of what no mesh axis shards, and follow another.
+    """
+    names = Names.of(program)
+    body: dict[int, list[Stmt]] = {}
+    for number, reader, out in _kept(program, graph, pipelined):
+        gather = graph[number].stmt
+        assert isinstance(gather, Communicate)
+        name = names.fresh(gather.name)
+        copy = dataclasses.replace(out, name=names.fresh(out.name))
+        again = dataclasses.replace(gather, name=name, out=copy)
+        *before, stmt = body.get(reader, [graph[reader].stmt])
+        stmt = replace_buffers(stmt, {out.name: copy})
+        body[reader] = [*before, again, Wait(communication=name), stmt]
+    if not body:
+        return program
+    stmts = (body.get(number, node.stmts) for number, node in enumerate(graph))
+    return dataclasses.replace(program, body=tuple(s for each in stmts for s in each))
+
+
+def gathers_again(node: Node, other: Node) -> bool:
+    """Whether a gather is of what another gathers, for work behind that one's."""
+    one, first = node.stmt, other.stmt
+    if not isinstance(one, Communicate) or not isinstance(first, Communicate):
+        return False
+    return one.kind == first.kind == "AllGather" and one.source == first.source
+
+
+def _kept(
+    program: Program, graph: Sequence[Node], pipelined: Collection[int]
+) -> list[tuple[int, int, Buffer]]:
+    """Gathers, those that read them behind their first reader, and the buffers."""
+    before = dependencies(graph)
+    results = {buffer.name for buffer in program.results}
+    found: list[tuple[int, int, Buffer]] = []
+    for number in sorted(pipelined):
+        stmt = graph[number].stmt
+        if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
+            continue
+        readers = [n for n, node in enumerate(graph) if stmt.out in node.reads]
+        cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
+        if cut and stmt.out.name not in results:
+            first, *later = readers
+            found += [
+                (number, n, stmt.out) for n in later if _follows(n, first, before)
+            ]
+    return found
+
+
+def _only_loops_cut(node: Node, gather: Communicate) -> bool:
+    """Whether a computation's gathered dim is of a factor that is not sharded."""
+    if not isinstance(node.stmt, Compute):
+        return False
+    (unit_eqn,) = node.stmt.unit.eqns
+    ins = zip(node.stmt.ins, operand_maps(node.stmt), strict=True)
+    dims = [maps[gather.dim or 0] for buffer, maps in ins if buffer == gather.out]
+    unsharded = unit_eqn.rule.unsharded
+    return all(dim is not None and dim.factor in unsharded for dim in dims)
+
+
+def _follows(number: int, first: int, before: Sequence[set[int]]) -> bool:
+    """Whether a node needs another, through others too."""
+    found, waiting = {number}, [number]
+    while waiting:
+        new = {n for n in before[waiting.pop()] if n >= first} - found
+        found |= new
+        waiting += new
+    return first in found
