@@ -94,7 +94,7 @@ class Trial:
         chosen = self.chosen()
         others = [outcome for outcome in self.outcomes if outcome is not chosen]
         others.sort(key=lambda outcome: outcome.seconds)
-        chosen = self.on_fewer_streams(chosen)
+        chosen = self.on_fewer_streams(self.in_order_of_position(chosen))
         ranked = [chosen, *others]
         return dataclasses.replace(
             chosen.mark,
@@ -216,6 +216,19 @@ class Trial:
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         return apart_text(more, reach, mesh) if apart(more, reach) else ""
 
+    def in_order_of_position(self, outcome: Outcome) -> Outcome:
+        """The outcome without exchanges around causal loops, where those do not pay."""
+        if outcome.mark.pipeline != "p2p":
+            return outcome
+        return self.if_faster(outcome, dataclasses.replace(outcome.mark, zigzag=False))
+
+    def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
+        """What a mark comes to where it is another program and takes no longer."""
+        other = self.weigh(mark)
+        if other is None or str(other.program) == str(outcome.program):
+            return outcome
+        return other if other.seconds <= outcome.seconds else outcome
+
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
         """The outcome on two streams, where that costs nothing and the host is ahead.
 
@@ -226,10 +239,7 @@ class Trial:
         mark = outcome.mark
         if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
-        fewer = self.weigh(dataclasses.replace(mark, streams=2))
-        if fewer is None or str(fewer.program) == str(outcome.program):
-            return outcome
-        return fewer if fewer.seconds <= outcome.seconds else outcome
+        return self.if_faster(outcome, dataclasses.replace(mark, streams=2))
 
 
 def ranking_text(
@@ -253,4 +263,5 @@ def _text(mark: StreamChoice) -> str:
         return NOT_PIPELINED if mark.plain else "as the stream that reaches it"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
-    return f"{mark.pipeline} with {count}{streams}"
+    order = "" if mark.zigzag else " in order of position"
+    return f"{mark.pipeline} with {count}{streams}{order}"

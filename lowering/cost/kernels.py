@@ -204,6 +204,7 @@ def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
         size=evaluate(chunk.size, at),
         extent=chunk.extent,
         groups=chunk.groups,
+        grain=chunk.grain,
     )
 
 

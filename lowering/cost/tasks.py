@@ -92,8 +92,8 @@ class _Unrolled(Machine):
         self.predict = predict
         self.rates = rates
         self.mesh = self.ranks.sizes
-        # Every device does as much as this one.
-        self.at: dict[Index, int] = {Rank(axis): 0 for axis in self.mesh}
+        # No device does more than the last one, whose queries see most keys.
+        self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
         self.aliases: dict[str, tuple[Path, ir.Select]] = {}
         self.writers: dict[Any, dict[Path, int]] = {}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.ranks import AtRanks, Ranks
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.ir.transfers import Transfer
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer
@@ -31,7 +31,9 @@ def reducer_of(stmt: Communicate) -> Reducer:
     return stmt.reducer
 
 
-def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) -> Any:
+def communicate(
+    stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: AtRanks
+) -> Any:
     """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
 
     Reduce and Gather leave zeros on the devices that are not the root.
@@ -60,8 +62,8 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: int) 
         case "Scatter":
             return _exchange(x, axes, devices, dim_of(stmt))[root]
         case "CollectivePermute":
-            pairs = [(r, (r + shift) % devices) for r in range(devices)]
-            return _permute(x, axes, ranks, pairs)
+            targets = ranks.targets(axes, shift)[:, 0].tolist()
+            return _permute(x, axes, ranks, list(enumerate(targets)))
         case "SwapAxes":
             return _permute(x, axes, ranks, list(enumerate(swapped_ranks(devices))))
 

@@ -223,6 +223,7 @@ class _Emitter(Machine):
             size=self.static(chunk.size),
             extent=chunk.extent,
             groups=chunk.groups,
+            grain=chunk.grain,
         )
         return Site(mesh=self.ranks.sizes, rank=lax.axis_index, chunk=at)
 
@@ -231,7 +232,7 @@ class _Emitter(Machine):
     def communicate(self, stmt: ir.Communicate) -> None:
         (source,) = self.order.before_communication([self.read(stmt.source)])
         root = 0 if stmt.root is None else self.static(stmt.root)
-        shift = 0 if stmt.shift is None else self.static(stmt.shift)
+        shift = 0 if stmt.shift is None else self.value(stmt.shift)
         value = communicate(stmt, source, self.ranks, root, shift)
         self.write(stmt.out, value)
         self.order.issued(stmt.name, [value])

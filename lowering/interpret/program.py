@@ -211,8 +211,8 @@ class _Interpreter(Machine):
     def compute(self, stmt: ir.Compute) -> None:
         chunk = stmt.chunk
         size = self.static(chunk.size) if chunk else 0
-        extent, groups = (chunk.extent, chunk.groups) if chunk else (0, 1)
-        step = steps.compute(self.mesh, stmt.unit, size, extent, groups)
+        cut = (chunk.extent, chunk.groups, chunk.grain) if chunk else (0, 1, 1)
+        step = steps.compute(self.mesh, stmt.unit, size, *cut)
         start = self.at_ranks(chunk.start if chunk else Constant(0))
         outs = step(start, *(self.read(buffer.name) for buffer in stmt.ins))
         values = dict(zip((buffer.name for buffer in stmt.outs), outs, strict=True))
@@ -233,8 +233,10 @@ class _Interpreter(Machine):
 
     def communicate(self, stmt: ir.Communicate) -> None:
         root = 0 if stmt.root is None else self.static(stmt.root)
-        shift = 0 if stmt.shift is None else self.static(stmt.shift)
-        step = steps.communicate(self.mesh, stmt, root, shift)
+        shift = 0 if stmt.shift is None else self.value(stmt.shift)
+        targets = self.ranks.targets(stmt.axes, shift)[:, 0]
+        sources = tuple(np.argsort(targets).tolist())
+        step = steps.communicate(self.mesh, stmt, root, sources)
         self.write(stmt.out.name, step(self.read(stmt.source.name)))
 
     def exchange(self) -> None:

@@ -30,7 +30,7 @@ from jhost.lowering.ir.statements import (
     Unit,
     While,
 )
-from jhost.lowering.rules.dim_rule import COMBINE, axes_size
+from jhost.lowering.rules.dim_rule import COMBINE
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
 OnDevices: TypeAlias = Callable[..., Any]
@@ -75,11 +75,15 @@ def update(mesh: Mesh, dim: int, groups: int) -> OnDevices:
 
 
 @cached(256)
-def compute(mesh: Mesh, unit: Unit, size: int, extent: int, groups: int) -> OnDevices:
+def compute(
+    mesh: Mesh, unit: Unit, size: int, extent: int, groups: int, grain: int
+) -> OnDevices:
     """(chunk start, *ins) -> outs; an extent of 0 stands for no chunk."""
 
     def step(start: Any, *ins: Any) -> Any:
-        chunk = ChunkAt(start=start, size=size, extent=extent, groups=groups)
+        chunk = ChunkAt(
+            start=start, size=size, extent=extent, groups=groups, grain=grain
+        )
         site = Site(
             mesh=mesh.shape, rank=lax.axis_index, chunk=chunk if extent else None
         )
@@ -146,13 +150,15 @@ def control_flow(
 
 
 @cached(256)
-def communicate(mesh: Mesh, stmt: Communicate, root: int, shift: int) -> OnDevices:
+def communicate(
+    mesh: Mesh, stmt: Communicate, root: int, sources: tuple[int, ...]
+) -> OnDevices:
     """(source,) -> what each device has of the result."""
-    axes, devices = stmt.axes, axes_size(stmt.axes, mesh.shape)
+    axes = stmt.axes
 
     def step(x: Any) -> Any:
         every, me = list(_every(x, axes)), lax.axis_index(axes)
-        return _result(stmt, every, me, root, (me - shift) % devices)
+        return _result(stmt, every, me, root, jnp.asarray(sources)[me])
 
     return _per_device(mesh, step)
 

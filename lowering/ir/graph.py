@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.statements import Buffer, Communicate, Stmt, Wait
+from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.statements import Buffer, Communicate, Select, Stmt, Wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -66,20 +66,28 @@ def nodes(
 def dependencies(graph: Sequence[Node]) -> list[set[int]]:
     """For each node, those before it that it must follow.
 
-    A read follows the last write, and a write the last write and the reads since.
+    A read follows the last write, and a write the last write and the reads since.  Who
+    reads or writes an alias does so with what it is a part of.
     """
+    aliases = Aliases(stmt for node in graph for stmt in node.stmts)
+
+    def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
+        found = {buffer.name for buffer in buffers}
+        if not isinstance(node.stmt, Select):
+            found |= {aliases.memory(buffer).name for buffer in buffers}
+        return found
+
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     before: list[set[int]] = []
     for number, node in enumerate(graph):
-        needs = {
-            writer[b.name] for b in (*node.reads, *node.writes) if b.name in writer
-        }
-        for buffer in node.writes:
-            needs.update(readers.pop(buffer.name, ()))
-            writer[buffer.name] = number
-        for buffer in node.reads:
-            readers.setdefault(buffer.name, []).append(number)
+        read, written = names(node, node.reads), names(node, node.writes)
+        needs = {writer[name] for name in read | written if name in writer}
+        for name in written:
+            needs.update(readers.pop(name, ()))
+            writer[name] = number
+        for name in read:
+            readers.setdefault(name, []).append(number)
         before.append(needs - {number})
     return before
 

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Operand: TypeAlias = "Index | int"
 
 
@@ -89,6 +91,11 @@ class Binary(Index):
         return f"{left} {self.op} {right}"
 
 
+def _least(left: Any, right: Any) -> Any:
+    both_known = isinstance(left, int) and isinstance(right, int)
+    return min(left, right) if both_known else np.minimum(left, right)
+
+
 _PRECEDENCE = {"==": 0, "<": 0, "+": 1, "-": 1, "*": 2, "//": 2, "mod": 2}
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
@@ -96,7 +103,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "*": operator.mul,
     "//": operator.floordiv,
     "mod": operator.mod,
-    "min": min,
+    "min": _least,
     "==": operator.eq,
     "<": operator.lt,
 }
@@ -133,8 +140,8 @@ def linear_rank(axes: Sequence[str], mesh: Mapping[str, int]) -> Index:
 def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
     """The value of `index` where `values` gives each `LoopIndex` and `Rank`.
 
-    Values are integers, or traced arrays for the ranks of an SPMD program; `min` is
-    of integers only (it stands for chunk sizes, which are static).
+    Values are integers, arrays, or traced arrays for the ranks of an SPMD program;
+    `min` is of no traced ones (it stands for sizes and partners, which are static).
     """
     match index:
         case Constant(value=value):

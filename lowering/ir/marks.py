@@ -39,9 +39,10 @@ class StreamChoice(OnLines):
     A `pipeline` of None was neither asked for nor chosen: the value takes part in a
     stream that reaches it.  `chunks` of None are as many as the pipeline has unasked.
     Where it was found better not to be pipelined, it is `plain`: its loop is not made,
-    whatever stream reaches it.  The loops take turns on `streams` at most.  A pipeline
-    that the user named stands even where it gains nothing: `by_name`.  `reason` is that
-    of the choice, with the seconds that each candidate was `predicted` to take, or was
+    whatever stream reaches it.  The loops take turns on `streams` at most, and causal
+    ones are about sequences in `zigzag` order where that can be.  A pipeline that the
+    user named stands even where it gains nothing: `by_name`.  `reason` is that of the
+    choice, with the seconds that each candidate was `predicted` to take, or was
     `measured` to.
     """
 
@@ -52,6 +53,7 @@ class StreamChoice(OnLines):
     plain: bool = False
     by_name: bool = True
     streams: int | None = None
+    zigzag: bool = True
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()

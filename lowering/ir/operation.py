@@ -31,7 +31,8 @@ class Operation:
     that its operand's layout decides, whatever is wished for, and `like` names a value
     whose layout does.  `reduces` says that it works on each step of a reduced factor.
 
-    `pinned` is the one assignment that it can have, where its rule says so.
+    `pinned` is the one assignment that it can have, where its rule says so.  `cut` are
+    the dims of each operand that only loops cut.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -46,6 +47,7 @@ class Operation:
     like: str | None = None
     pinned: Assignment | None = None
     reduces: bool = False
+    cut: tuple[frozenset[int], ...] = ()
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""
@@ -115,6 +117,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         (unit_eqn,) = stmt.unit.eqns
         rule, ins, outs = unit_eqn.rule, stmt.ins, stmt.outs
         operands = operand_maps(stmt)
+    cut = tuple(_cut_by_loops(rule, dims) for dims in operands)
     operands, results = (_sharded(rule, maps) for maps in (operands, rule.results))
     return Operation(
         stmt=stmt,
@@ -127,6 +130,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         reduces=rule.reduces or rule.contracts,
         hands_on=isinstance(stmt, Set),
         pinned=rule.pinned,
+        cut=cut,
     )
 
 
@@ -136,6 +140,11 @@ def operand_maps(stmt: Compute) -> tuple[Dims, ...]:
     invars, maps = unit_eqn.eqn.invars, unit_eqn.rule.operands
     by_var = dict(zip(map(id, invars), maps, strict=True))
     return tuple(by_var[id(var)] for var in stmt.unit.invars)
+
+
+def _cut_by_loops(rule: DimRule, dims: Dims) -> frozenset[int]:
+    followed = ((n, dim.factor) for n, dim in enumerate(dims) if dim is not None)
+    return frozenset(n for n, factor in followed if factor in rule.unsharded)
 
 
 def _sharded(rule: DimRule, maps: tuple[Dims, ...]) -> tuple[Dims, ...]:

@@ -196,7 +196,10 @@ def _compute_text(stmt: ir.Compute, known: Collection[str]) -> str:
     else:
         call = f"compute {stmt.unit.name}({', '.join(ins)})"
     target = _target(stmt.outs, known, stmt.reducer and _COMBINE[stmt.reducer])
-    return f"{target} {call}{_chunk_text(stmt.chunk) if stmt.chunk else ''}"
+    chunk = _chunk_text(stmt.chunk) if stmt.chunk else ""
+    devices = max((each.zigzag for each in stmt.unit.eqns), default=1)
+    order = f" in zigzag order over {devices}" if devices > 1 else ""
+    return f"{target} {call}{chunk}{order}"
 
 
 def _control_text(stmt: ir.ControlFlow, known: Collection[str]) -> str:

@@ -60,6 +60,17 @@ class Ranks:
             result = result * self.sizes[axis] + self.positions[axis]
         return result
 
+    def targets(self, axes: Sequence[str], shift: AtRanks) -> np.ndarray:
+        """The device along `axes` that is `shift` further on, modulo their number.
+
+        There is a row for each position along `axes`, and in it an entry for each of
+        the devices there, which differ by the other axes.
+        """
+        every = self.everywhere((self.linear(axes) + shift) % self.extent(axes))
+        order = [list(self.sizes).index(axis) for axis in axes]
+        first = np.moveaxis(every, order, range(len(axes)))
+        return first.reshape(self.extent(axes), -1)
+
     def partners(self, axis: str, peer: AtRanks) -> np.ndarray:
         """For each device in linear order, the device at `peer` along `axis`."""
         coordinates = [self.everywhere(p) for p in self.positions.values()]

@@ -136,7 +136,8 @@ class UnitEqn:
     `axes` has the mesh axes of each factor of `rule`; `stream` is the factor that the
     enclosing loop works on in chunks.  Where results lack it, `accumulators` has
     for each the dtype of what its chunks go into (float32 for a sum of bfloat16), and
-    None for one that follows it.
+    None for one that follows it.  The factors that it counts stand in zigzag order over
+    `zigzag` devices (see `ir/zigzag.py`), if those are more than one.
     """
 
     eqn: JaxprEqn
@@ -144,6 +145,7 @@ class UnitEqn:
     axes: tuple[tuple[str, ...], ...]
     stream: int | None = None
     accumulators: tuple[np.dtype | None, ...] = ()
+    zigzag: int = 1
 
 
 @node
@@ -165,12 +167,14 @@ class Chunk:
     """The part `[start : start + size]` of a loop's `extent` that a statement works on.
 
     With `groups` > 1 it is that part of each of as many equal stretches of the factor.
+    Wherever it is, it starts and ends at multiples of `grain`.
     """
 
     start: Index
     size: Index
     extent: int
     groups: int = 1
+    grain: int = 1
 
 
 @node
@@ -198,7 +202,8 @@ class Communicate:
     `source_dim` is AllToAll's other dim: the one whose shards come together.
     In SwapAxes, over two axes of one size, device (i, j) sends all to device (j, i).
     `root` and `shift` belong to the rooted kinds and to CollectivePermute (device r
-    sends to r + shift).
+    sends to r + shift, modulo the number of devices; of those that depend on r, to one
+    that no other sends to).
     """
 
     name: str

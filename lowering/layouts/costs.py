@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from jhost.lowering.ir.layout import Layout, Partial
+from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
@@ -57,6 +57,9 @@ class Moved:
 
 NOTHING = Moved()
 
+AS_IT_LIES = ("*",)
+"""Wanted of a dim that may be sharded over whatever axes are left."""
+
 
 class Costs:
     """The costs of resharding the values of one program, of global shapes.
@@ -84,6 +87,8 @@ class Costs:
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
     ) -> Moved:
         """What it takes to bring a value from one layout to another."""
+        if AS_IT_LIES in want:
+            want = _where_it_lies(have, want)
         if (have == want or name in self.made_anywhere) and not partial:
             return NOTHING
         key = name, have, want, partial
@@ -99,6 +104,13 @@ class Costs:
     def times(self, name: str) -> int:
         """How often the program runs in which a value is."""
         return self.repeats.get(name, 1)
+
+
+def _where_it_lies(have: Layout, want: Layout) -> Layout:
+    taken = used_axes(want)
+    left = [tuple(axis for axis in axes if axis not in taken) for axes in have]
+    pairs = zip(left, want, strict=True)
+    return tuple(here if axes == AS_IT_LIES else axes for here, axes in pairs)
 
 
 def moved_by(

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.costs import AS_IT_LIES, NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
 
 
@@ -52,8 +52,19 @@ class Effects:
             more += self.costs.reshard(name, rest, goal)
             settled = settled and have == rest and not partial
             rests.append((name, rest))
-        wants = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+        wants = [(n, self.wanted(op, i, assignment)) for i, n in enumerate(op.ins)]
         if op.hands_on:
             # Its source is moved, once for the copy and for those that want it so.
             wants, cost = [(op.ins[0], op.handed_on(rests[0][1]))], NOTHING
         return Effect(tuple(wants), tuple(rests), cost, more, settled)
+
+    def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
+        """What is wanted of an operand; a loop takes the dim that it cuts as it lies.
+
+        Such a value need never be whole, so to lay it out so saves nothing.
+        """
+        want = op.required(position, assignment)
+        streamed = self.costs.streamed.get(op.ins[position])
+        if streamed is None or not op.cut or streamed.dim not in op.cut[position]:
+            return want
+        return (*want[: streamed.dim], AS_IT_LIES, *want[streamed.dim + 1 :])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 from jax import lax
 
+from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Remark
+from jhost.lowering.ir.remarks import Note, Remark
 from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
@@ -21,6 +22,12 @@ from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.gather_again import gathers_again
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.loops.zigzag import (
+    ZigzagLoop,
+    dims_in_zigzag_order,
+    is_causal,
+    share_of_work,
+)
 from jhost.lowering.streams.parts import Part
 from jhost.lowering.units.make import unit_of
 
@@ -57,6 +64,9 @@ class LoopBuilder:
         }
         self.readers = _readers(program, graph)
         self.streamed: dict[str, Buffer] = {}
+        self.ordered: dict[str, Buffer] = {}
+        self.out_of_order: dict[str, list[Stmt]] = {}
+        self.notes: list[Note] = []
 
     # --- Which nodes ---------------------------------------------------------- #
 
@@ -106,6 +116,12 @@ class LoopBuilder:
     # --- Lowering ------------------------------------------------------------- #
 
     def lower(self, group: Group) -> list[Stmt]:
+        """The statements of `group`, behind what brings its operands into order."""
+        statements = self.statements(group)
+        read = {buffer.name for stmt in statements for buffer in touched(stmt)[0]}
+        return [*self.in_order(read), *statements]
+
+    def statements(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
         streamed = id(group[0]) in self.parts
         if len(group) > 1 and not streamed:
@@ -115,7 +131,14 @@ class LoopBuilder:
             return [stmt for node in group for stmt in node.stmts]
         statements = loop.statements()
         self.streamed |= loop.filled
+        if isinstance(loop, ZigzagLoop):
+            self.out_of_order |= loop.exchanged_back()
         return statements
+
+    def in_order(self, names: Set[str]) -> list[Stmt]:
+        """Brings those of the names that are in zigzag order into order of position."""
+        wanted = self.out_of_order.keys() & names
+        return [stmt for name in sorted(wanted) for stmt in self.out_of_order.pop(name)]
 
     def barrier(self, pieces: Group) -> Compute:
         """The pieces of a barrier as one again."""
@@ -150,7 +173,17 @@ class LoopBuilder:
         if not (works or choice.by_name):
             return None  # nothing would run beside what comes and goes
         back = self.back.keys() & {id(node) for node in group}
-        return AllReduceLoop(work, back) if back else P2PLoop(work)
+        if back:
+            return AllReduceLoop(work, back)
+        return self.balanced(work) if is_causal(work) else P2PLoop(work)
+
+    def balanced(self, work: Work) -> P2PLoop:
+        """A loop about keys that not all queries see, in the order that it can have."""
+        dims = dims_in_zigzag_order(work)
+        self.notes.append(share_of_work(work, dims))
+        if isinstance(dims, str):
+            return P2PLoop(work)
+        return ZigzagLoop(work, dims, self.ordered)
 
     def is_plain(self, group: Group) -> bool:
         """Whether a loop gains nothing: marks in it say so, and none else."""
@@ -159,6 +192,7 @@ class LoopBuilder:
 
     def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
         """The program around `body`, streamed buffers shown as such everywhere."""
+        body = (*body, *self.in_order({buffer.name for buffer in self.program.results}))
         replaced = tuple(replace_buffers(stmt, self.streamed) for stmt in body)
         results = tuple(self.streamed.get(b.name, b) for b in self.program.results)
         return dataclasses.replace(
@@ -166,7 +200,7 @@ class LoopBuilder:
             body=replaced,
             results=results,
             marks=(),
-            remarks=(*self.program.remarks, *remarks),
+            remarks=(*self.program.remarks, *remarks, *self.notes),
         )
 
     def part(self, node: Node) -> Part:

@@ -58,7 +58,7 @@ class Cut:
     """The steps `[start : start + size]` of a dim that a chunk covers.
 
     There are `extent` steps in each of `groups` stretches of the dim, and `most` is the
-    size of the largest chunk.
+    size of the largest chunk; all begin and end at multiples of `grain`.
     """
 
     start: Index
@@ -66,6 +66,7 @@ class Cut:
     most: int
     extent: int
     groups: int = 1
+    grain: int = 1
 
 
 class ChunkLoop(abc.ABC):
@@ -144,6 +145,7 @@ class ChunkLoop(abc.ABC):
                     size=window.size,
                     extent=window.extent,
                     groups=window.groups,
+                    grain=window.grain,
                 ),
                 reducer=reducer if any(dtypes) else None,
             )

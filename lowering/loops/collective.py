@@ -8,6 +8,7 @@ stream, each of which the current stream waits for.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
@@ -36,7 +37,8 @@ class CollectiveLoop(ChunkLoop):
     def window(self, groups: int) -> Cut:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
-        return Cut(start, size, self.steps, self.extent, groups)
+        grain = math.gcd(self.steps, self.extent)
+        return Cut(start, size, self.steps, self.extent, groups, grain)
 
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """Append the same collective, on a chunk."""

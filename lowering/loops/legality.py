@@ -27,7 +27,8 @@ class Pipelining:
 
     `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
     that was asked for `by_name` stands even where nothing runs beside the transfers.
-    Loops take turns on `streams` at most, if that is chosen.
+    Loops take turns on `streams` at most, if that is chosen, and causal ones are about
+    sequences in `zigzag` order where that can be.
     """
 
     pipeline: PipelineKind
@@ -37,6 +38,7 @@ class Pipelining:
     axes: tuple[str, ...] = ()
     by_name: bool = True
     streams: int | None = None
+    zigzag: bool = True
 
 
 def choose_pipeline(
@@ -139,6 +141,7 @@ def _p2p(
         axes=axes,
         by_name=mark.by_name,
         streams=mark.streams,
+        zigzag=mark.zigzag,
     )
 
 

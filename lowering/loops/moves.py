@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax import lax
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.loops.causal import hidden_steps
 from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
 from jhost.lowering.loops.collective import chunk_size
 from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
@@ -31,7 +33,7 @@ class MovingLoop(ChunkLoop):
     """A loop whose chunks are other devices': what an iteration has of them, and moves.
 
     Each shard, of `extent` steps, is cut into `pieces`.  An iteration is about `piece`
-    of the shard of the device `step` further on.
+    of the shard of the device `step` further on; the first `hidden` steps are left out.
     """
 
     def __init__(self, work: Work) -> None:
@@ -41,6 +43,7 @@ class MovingLoop(ChunkLoop):
         self.rank = linear_rank(self.axes, work.mesh)
         self.steps = -(-self.extent // (work.choice.chunks // self.devices))
         self.pieces = -(-self.extent // self.steps)
+        self.hidden = hidden_steps(work)
         self.step: Index = Constant(0)
         self.piece: Index = Constant(0)
         self.terms: dict[str, ir.Buffer] = {}
@@ -50,10 +53,11 @@ class MovingLoop(ChunkLoop):
     def window(self, groups: int) -> Cut:
         start = self.piece * self.steps
         size = chunk_size(self.extent, self.steps, self.piece)
-        if groups == 1:
-            return Cut(start, size, self.steps, self.extent)
-        start = self.rank_after(self.step) * self.extent + start
-        return Cut(start, size, self.steps, self.extent * self.devices)
+        extent, grain = self.extent, math.gcd(self.steps, self.extent)
+        if groups > 1:
+            start = self.rank_after(self.step) * self.extent + start
+            extent *= self.devices
+        return Cut(start, size, self.steps, extent, grain=grain)
 
     def rank_after(self, shift: Index) -> Index:
         """The rank of the device `shift` further on; its own, about its own chunk."""
@@ -139,7 +143,8 @@ class MovingLoop(ChunkLoop):
     def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
         """Where the part of a sum that comes at this step goes."""
         terms = self.terms_of(stmt, source)
-        term = self.slot(terms, self.step)
+        own = self.step == Constant(0)
+        term = self.slot(terms, self.step if own else self.step - self.hidden)
         return term if self.pieces == 1 else self.piece_of(term, stmt)
 
     def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
@@ -162,13 +167,13 @@ class MovingLoop(ChunkLoop):
         return piece
 
     def terms_of(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
-        """A buffer for what all devices send, in the order of the steps."""
+        """A buffer for what devices send, in the order of the steps."""
         if stmt.out.name not in self.terms:
             spread = tuple(ir.Dim(axes=dim.axes) for dim in source.dims)
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.work.names.fresh(f"{stmt.out.name}_terms"),
-                shape=(self.devices, *stmt.out.shape),
+                shape=(self.devices - self.hidden, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,
             )
@@ -202,17 +207,18 @@ class MovingLoop(ChunkLoop):
     def total(self, stmt: ir.Communicate) -> None:
         """Append the sum of the terms."""
         terms = self.terms[stmt.out.name]
-        ins = tuple(self.slot(terms, Constant(k)) for k in range(self.devices))
+        ins = tuple(self.slot(terms, Constant(k)) for k in range(terms.shape[0]))
         unit = self.unit_of_total(stmt)
         self.body.append(ir.Compute(unit=unit, ins=ins, outs=(stmt.out,)))
 
     def unit_of_total(self, stmt: ir.Communicate) -> ir.Unit:
-        """The sum of all devices' terms of a shard."""
+        """The sum of all terms of a shard."""
         assert stmt.reducer is not None
+        count = self.devices - self.hidden
         return unit_of(
             self.work.names.fresh("total"),
             functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
-            *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * self.devices,
+            *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * count,
         )
 
 

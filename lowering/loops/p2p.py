@@ -41,15 +41,14 @@ class P2PLoop(MovingLoop):
         first = self.segment(head, Constant(0), self.own_piece, own)
         remote = self.segment(self.group, self.remote_step, self.remote_piece, {})
         last = self.segment(tail, Constant(0), self.own_piece, own)
-        count = (self.devices - 1) * self.pieces
-        wait, work = in_turns(remote, count, self.streams)
+        wait, work = in_turns(remote, self.count, self.streams)
         return [
             *self.before,
             ir.GetCurrentStream(stream=MAIN),
             wait,
             # Only here: after the loop it would wait for the last transfers.
             *self.on_own_stream([ir.Synchronize(stream=MAIN), *self.each_piece(first)]),
-            *(self.own_turn(min(count, self.streams)) if first else ()),
+            *(self.own_turn(min(self.count, self.streams)) if first else ()),
             work,
             *self.on_own_stream(self.each_piece(last)),
             ir.Synchronize(stream=OWN),
@@ -94,7 +93,7 @@ class P2PLoop(MovingLoop):
         Launching a transfer keeps the host, and those of later iterations had better
         not all be launched before the first matmul.
         """
-        if used == (self.devices - 1) * self.pieces:
+        if used == self.count:
             return []
         turn = ir.Stream(index=Constant(used - 1))
         return [*on_stream(turn, [ir.Synchronize(stream=OWN)])]
@@ -113,7 +112,12 @@ class P2PLoop(MovingLoop):
     @property
     def remote_step(self) -> Index:
         """Whose chunk an iteration works on: that of the device so many further on."""
-        return INDEX // self.pieces + 1
+        return INDEX // self.pieces + (1 + self.hidden)
+
+    @property
+    def count(self) -> int:
+        """The iterations for the chunks of other devices."""
+        return (self.devices - 1 - self.hidden) * self.pieces
 
     @property
     def remote_piece(self) -> Index:

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.attention_parts import Blocks, is_causal
+from jhost.lowering.rules.attention_parts import Blocks, is_causal, keys_seen
 from jhost.lowering.rules.dim_rule import (
+    Causal,
     Combine,
     DimRule,
     Dims,
@@ -119,10 +121,15 @@ class Maps:
         def matmul(place: Place) -> tuple[int, int, int, int]:
             heads = self.group * place.size(self.shared.factor)
             batch = self.sizes.B if self.batch is None else place.size(0)
-            queries, keys = self.sizes.T, self.sizes.S
-            if self.queries is not None and self.keys is not None:
-                queries, keys = map(place.size, (self.queries.factor, self.keys.factor))
-            return batch * heads, queries, keys, depth
+            rows, columns = (
+                _positions(place, dim, size)
+                for dim, size in (
+                    (self.queries, self.sizes.T),
+                    (self.keys, self.sizes.S),
+                )
+            )
+            seen = keys_seen(self.eqn, rows, columns)
+            return batch * heads, len(rows), seen, depth
 
         made = self.factors.rule(operands, results)
         made = dataclasses.replace(made, matmul=matmul)
@@ -145,13 +152,27 @@ class Maps:
             made,
             rebind=blocks,
             counted=frozenset({queries, keys} if is_causal(self.eqn) else ()),
+            causal=self._causal(queries, keys) if is_causal(self.eqn) else None,
             unsharded=frozenset({keys}),
             combine=combine,
             reason="loops put parts of the keys together, and no communication",
         )
 
+    def _causal(self, queries: int, keys: int) -> Causal:
+        window = self.eqn.params["sliding_window_length"] or None
+        return Causal(queries=queries, keys=keys, window=window)
+
     def _in_layout(self, dims: Dims) -> Dims:
         return dims if heads_first(self.eqn) else _swapped(dims)
+
+
+def _positions(place: Place, dim: FactorDim | None, size: int) -> np.ndarray:
+    """The positions in a sequence that are worked on at a place that is known."""
+    if dim is None:
+        return np.arange(size)
+    starts, here = place.starts(dim.factor), place.size(dim.factor)
+    local = np.arange(here // len(starts))
+    return np.concatenate([start + local for start in starts])
 
 
 def is_paged(eqn: JaxprEqn) -> bool:

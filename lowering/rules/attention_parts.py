@@ -37,6 +37,17 @@ def is_causal(eqn: JaxprEqn) -> bool:
     return eqn.params["mask_type"].name == "CAUSAL"
 
 
+def keys_seen(eqn: JaxprEqn, queries: np.ndarray, keys: np.ndarray) -> int:
+    """How many of the keys at some positions queries at others see, on the average."""
+    if "mask_type" not in eqn.params or not is_causal(eqn):
+        return len(keys)
+    ordered = np.sort(keys)
+    seen = np.searchsorted(ordered, queries, side="right")
+    if window := eqn.params.get("sliding_window_length"):
+        seen -= np.searchsorted(ordered, queries - window, side="right")
+    return int(np.ceil(np.mean(seen))) if len(queries) else 0
+
+
 @functools.cache
 def weighted(heads_first: bool) -> Combine:
     """How what was found in two parts of the keys, and the logarithms, become one."""
@@ -78,17 +89,7 @@ class Blocks:
         here = place.size(self.queries), place.size(self.keys)
         if not is_causal(eqn) or here == self.sizes:
             return bind(eqn, args)
-        rows, columns = (place.positions(f) for f in (self.queries, self.keys))
-        side = math.gcd(place.stretch(self.queries), place.stretch(self.keys))
-        if math.prod(size // side for size in here) > _MOST_BLOCKS:
-            return _masked(eqn, args, rows[:, None] - columns)
-        parts = [
-            self.row(
-                eqn, self.cut(args, self.queries, at, side), rows[at], columns, side
-            )
-            for at in range(0, here[0], side)
-        ]
-        outs = self.along(self.queries, parts)
+        outs = self.on_parts(eqn, args, place)
         if place.accumulator is not None:
             return outs  # which takes them as wide as they are
         dtypes = [aval_of(var).dtype for var in eqn.outvars]
@@ -104,16 +105,77 @@ class Blocks:
             for x, dim in zip(args, dims, strict=True)
         ]
 
-    def row(
-        self, eqn: JaxprEqn, args: Sequence[Any], first: Any, columns: Any, side: int
+    def on_parts(
+        self, eqn: JaxprEqn, args: Sequence[Any], place: Place
     ) -> Sequence[Any]:
-        """A row of blocks, from the position of its first query, and those of keys."""
+        """What the parts of queries and keys give, by where they stand in the whole."""
+        both = self.queries, self.keys
+        here, starts = tuple(map(place.size, both)), tuple(map(place.starts, both))
+        if self.sizes == tuple(size * place.zigzag for size in here):
+            return self.halves(eqn, args, here[0] // 2, starts[0][0] - starts[1][0])
+        stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
+        side = math.gcd(*stretches)
+        if math.prod(size // side for size in here) > _MOST_BLOCKS:
+            rows, columns = map(place.positions, both)
+            return _masked(eqn, args, rows[:, None] - columns)
+        rows, columns = (
+            [start + at for start in each for at in range(0, stretch, side)]
+            for each, stretch in zip(starts, stretches, strict=True)
+        )
+        parts = [
+            self.row(
+                eqn, self.cut(args, self.queries, n * side, side), row, columns, side
+            )
+            for n, row in enumerate(rows)
+        ]
+        return self.along(self.queries, parts)
+
+    def halves(
+        self, eqn: JaxprEqn, args: Sequence[Any], half: int, distance: Any
+    ) -> Sequence[Any]:
+        """What a device's queries find among a device's keys, both in zigzag order.
+
+        Among those of a device before it all queries see the early half, and of a later
+        one the late queries see all.  Its own stand in their order.
+        """
+
+        def late_queries(*args: Any) -> list[Any]:
+            queries = self.cut(args, self.queries, half, half)
+            return self.beside_nothing(self.queries, _unmasked(eqn, queries), last=True)
+
+        def early_keys(*args: Any) -> list[Any]:
+            keys = self.cut(args, self.keys, 0, half)
+            return self.beside_nothing(self.keys, _unmasked(eqn, keys), last=False)
+
+        branches = [late_queries, early_keys, lambda *args: bind(eqn, args)]
+        return lax.switch(_case(distance), branches, *args)
+
+    def beside_nothing(
+        self, factor: int, found: Sequence[Any], last: bool
+    ) -> list[Any]:
+        """The results of a half of a factor, with nothing for the other half."""
+        dims = [_dim_of(mapped, factor) for mapped in self.results]
+        pairs = zip(found, self.nothing_like(found), strict=True)
+        return [
+            x if dim is None else lax.concatenate([none, x] if last else [x, none], dim)
+            for dim, (x, none) in zip(dims, pairs, strict=True)
+        ]
+
+    def row(
+        self,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        row: Any,
+        columns: Sequence[Any],
+        side: int,
+    ) -> Sequence[Any]:
+        """A row of blocks, from where its queries begin, and where the keys do."""
         # Of two scalars XLA finds the difference of equal ones, and drops branches.
         blocks = [
             self.block(
-                eqn, self.cut(args, self.keys, at, side), first - columns[at], side
+                eqn, self.cut(args, self.keys, n * side, side), row - column, side
             )
-            for at in range(0, columns.size, side)
+            for n, column in enumerate(columns)
         ]
         return self.along(self.keys, blocks)
 
@@ -129,7 +191,7 @@ class Blocks:
             lambda *args: _unmasked(eqn, args),
             lambda *args: bind(eqn, args),
         ]
-        case = jnp.where(distance > 0, 1, jnp.where(distance == 0, 2, 0))
+        case = _case(distance)
         if window := eqn.params["sliding_window_length"]:
             local = np.arange(side)
             distances = distance + local[:, None] - local
@@ -139,8 +201,13 @@ class Blocks:
         return lax.switch(case, branches, *args)
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """What a hidden block gives: nothing is found, and the sum of a row is 0."""
-        found, *rest = jax.eval_shape(lambda *args: _unmasked(eqn, args), *args)
+        """What a hidden block gives."""
+        shapes = jax.eval_shape(lambda *args: _unmasked(eqn, args), *args)
+        return self.nothing_like(shapes)
+
+    def nothing_like(self, results: Sequence[Any]) -> list[Any]:
+        """What hidden keys give: nothing is found, and the sum of a row is 0."""
+        found, *rest = results
         fill = 0 if self.combine is None else -np.inf
         return [
             jnp.zeros(found.shape, found.dtype),
@@ -159,6 +226,11 @@ class Blocks:
             _sum(values) if dim is None else lax.concatenate(values, dim)
             for dim, values in each
         ]
+
+
+def _case(distance: Any) -> Any:
+    """0 where queries stand before keys, 1 behind them, and 2 at the same place."""
+    return jnp.where(distance > 0, 1, jnp.where(distance == 0, 2, 0))
 
 
 def _dim_of(dims: Dims, factor: int) -> int | None:

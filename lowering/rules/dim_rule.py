@@ -106,8 +106,16 @@ class Place(Protocol):
         """Where the steps of `factor` here stand in the whole: int32, one a step."""
         ...
 
-    def stretch(self, factor: int) -> int:
-        """How many steps stand together: stretches begin at multiples of that."""
+    def starts(self, factor: int) -> Sequence[Any]:
+        """Where the stretches begin that the steps of `factor` here are in the whole.
+
+        They have one size, and begin at multiples of it: ints, or traced scalars.
+        """
+        ...
+
+    @property
+    def zigzag(self) -> int:
+        """Over how many devices counted factors stand in zigzag order, or 1."""
         ...
 
     @property
@@ -137,6 +145,18 @@ def bind_same(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
     return bind(eqn, args)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Causal:
+    """The factors of queries and keys: each query sees keys up to its own position.
+
+    With a `window` it sees no more than so many, its own the last of them.
+    """
+
+    queries: int
+    keys: int
+    window: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DimRule:
     """The factors of one equation.
@@ -147,7 +167,8 @@ class DimRule:
     names.  `counted` are the factors whose positions in the whole it asks for,
     `picked` those of which indices pick single steps, `updates` those along which
     updates of one value are reduced, and `unsharded` those that loops cut and no mesh
-    axis.  `combine` makes one of two parts' results by "softmax".
+    axis.  `causal` says which factors are those of queries and of keys that not all
+    queries see.  `combine` makes one of two parts' results by "softmax".
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
     that multiplies matrices inside: what its work comes to, as batch, m, n and k.
@@ -164,6 +185,7 @@ class DimRule:
     picked: frozenset[int] = frozenset()
     updates: frozenset[int] = frozenset()
     unsharded: frozenset[int] = frozenset()
+    causal: Causal | None = None
     combine: Combine | None = None
     opaque: bool = False
     reason: str = ""

@@ -131,7 +131,7 @@ _SUMS = ("psum", "psum_invariant")
 class _Whole:
     """The place of the whole, as one shard of a larger array."""
 
-    accumulator = None
+    accumulator, zigzag = None, 1
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -142,8 +142,8 @@ class _Whole:
     def positions(self, factor: int) -> Any:
         raise NotImplementedError("no factor is counted")
 
-    def stretch(self, factor: int) -> int:
-        return self.sizes[factor]
+    def starts(self, factor: int) -> Sequence[Any]:
+        raise NotImplementedError("no factor is counted")
 
 
 def _works(eqn: JaxprEqn, made: DimRule) -> bool:

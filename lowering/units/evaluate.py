@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of, user_context
+from jhost.lowering.ir import zigzag
 from jhost.lowering.ir.statements import Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, axes_size, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
@@ -26,6 +27,7 @@ class ChunkAt:
     size: int
     extent: int
     groups: int = 1
+    grain: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +55,66 @@ class UnitPlace:
 
     def positions(self, factor: int) -> Any:
         """Where the steps of `factor` here stand in the whole."""
+        first, chunk = self._first(factor), self._chunk(factor)
+        if chunk is None:
+            steps = first + lax.iota(np.int32, self._local(factor))
+            return self._position(factor, steps)
+        unit = self._unit(factor, chunk)
+        # A row for each group, which stand the same distance apart.
+        shape = chunk.groups, chunk.size * unit
+        group = lax.broadcasted_iota(np.int32, shape, 0)
+        step = lax.broadcasted_iota(np.int32, shape, 1)
+        steps = lax.reshape(group * (chunk.extent * unit) + step, (self.size(factor),))
+        return self._position(factor, first + steps)
+
+    def starts(self, factor: int) -> Sequence[Any]:
+        """Where the stretches begin that the steps of `factor` here make."""
+        first, chunk = self._first(factor), self._chunk(factor)
+        size = stretch = self._local(factor)
+        groups, apart = 1, 0
+        if chunk is not None:
+            unit = self._unit(factor, chunk)
+            size, stretch = chunk.size * unit, chunk.grain * unit
+            groups, apart = chunk.groups, chunk.extent * unit
+        if self._is_zigzag(factor):
+            parts = 2 * self.unit_eqn.zigzag
+            stretch = math.gcd(stretch, self.unit_eqn.rule.sizes[factor] // parts)
+        return [
+            self._position(factor, first + group * apart + step)
+            for group in range(groups)
+            for step in range(0, size, stretch)
+        ]
+
+    @property
+    def zigzag(self) -> int:
+        """Over how many devices counted factors stand in zigzag order, or 1."""
+        return self.unit_eqn.zigzag
+
+    @property
+    def accumulator(self) -> np.dtype | None:
+        """The dtype wanted of a sum that goes on in an accumulator."""
+        return next(filter(None, self.unit_eqn.accumulators), None)
+
+    def _first(self, factor: int) -> Any:
+        """The first step of `factor` here: of this device's, or of the chunk's."""
         first: Any = 0
         for axis in self.unit_eqn.axes[factor]:
             first = first * self.site.mesh[axis] + self.site.rank(axis)
         first = first * self._local(factor)
         chunk = self._chunk(factor)
         if chunk is None:
-            return first + lax.iota(np.int32, self._local(factor))
-        unit = self._unit(factor, chunk)
-        # A row for each group, which stand the same distance apart.
-        shape = chunk.groups, chunk.size * unit
-        group = lax.broadcasted_iota(np.int32, shape, 0)
-        step = lax.broadcasted_iota(np.int32, shape, 1)
-        positions = group * (chunk.extent * unit) + step
-        return first + chunk.start * unit + lax.reshape(positions, (self.size(factor),))
+            return first
+        return first + chunk.start * self._unit(factor, chunk)
 
-    def stretch(self, factor: int) -> int:
-        """How many steps stand together: stretches begin at multiples of that."""
-        chunk = self._chunk(factor)
-        if chunk is None:
-            return self._local(factor)
-        return math.gcd(chunk.size, chunk.extent) * self._unit(factor, chunk)
+    def _position(self, factor: int, step: Any) -> Any:
+        """Where a step stands in the whole, of which devices have parts in order."""
+        if not self._is_zigzag(factor):
+            return step
+        size, devices = self.unit_eqn.rule.sizes[factor], self.unit_eqn.zigzag
+        return zigzag.position(step, size, devices)
 
-    @property
-    def accumulator(self) -> np.dtype | None:
-        """The dtype wanted of a sum that goes on in an accumulator."""
-        return next(filter(None, self.unit_eqn.accumulators), None)
+    def _is_zigzag(self, factor: int) -> bool:
+        return self.unit_eqn.zigzag > 1 and factor in self.unit_eqn.rule.counted
 
     def _chunk(self, factor: int) -> ChunkAt | None:
         return self.site.chunk if factor == self.unit_eqn.stream else None

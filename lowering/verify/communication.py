@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.layout import swapped
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.statements import (
@@ -77,7 +78,23 @@ def _check_fields(state: State, stmt: Communicate) -> None:
         if not 0 <= root < devices:
             state.fail(f"a root below {devices}", f"{root}", "the root is a device")
     if stmt.shift is not None:
-        state.static(stmt.shift, "shift")
+        _check_targets(state, stmt.axes, stmt.shift)
+
+
+def _check_targets(state: State, axes: Sequence[str], shift: Index) -> None:
+    targets = state.ranks.targets(axes, state.value(shift))
+    if (targets != targets[:, :1]).any():
+        state.fail(
+            f"a shift of positions along {', '.join(axes)}",
+            f"{shift}",
+            "a permute is the same wherever else on the mesh its devices are",
+        )
+    if len(set(targets[:, 0])) < len(targets):
+        state.fail(
+            "a permutation of devices",
+            f"{shift}, by which they send to {targets[:, 0].tolist()}",
+            "in a permute each device sends to one that no other sends to",
+        )
 
 
 def _check_axes(state: State, axes: Sequence[str]) -> None:

@@ -189,6 +189,11 @@ def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:
             f"{state.place()}expected a part of [0 : {chunk.extent}], got "
             f"[{chunk.start} : +{size}]: a chunk lies inside its loop's extent"
         )
+    if (start % chunk.grain).any() or size % chunk.grain:
+        raise errors.IndexRangeError(
+            f"{state.place()}expected multiples of {chunk.grain}, got [{chunk.start} : "
+            f"+{size}]: a chunk starts and ends at multiples of its grain"
+        )
     return ChunkAt(start=0, size=size, extent=chunk.extent, groups=chunk.groups)
 
 

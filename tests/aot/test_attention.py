@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,22 +79,29 @@ def test_kernels_of_devices_and_chunks(
         assert kernels(text, name) == [part] * chunks
 
 
-@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_keys_go_around_beside_kernels(h200s: MakeH200s, causal: bool) -> None:
-    """Each way what comes at a step is under way beside a kernel of another."""
+def ring(
+    mesh: Any, tokens: int, causal: bool
+) -> tuple[Callable[..., jax.Array], list[tuple[int, ...]], P]:
+    """Attention whose keys go around, the shapes that it takes, and their layout."""
+    rows = P(None, "tp")
 
-    def ring(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k = jhost.stream(k, 1)
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=causal, implementation="cudnn"
         )
 
-    rows, tokens = P(None, "tp"), 4 * SEQUENCE
-    shapes = [(1, tokens, heads, SIZE) for heads in (HEADS, SHARED, SHARED)]
-    mesh = h200s({"tp": 4})
     settings: dict[str, Any] = {"in_shardings": rows, "out_shardings": rows}
-    hosted = jhost.jit(ring, mesh=mesh, pipeline="p2p", **settings)
+    hosted = jhost.jit(attend, mesh=mesh, pipeline="p2p", **settings)
+    return hosted, [(1, tokens, heads, SIZE) for heads in (HEADS, SHARED, SHARED)], rows
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_keys_go_around_beside_kernels(h200s: MakeH200s, causal: bool) -> None:
+    """Each way what comes at a step is under way beside a kernel of another."""
+    mesh = h200s({"tp": 4})
+    hosted, shapes, rows = ring(mesh, 4 * SEQUENCE, causal)
     *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
 
     schedule = parse_schedule(text)
@@ -105,3 +113,22 @@ def test_keys_go_around_beside_kernels(h200s: MakeH200s, causal: bool) -> None:
     count = 1 + 3 * (2 if causal else 1)
     for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert kernels(text, name) == [part] * count
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+def test_long_causal_sequences_are_in_zigzag_order(h200s: MakeH200s) -> None:
+    """A step's kernel is of late queries, or of early keys, or a device's own."""
+    mesh, part = h200s({"tp": 4}), 8 * SEQUENCE
+    hosted, shapes, rows = ring(mesh, 4 * part, causal=True)
+    *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
+
+    schedule = parse_schedule(text)
+    moved = [c.bytes for c in schedule.communications]
+    keys = 2 * part * SHARED * SIZE
+    assert moved.count(keys) >= 18  # of keys and values both ways, and their gradients
+    beside = [c for c in schedule.communications if c.bytes == keys and c.matmuls]
+    assert len(beside) == 18, schedule
+    late, whole = (f"bf16[1,{n},{HEADS},{SIZE}]" for n in (part // 2, part))
+    for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        found = kernels(text, name)
+        assert (found.count(late), found.count(whole)) == (3, 7), found

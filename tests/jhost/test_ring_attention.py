@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
@@ -108,11 +108,13 @@ def test_statements_say_how_parts_are_combined() -> None:
     *args, _ = operands(32)
     lines = f.lower(*args).as_text("host_ir").splitlines()
     own, others = (line.strip() for line in lines if "softmax=" in line)
-    kernel = "result_sum, v_2 softmax= dot_product_attention_fwd_wrapper"
+    kernel = "result_zigzag_sum, v_2_zigzag softmax= dot_product_attention_fwd_wrapper"
     assert own.startswith(kernel)
-    assert own.endswith("at rank(sp) * 8 of 32")
+    assert own.endswith("at rank(sp) * 8 of 32 in zigzag order over 4")
     assert others.startswith(kernel)
-    assert others.endswith("at (rank(sp) + i + 1) mod 4 * 8 of 32")
+    assert others.endswith(
+        "at (rank(sp) + i + 1) mod 4 * 8 of 32 in zigzag order over 4"
+    )
 
 
 def test_without_a_loop_keys_are_gathered_and_queries_stay() -> None:
@@ -170,6 +172,33 @@ def test_in_a_scan_over_layers(again: bool) -> None:
     assert jhost.explain(f, x, w).loops == 1
 
 
+def test_a_scan_stacks_parts_of_the_keys() -> None:
+    """Those that the forward leaves for the backward, in one program."""
+    attend = attention(is_causal=True)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        q, k = jnp.split((x @ w).reshape(*x.shape[:2], -1, SIZE), [4], axis=2)
+        return x + attend(q, k, k).reshape(x.shape), None
+
+    def gradients(x: jax.Array, w: jax.Array) -> Any:
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    keys = jax.random.split(jax.random.key(1), 2)
+    x = jax.random.normal(keys[0], (2, 16, 4 * SIZE), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (3, 4 * SIZE, 5 * SIZE), jnp.bfloat16) / 8
+    f = ring(gradients, ins=(ROWS, P()), outs=(ROWS, P()))
+    found, wanted = f(x, w), gradients(x, w)
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(each, np.float32) for each in (one, other))
+        np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
+    text = f.lower(x, w).as_text("host_ir")
+    assert "bf16[3, 2, 4@sp, 1, 8]" in text
+    assert "bf16[3, 2, 16, 1, 8]" not in text
+
+
 def test_batched_and_its_gradient() -> None:
     plain, args = attention(is_causal=True), operands(16)
     stacked = [jnp.stack([x, x / 2]) for x in args]
@@ -180,7 +209,8 @@ def test_batched_and_its_gradient() -> None:
 @given(data=st.data())
 def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([1, 2, 4]))
-    each = 2 * data.draw(st.integers(1, 2))  # as the kernel wants them
+    each = data.draw(st.integers(1, 4))  # in zigzag order, if they have two halves
+    assume(devices * each % 2 == 0)  # as the kernel wants them
     pieces = data.draw(st.integers(1, each))
     how = MASKS[data.draw(st.sampled_from(sorted(MASKS)))]
     dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))
@@ -201,3 +231,42 @@ def test_keys_are_not_kept_whole_for_the_backward() -> None:
     assert text.count("shift=3 - i") == 4  # keys and values, for either way
     whole = f"bf16[{BATCH}, 16~s0, {SHARED}, {SIZE}]"
     assert whole not in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (16, "in zigzag order, so each device has 1/4 of the work"),
+        (
+            12,
+            "in order of position, so the last device has 7/16 of the work: a device's",
+        ),
+    ],
+)
+def test_each_device_has_as_much_to_do_where_its_part_has_halves(
+    tokens: int, said: str
+) -> None:
+    plain, args = attention(is_causal=True), operands(tokens)
+    f = ring(plain)
+    assert_as_plain(f, plain, *args)
+    notes = [str(note) for note in jhost.explain(f, *args[:3]).notes]
+    assert any(said in note for note in notes), notes
+
+
+def test_parts_of_keys_may_end_where_those_of_queries_do_not() -> None:
+    """Queries are whole, and of the 10 keys of a device pieces have 4, 4 and 2."""
+    plain, args = attention(is_causal=True), operands(20)
+    batches = P("sp"), ROWS, ROWS
+    f = ring(plain, {"sp": 2}, batches, P("sp"), chunks=6)
+    chex.assert_trees_all_close(f(*args[:3]), plain(*args[:3]), atol=2e-2)
+
+
+@pytest.mark.parametrize(("window", "steps"), [(1, 1), (9, 1), (10, 2), (64, 3)])
+def test_a_window_reaches_the_nearest_devices_alone(window: int, steps: int) -> None:
+    """Each device has 8 keys, of which those before a query's own count the window."""
+    plain = attention(is_causal=True, local_window_size=(window - 1, 0))
+    f, args = ring(plain), operands(32)
+    chex.assert_trees_all_close(f(*args[:3]), plain(*args[:3]), atol=2e-2)
+    keys = jhost.explain(f, *args[:3]).communications[0]
+    assert (keys.kind, keys.value) == ("CollectivePermute", "k")
+    assert keys.bytes == steps * args[1].nbytes // 4

@@ -105,6 +105,7 @@ class _Part:
 
     parts: tuple[tuple[int, int], ...]
     accumulator: np.dtype | None = None
+    zigzag: int = 1
 
     def size(self, factor: int) -> int:
         return self.parts[factor][1]
@@ -113,8 +114,9 @@ class _Part:
         start, size = self.parts[factor]
         return jnp.arange(start, start + size, dtype=jnp.int32)
 
-    def stretch(self, factor: int) -> int:
-        return math.gcd(*self.parts[factor])
+    def starts(self, factor: int) -> list[Any]:
+        start, size = self.parts[factor]
+        return [*range(start, start + size, math.gcd(start, size) or 1)]
 
 
 @dataclasses.dataclass(frozen=True)

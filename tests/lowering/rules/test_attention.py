@@ -174,7 +174,7 @@ def test_the_largest_magnitudes_are_of_all_parts(
 class _Part:
     """A half of each factor that is named, and the others whole."""
 
-    accumulator = None
+    accumulator, zigzag = None, 1
 
     def __init__(self, rule: DimRule, cut: set[int]) -> None:
         self.sizes = [
@@ -188,8 +188,8 @@ class _Part:
     def positions(self, factor: int) -> Any:
         return jnp.arange(self.sizes[factor])
 
-    def stretch(self, factor: int) -> int:
-        return self.sizes[factor]
+    def starts(self, factor: int) -> list[Any]:
+        return [0]
 
 
 def assert_shapes_of_parts(eqn: JaxprEqn) -> None:

@@ -63,6 +63,7 @@ class _Tail:
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
     accumulator: np.dtype | None = None
+    zigzag: int = 1
 
     def size(self, factor: int) -> int:
         return self.steps[factor]
@@ -71,8 +72,8 @@ class _Tail:
         start = self.sizes[factor] - self.steps[factor]
         return start + jnp.arange(self.steps[factor], dtype=jnp.int32)
 
-    def stretch(self, factor: int) -> int:
-        return self.steps[factor]
+    def starts(self, factor: int) -> list[Any]:
+        return [self.sizes[factor] - self.steps[factor]]
 
 
 @pytest.mark.parametrize(

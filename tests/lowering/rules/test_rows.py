@@ -258,7 +258,7 @@ def test_what_is_promised_of_indices_holds_for_parts_of_them() -> None:
 
     def params(**sizes: int) -> Any:
         class Part:
-            accumulator = None
+            accumulator, zigzag = None, 1
 
             def size(self, factor: int) -> int:
                 return sizes.get(f"f{factor}", rule.sizes[factor])
@@ -266,8 +266,8 @@ def test_what_is_promised_of_indices_holds_for_parts_of_them() -> None:
             def positions(self, factor: int) -> Any:
                 return jnp.arange(self.size(factor))
 
-            def stretch(self, factor: int) -> int:
-                return self.size(factor)
+            def starts(self, factor: int) -> list[Any]:
+                return [0]
 
         args = _table(), np.array([[1], [3], [4], [5]]), _table(4)
         made = jax.make_jaxpr(lambda *args: rule.rebind(eqn, args, Part()))(*args)

@@ -40,6 +40,7 @@ class _Half:
     sizes: tuple[int, ...]
     start: Callable[[int], Any] = int
     accumulator: np.dtype | None = None
+    zigzag: int = 1
 
     def size(self, factor: int) -> int:
         return self.sizes[factor] // 2
@@ -48,8 +49,8 @@ class _Half:
         half = self.sizes[factor] // 2
         return self.start(half) + jnp.arange(half, dtype=jnp.int32)
 
-    def stretch(self, factor: int) -> int:
-        return self.size(factor)
+    def starts(self, factor: int) -> list[Any]:
+        return [self.start(self.size(factor))]
 
 
 # --- Accumulators -------------------------------------------------------------- #

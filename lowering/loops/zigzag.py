@@ -1,0 +1,223 @@
+"""Causal attention in a p2p pipeline, with as much to do for every device.
+
+In order of position the queries of the last device see all keys, and those of the first
+only its own.  So the loop is about sequences in zigzag order (`ir/zigzag.py`): what
+follows them is exchanged before it, and what it makes of them is where that is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from jhost._text import counted
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.remarks import Note
+from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.zigzag import exchanges
+from jhost.lowering.loops.causal import causal_of, rule_of
+from jhost.lowering.loops.chunk import Work
+from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.rules.dim_rule import Dims, axes_size
+
+
+class ZigzagLoop(P2PLoop):
+    """A p2p loop between exchanges along the `dims` of what it reads and makes.
+
+    `ordered` has, by name, what is there in zigzag order already, and then this too.
+    """
+
+    def __init__(
+        self, work: Work, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
+    ) -> None:
+        self.exchanges: list[tuple[ir.Buffer, int]] = []
+        for buffer in _touched(work):
+            if buffer.name in dims and buffer.name not in ordered:
+                name = work.names.fresh(f"{buffer.name}_zigzag")
+                ordered[buffer.name] = dataclasses.replace(buffer, name=name)
+                self.exchanges.append((buffer, dims[buffer.name]))
+        self.ordered = ordered
+        self.made = {buffer.name for node in work.nodes for buffer in node.writes}
+        super().__init__(_reordered(work, {name: ordered[name] for name in dims}))
+
+    def statements(self) -> list[ir.Stmt]:
+        return [
+            *(
+                stmt
+                for buffer, dim in self.exchanges
+                if buffer.name not in self.made
+                for stmt in self.exchange(buffer, dim, back=False)
+            ),
+            *super().statements(),
+        ]
+
+    def exchanged_back(self) -> dict[str, list[ir.Stmt]]:
+        """What brings results into order of position, for those who read them so."""
+        return {
+            buffer.name: [*self.exchange(buffer, dim, back=True)]
+            for buffer, dim in self.exchanges
+            if buffer.name in self.made
+        }
+
+    def exchange(self, buffer: ir.Buffer, dim: int, back: bool) -> Iterator[ir.Stmt]:
+        """A value's halves from order of position to zigzag order, or `back`."""
+        ordered = self.ordered[buffer.name]
+        size = buffer.shape[dim] // 2
+        waits: list[ir.Stmt] = []
+        yield ir.Allocate(buffer=buffer if back else ordered)
+        for each in exchanges(self.rank, self.devices):
+            half = self.part(buffer, dim, size, Constant(each.half))
+            slot = self.part(ordered, dim, size, each.slot)
+            yield from (half, slot)
+            ends = (slot, half) if back else (half, slot)
+            name = self.work.names.fresh("c")
+            yield ir.Communicate(
+                name=name,
+                kind="CollectivePermute",
+                source=ends[0].out,
+                out=ends[1].out,
+                axes=self.axes,
+                shift=(each.source if back else each.target) - self.rank,
+            )
+            waits.append(ir.Wait(communication=name))
+        yield from waits
+
+    def part(self, whole: ir.Buffer, dim: int, size: int, number: Index) -> ir.Select:
+        """An alias of a half."""
+        shape = list(whole.shape)
+        shape[dim] = size
+        name = self.work.names.fresh(f"{whole.name}_half")
+        half = dataclasses.replace(whole, name=name, shape=tuple(shape))
+        return ir.Select(
+            out=half, source=whole, dim=dim, index=number * size, size=Constant(size)
+        )
+
+
+def _touched(work: Work) -> Iterator[ir.Buffer]:
+    """Each buffer that the nodes read or write, once."""
+    every = (b for node in work.nodes for b in (*node.reads, *node.writes))
+    yield from {buffer.name: buffer for buffer in every}.values()
+
+
+def _reordered(work: Work, ordered: Mapping[str, ir.Buffer]) -> Work:
+    """The work on buffers in zigzag order instead."""
+    devices = axes_size(work.choice.axes, work.mesh)
+    new = {id(node): _node_on(node, ordered, devices) for node in work.nodes}
+    parts = {id(new[id(node)]): work.part(node) for node in work.nodes}
+    readers = {
+        name: [id(new[reader]) if reader in new else reader for reader in found]
+        for name, found in work.readers.items()
+    }
+    readers |= {buffer.name: [0] for buffer in ordered.values()}
+    return dataclasses.replace(
+        work, nodes=tuple(new.values()), parts=parts, readers=readers
+    )
+
+
+def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node:
+    first, *rest = (replace_buffers(stmt, ordered) for stmt in node.stmts)
+    if isinstance(first, ir.Compute):
+        (unit_eqn,) = first.unit.eqns
+        if unit_eqn.rule.causal is not None:
+            unit_eqn = dataclasses.replace(unit_eqn, zigzag=devices)
+        unit = dataclasses.replace(first.unit, eqns=(unit_eqn,))
+        first = dataclasses.replace(first, unit=unit)
+    reads, writes = (
+        tuple(ordered.get(buffer.name, buffer) for buffer in buffers)
+        for buffers in (node.reads, node.writes)
+    )
+    return dataclasses.replace(node, stmts=(first, *rest), reads=reads, writes=writes)
+
+
+# --- Which loops, and what they exchange -------------------------------------------- #
+
+
+def is_causal(work: Work) -> bool:
+    """Whether queries, sharded as keys are, see all of those up to their positions."""
+    return any(_is_triangular(node, work) for node in work.nodes)
+
+
+def _is_triangular(node: Node, work: Work) -> bool:
+    seen = causal_of(node, work)
+    return seen is not None and seen.window is None
+
+
+def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
+    """What is said of a causal loop that exchanges some dims, or none for a reason."""
+    values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
+    devices = axes_size(work.choice.axes, work.mesh)
+    if isinstance(dims, str):
+        text = f"position, so the last device has {2 * devices - 1}/{devices**2}"
+        return Note(form=f"{{}}: in order of {text} of the work: {dims}", values=values)
+    text = f"in zigzag order, so each device has 1/{devices} of the work"
+    return Note(form=f"{{}}: {text}", values=values)
+
+
+def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
+    """The dims of what a causal loop reads and makes that are exchanged.
+
+    Or the reason why it has to be about sequences in order of position.
+    """
+    if not work.choice.zigzag:
+        return "exchanges are predicted to take longer than they save"
+    if work.extent % 2:
+        return f"a device's {counted(work.extent, 'position')} have no two halves"
+    made = {buffer.name for node in work.nodes for buffer in node.writes}
+    for node in work.nodes:
+        if reason := _reason(node, work, made):
+            return reason
+    used: dict[str, set[int | None]] = {}
+    for node in work.nodes:
+        for name, dim in _uses(node, work):
+            used.setdefault(name, set()).add(dim)
+    mixed = [name for name, dims in used.items() if len(dims) > 1]
+    if mixed:
+        return f"{mixed[0]} is read in several ways"
+    dims = {name: dim for name, (dim,) in used.items()}
+    return {name: dim for name, dim in dims.items() if dim is not None}
+
+
+def _reason(node: Node, work: Work, made: set[str]) -> str:
+    """Why a node cannot work on sequences in another order, if it cannot."""
+    part, rule = work.part(node), rule_of(node)
+    counts = rule is not None and part.factor in rule.counted
+    if counts and not _is_triangular(node, work):
+        return "positions are counted in the loop"
+    moves = isinstance(node.stmt, ir.Communicate) and node.stmt.kind != "AllToAll"
+    comes = moves and part.growth > 1
+    goes = moves and part.growth < 1
+    if not comes and any(node.reads[i].name not in made for i in part.reads):
+        return "the loop takes parts of other values"
+    if not goes and any(work.leaves(node.writes[i]) for i in part.writes):
+        return "what the loop makes part by part is used after it"
+    return ""
+
+
+def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
+    """What a node has from before the loop, or makes for after it, and which dim."""
+    part, stmt = work.part(node), node.stmt
+    if isinstance(stmt, ir.Communicate):
+        if part.growth > 1:
+            yield stmt.source.name, stmt.dim
+        elif part.growth < 1:
+            yield stmt.out.name, stmt.dim
+        return
+    rule = rule_of(node)
+    queries = None if rule is None or rule.causal is None else rule.causal.queries
+    if not isinstance(stmt, ir.Compute) or rule is None:
+        return
+    for buffers, maps, cut in (
+        (node.reads, operand_maps(stmt), part.reads),
+        (node.writes, rule.results, part.writes),
+    ):
+        for i, (buffer, dims) in enumerate(zip(buffers, maps, strict=True)):
+            if i not in cut:
+                yield buffer.name, _dim_of(dims, queries)
+
+
+def _dim_of(dims: Dims, factor: int | None) -> int | None:
+    found = [n for n, dim in enumerate(dims) if dim and dim.factor == factor]
+    return found[0] if found else None
