@@ -373,6 +373,12 @@ def test_a_chunk_lies_inside_its_extent() -> None:
         verify(given(loop(3, compute(jnp.sin, (X,), (Y,), chunk=chunk))))
 
 
+def test_a_chunk_starts_and_ends_at_multiples_of_its_grain() -> None:
+    chunk = Chunk(start=I * 2, size=as_index(2), extent=8, grain=4)
+    with pytest.raises(IndexRangeError, match="at multiples of its grain"):
+        verify(given(loop(3, compute(jnp.sin, (X,), (Y,), chunk=chunk))))
+
+
 def test_an_accumulator_exists() -> None:
     refuses("defined before", compute(jnp.sin, (X,), (Y,), reducer="sum"))
 
@@ -386,6 +392,13 @@ GATHER = communicate("AllGather", Y, PART, dim=0)
 def communicates(fragment: str, *body: Stmt) -> None:
     with pytest.raises(VerifyError, match=fragment):
         verify(given(*body, params=(X, PART)))
+
+
+def test_a_permute_sends_each_device_something() -> None:
+    twice_their_rank = communicate("CollectivePermute", Y, X, shift=TP)
+    refuses(r"a permutation of devices, got rank\(tp\)", twice_their_rank)
+    by_another_axis = communicate("CollectivePermute", Y, X, shift=Rank("dp"))
+    refuses("the same wherever else on the mesh", by_another_axis)
 
 
 def test_a_communication_is_waited_for() -> None:
