@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jhost import errors
 from jhost.nnx._dispatch import dispatch, on_their_devices
@@ -148,8 +149,7 @@ class MoE(nnx.Module):
         given = (x, self.gate, self.up, self.down)
         values: Any = tuple(None if v is None else v[...] for v in given)
         x, *kernels = promote_dtype(values, dtype=self.dtype)
-        mesh = jax.sharding.get_abstract_mesh()
-        mesh = self.mesh if mesh.empty else mesh
+        mesh = self._mesh()
         if mesh.shape.get(self.mesh_axis, 1) == 1:
             return self._apply(x, chosen, weights, kernels)
         spec = self._spec(x.shape, mesh.shape)
@@ -217,6 +217,20 @@ class MoE(nnx.Module):
             work = on_their_devices(experts, axis, most)
         done = dispatch(tokens, chosen, weights, self.num_experts, work)
         return done.reshape(x.shape)
+
+    def _mesh(self) -> Any:
+        """That of the call, or under which the layer was made.
+
+        With devices, if they are known: a jit that closes over the layer asks for them.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty:
+            return mesh
+        kernel = self.up[...]
+        known = None if isinstance(kernel, Tracer) else kernel.sharding
+        if isinstance(known, NamedSharding) and known.mesh.abstract_mesh == self.mesh:
+            return known.mesh
+        return self.mesh
 
     def _spec(self, shape: Sequence[int], mesh: Any) -> P:
         """Of the tokens; refused where the axes do not divide them."""

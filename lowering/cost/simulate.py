@@ -80,17 +80,26 @@ def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
     But for those that are `leaving`.
 
     XLA issues a transfer as soon as what it waits for has been issued, before any
-    other computation.
+    other computation, and what is cut out for it likewise; what puts what came in its
+    place, where that is read, or at the end.
     """
     clock = _Clock(tasks)
-    waiting = [n for n, task in enumerate(tasks) if task.transfer and not task.alone]
+    early = [_beside(task) or task.copy == "cut" for task in tasks]
+    waiting = [number for number, soon in enumerate(early) if soon]
     for number, task in enumerate(tasks):
         waiting = clock.issue_ready(waiting)
-        if not task.transfer or task.alone:
+        if not early[number] and task.copy != "put":
             clock.issue(number)
     clock.issue_ready(waiting)
+    for number in range(len(tasks)):
+        clock.issue(number)
     ends = (end for number, end in clock.ends.items() if number not in leaving)
     return max(ends, default=0.0)
+
+
+def _beside(task: Task) -> bool:
+    """Whether it is a transfer that runs beside computations."""
+    return task.transfer and not task.alone
 
 
 class _Clock:
@@ -109,19 +118,30 @@ class _Clock:
         """Issue those that wait for nothing unissued; the others are returned."""
         left: list[int] = []
         for number in transfers:
-            if self.tasks[number].after <= self.ends.keys():
+            if all(map(self.can_end, self.tasks[number].after)):
                 self.issue(number)
             else:
                 left.append(number)
         return left
 
-    def issue(self, number: int) -> None:
+    def can_end(self, number: int) -> bool:
+        """Whether it was issued, or puts in place what was."""
         task = self.tasks[number]
+        return number in self.ends or (
+            task.copy == "put" and all(map(self.can_end, task.after))
+        )
+
+    def issue(self, number: int) -> None:
+        if number in self.ends:
+            return
+        task = self.tasks[number]
+        for before in sorted(task.after):
+            self.issue(before)
         ready = max((self.ends[before] for before in task.after), default=0.0)
         if not task.seconds:  # another name for what is there
             self.ends[number] = ready
             return
-        beside = task.transfer and not task.alone
+        beside = _beside(task)
         moving = self.moving[task.network]
         free = moving if beside else self.computing
         free = max(free, moving) if task.alone else free

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jhost.lowering.cost.kernels import (
     Kernel,
@@ -44,8 +44,9 @@ class Task:
 
     `seconds` on the device and `host` on its launching thread; `delay` and `meet` are a
     link's, as is whether it goes over the `network`.  `alone`: a transfer beside which
-    nothing computes; `between`: one between processes.  `inside` is what the bodies of
-    control flow come to.
+    nothing computes; `between`: one between processes.  A `copy` either cuts a part out
+    of an array for others, as soon as it can, or puts one in place, when the array is
+    read.  `inside` is what the bodies of control flow come to.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Task:
     network: bool = False
     between: bool = False
     alone: bool = False
+    copy: Literal["cut", "put"] | None = None
     inside: Prediction | None = None
 
 
@@ -123,7 +125,9 @@ class _Unrolled(Machine):
                     key = (stmt.dim, evaluate(stmt.index, self.at))
                     self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
                 case ir.Set(out=out, source=source):
-                    self.hand_on(out, self.makers(source))
+                    made = self.cut(source, self.makers(source))
+                    self.hand_on(out, made)
+                    self.put(out, made)
                 case ir.Compute():
                     self.compute(stmt)
                 case ir.Communicate():
@@ -227,9 +231,10 @@ class _Unrolled(Machine):
         self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: ir.Communicate) -> None:
-        self.in_flight[stmt.name] = len(self.tasks)
-        after = self.chain() | self.makers(stmt.source)
+        after = self.cut(stmt.source, self.chain() | self.makers(stmt.source))
+        self.in_flight[stmt.name] = number = len(self.tasks)
         self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
+        self.put(stmt.out, frozenset({number}))
 
     def transfer(
         self,
@@ -302,6 +307,35 @@ class _Unrolled(Machine):
             alias = self.alias(buffer)
             if heavy and alias is not None and _by_rank(alias):
                 yield _copy(buffer)
+
+    def cut(self, source: ir.Buffer, after: frozenset[int]) -> frozenset[int]:
+        """The tasks that make `source`; with a copy, if it is a device's part."""
+        if not self.is_part_by_rank(source):
+            return after
+        self.add(self.copy("cut", source, after), [])
+        return frozenset({len(self.tasks) - 1})
+
+    def put(self, out: ir.Buffer, after: frozenset[int]) -> None:
+        """A copy of what those tasks brought, if its place is a device's part."""
+        if self.is_part_by_rank(out):
+            self.add(self.copy("put", out, after), [out])
+
+    def copy(
+        self, kind: Literal["cut", "put"], part: ir.Buffer, after: frozenset[int]
+    ) -> Task:
+        seconds, host = _copy(part).seconds(self.rates), self.rates.host
+        return Task(seconds=seconds, host=host, after=after, copy=kind)
+
+    def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
+        """Whether no transfer or copy reaches it in place.
+
+        Parts of an all-to-all's other dim, that is: those of the dim in chunks are in
+        the rates, which were fitted to what loops took that make and move them.
+        """
+        alias = self.alias(buffer)
+        if alias is None or alias.source.dims[alias.dim].stream:
+            return False
+        return _by_rank(alias)
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         """Which part of an array a buffer is, if it is one."""

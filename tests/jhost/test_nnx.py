@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost import errors
 from tests.jhost.derived import vjp
+from tests.jhost.quick_random import quick_key, rngs
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array
 
@@ -85,10 +86,6 @@ class PlainBlock(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def rngs() -> Any:
-    return nnx.Rngs(0)
-
-
 def made(mesh: Mesh, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A layer that knows the mesh."""
     with jax.set_mesh(mesh):
@@ -106,7 +103,8 @@ def integral(layer: Any) -> Any:
 
 
 def tokens(dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(9), (BATCH, SEQUENCE, FEATURES), dtype)
+    shape = BATCH, SEQUENCE, FEATURES
+    return jnp.asarray(np.random.default_rng(9).standard_normal(shape), dtype)
 
 
 def call(layer: Any, x: jax.Array) -> jax.Array:
@@ -305,7 +303,8 @@ def test_embedding_and_logits(sequence_parallel: bool, axes: str) -> None:
     )
     plain = made(mesh, nnx.Embed, 24, FEATURES)
     parallel, plain = integral(parallel), integral(plain)
-    words = jax.random.randint(jax.random.key(1), (BATCH, SEQUENCE), 0, 24)
+    drawn = np.random.default_rng(1).integers(0, 24, (BATCH, SEQUENCE), np.int32)
+    words = jnp.asarray(drawn)
 
     def logits(embed: Any, words: jax.Array) -> jax.Array:
         return embed.attend(embed(words))
@@ -412,7 +411,7 @@ def test_linen_layers_take_the_same_matmuls() -> None:
 
     plain = mlp(None, None)
     parallel = mlp(layers.ColumnParallelDot(), layers.RowParallelDot())
-    params = plain.init(jax.random.key(0), x)
+    params = plain.init(quick_key(), x)
     params = jax.tree.map(lambda p: array(*p.shape), params)
     f: Any = jhost.jit(
         parallel.apply, mesh=mesh, in_shardings=(None, P(None, "tp")), **HOW["p2p"]

@@ -18,6 +18,7 @@ import jhost
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.ir.program import Program
 from tests.jhost.derived import backward
+from tests.jhost.quick_random import quick_key, rngs
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import loops, work
 
@@ -46,9 +47,7 @@ def mesh() -> Mesh:
 
 def block_on(mesh: Mesh, **options: Any) -> Any:
     with jax.set_mesh(mesh):
-        return layers.TransformerBlock(
-            FEATURES, HEADS, HIDDEN, rngs=nnx.Rngs(0), **options
-        )
+        return layers.TransformerBlock(FEATURES, HEADS, HIDDEN, rngs=rngs(), **options)
 
 
 def call(block: Any, x: jax.Array) -> jax.Array:
@@ -56,7 +55,8 @@ def call(block: Any, x: jax.Array) -> jax.Array:
 
 
 def activations() -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (BATCH, SEQUENCE, FEATURES))
+    values = np.random.default_rng(1).standard_normal((BATCH, SEQUENCE, FEATURES))
+    return jnp.asarray(values, jnp.float32)
 
 
 def matmuls(program: Program) -> list[int]:
@@ -225,7 +225,7 @@ def losses(mesh: Mesh, loss: Callable[..., jax.Array]) -> list[float]:
         return value
 
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        model = Model(nnx.Rngs(0))
+        model = Model(rngs())
         optimizer = nnx.Optimizer(model, optax.adamw(3e-2), wrt=nnx.Param)
         return [float(step(model, optimizer, batch(n))) for n in range(STEPS)]
 
@@ -248,7 +248,7 @@ def test_blocks_in_a_scan(mesh: Mesh, how: str) -> None:
         return layers.TransformerBlock(FEATURES, HEADS, HIDDEN, rngs=rngs)
 
     with jax.set_mesh(mesh):
-        blocks = stacked(nnx.Rngs(0).fork(split=3))
+        blocks = stacked(rngs().fork(split=3))
     assert nnx.get_partition_spec(blocks.mlp.up.kernel).get_value() == P(
         None, None, "tp"
     )
@@ -290,6 +290,7 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
         **HOW["p2p"],
     )
     x = jnp.ones((2, 16, 32))
-    params = model.init(jax.random.key(0), x)
+    params = model.init(quick_key(), x)
     assert f.lower(params, x).explain().loops == 1
-    np.testing.assert_allclose(f(params, x), model.apply(params, x), rtol=1e-5)
+    wanted = model.apply(params, x)
+    np.testing.assert_allclose(f(params, x), wanted, rtol=1e-5, atol=1e-6)

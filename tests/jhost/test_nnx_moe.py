@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
+from tests.jhost.quick_random import quick_key, rngs
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import calls
 
@@ -38,7 +39,7 @@ TOKENS = 2, 8, 8
 
 def made(mesh: Mesh | None, *sizes: int, **options: Any) -> Any:
     """A layer, which knows the mesh if there is one."""
-    make = functools.partial(layers.MoE, *sizes, rngs=nnx.Rngs(0), **options)
+    make = functools.partial(layers.MoE, *sizes, rngs=rngs(), **options)
     if mesh is None:
         return make()
     with jax.set_mesh(mesh):
@@ -50,7 +51,8 @@ def spec_of(mesh: Mesh) -> P:
 
 
 def tokens(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(9), shape or TOKENS, dtype)
+    values = np.random.default_rng(9).standard_normal(shape or TOKENS)
+    return jnp.asarray(values, dtype)
 
 
 def call(layer: Any, x: jax.Array) -> jax.Array:
@@ -241,7 +243,7 @@ def test_layers_in_a_scan(scan: str) -> None:
     mesh = mesh_of(ep=4)
     with jax.set_mesh(mesh):
         make = nnx.vmap(lambda key: layers.MoE(8, 16, 8, rngs=nnx.Rngs(key)))
-        stacked = make(jax.random.split(jax.random.key(0), 3))
+        stacked = make(jax.random.split(quick_key(), 3))
 
     def step(x: jax.Array, layer: Any) -> Any:
         return x / 2 + layer(x), None
@@ -285,10 +287,24 @@ def test_gradients_of_gradients_by_tokens() -> None:
 
 def test_without_a_mesh_and_without_jit() -> None:
     layer, x = made(None, 8, 16, 8), tokens()
-    chex.assert_trees_all_close(layer(x), dense(layer, x), rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(layer(x[0, 0]), dense(layer, x[0, 0]), rtol=1e-5)
+    wanted = jax.jit(dense)(layer, x)
     there = made(mesh_of(ep=4), 8, 16, 8)
-    chex.assert_trees_all_close(there(x), dense(layer, x), rtol=1e-5, atol=1e-5)
+    for result in (layer(x), there(x)):
+        chex.assert_trees_all_close(result, wanted, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(layer(x[0, 0]), wanted[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_jit_without_a_mesh_closes_over_the_layer() -> None:
+    """It has the mesh of the kernels; of other devices JAX says what is wrong."""
+    mesh = mesh_of(ep=4)
+    layer, x = made(mesh, 8, 16, 8), tokens()
+    f: Any = jax.jit(jax.value_and_grad(lambda x: jnp.sum(layer(x))))
+    wanted = jax.jit(jax.value_and_grad(lambda x: jnp.sum(dense(layer, x))))(x)
+    there = jax.device_put(x, NamedSharding(mesh, P(None, "ep")))
+    for each in (x, there):
+        chex.assert_trees_all_close(f(each), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"incompatible devices.*argument x"):
+        f(jax.device_put(x, jax.devices()[0]))
 
 
 def test_on_a_mesh_with_explicit_axes() -> None:

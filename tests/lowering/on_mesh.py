@@ -51,7 +51,7 @@ def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     Compiled, and on four devices interpreted as well, unless a program was whose
     statements are the same but for their numbers: XLA takes long for such a one.
     """
-    wanted, lowered = fun(*args), jhost.jit(fun, **settings).lower(*args)
+    wanted, lowered = jax.jit(fun)(*args), jhost.jit(fun, **settings).lower(*args)
     results = [lowered.compile()(*args)]
     statements = re.sub(r"\d+", "n", str(lowered.host_ir))
     if settings["mesh"].size == 4 and statements not in _interpreted:

@@ -44,7 +44,7 @@ def check(
 
     Returns its Host IR.
     """
-    wanted = fun(*args)
+    wanted = jax.jit(fun)(*args)
     for f in (jhost.jit(fun, **settings), interpreted(fun, **settings)):
         given = f(*args)
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)

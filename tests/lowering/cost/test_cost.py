@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from jhost._text import seconds_text
 from jhost.lowering.cost.kernels import Kernel, kernels
 from jhost.lowering.cost.rates import Link, Rates, known_kinds, rates_of
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.statements import CommunicationKind, Compute
@@ -164,6 +166,29 @@ def test_parts_of_arrays_are_copied_for_matmuls() -> None:
     assert chunks.compute - whole.compute == pytest.approx(
         1e3 * (2 * 4 * 8 * 3 + operands)
     )
+
+
+def test_parts_of_an_all_to_all_are_cut_out_and_put_in_place() -> None:
+    """Each of four, the own one as well: 2 x 8 x 4 floats are read and written.
+
+    All are cut out before the first matmul; none is put before it has come, for which
+    no matmul waits.
+    """
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        there = jhost.shard(jhost.shard(x, P("tp")), P(None, "tp"))
+        y = jnp.einsum("gecm,emf->gecf", there, w)
+        return jhost.shard(jhost.stream(y, axis=0, pipeline="p2p"), P("tp"))
+
+    program = lowered(f, (8, 4, 8, 4), (4, 4, 4), tp=4)
+    part = 4 * 2 * 8 * 4
+    slow = dataclasses.replace(RATES, memory=1.0)
+    tasks = unrolled(program, slow, functools.partial(predict, rates=slow))
+    copies = Counter((task.copy, task.seconds) for task in tasks if task.copy)
+    assert copies == {("cut", 2 * part): 4, ("put", 2 * part): 4}
+    made = predict(program, slow)
+    assert made.communication == 6 * part
+    assert made.total == made.compute
 
 
 @given(
