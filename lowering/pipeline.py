@@ -21,6 +21,7 @@ from jhost.lowering.layouts.partial_carry import CarryPartialSums
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
+from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
@@ -87,6 +88,7 @@ def passes(
         StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
+        OrderBySteps(),
         Segment(),
         ReceiveEarly(),
     )

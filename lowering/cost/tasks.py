@@ -103,6 +103,7 @@ class _Unrolled(Machine):
         self.in_flight: dict[str, int] = {}
         self.depth = 0
         self.in_pieces = in_pieces | _in_pieces(program)
+        self.stacked = {b.name for b in program.results} if in_body else set[str]()
         self.sent = {
             stmt.source.name
             for stmt in ir.walk(program.body)
@@ -297,12 +298,14 @@ class _Unrolled(Machine):
     def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place.
 
-        What is read in the pieces in which it is written never is one array.
+        What is read in the pieces in which it is written never is one array, and the
+        copy by which a scan stacks a result takes it from its pieces.
         """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
             if heavy and alias is not None and not alias.drop:
-                yield _copy(buffer)
+                if _by_rank(alias) or alias.source.name not in self.stacked:
+                    yield _copy(buffer)
         for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
             alias = self.alias(buffer)
             if heavy and alias is not None and _by_rank(alias):

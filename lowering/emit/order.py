@@ -13,9 +13,7 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.ir.effects import Aliases, written
 from jhost.lowering.ir.machine import Machine
-from jhost.lowering.ir.statements import For, Select, walk
 from jhost.lowering.verify.state import StreamKey
 
 Values = tuple[Any, ...]
@@ -56,16 +54,14 @@ class Order:
         return self.chains.get(self.machine.current, ())
 
     def before_compute(
-        self, ins: Sequence[Any], moving: Sequence[bool], beside: Sequence[Any]
+        self, ins: Sequence[Any], chosen: Sequence[int], beside: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """`ins`, available once the stream and the compute queue get there.
+        """`ins`, the `chosen` ones once the stream and the compute queue get there.
 
-        Operands that are the same in each iteration are left alone where others move.
         What stands `beside` them has to be complete by then as well.
         """
         # XLA:GPU has one compute queue: steps on other streams come in turn as well.
         deps = _distinct((*self.chain(), *self.last_compute))
-        chosen = [k for k, moves in enumerate(moving) if moves] or range(len(ins))
         tied = self._tie([*(ins[k] for k in chosen), *beside], deps)
         tied, beside = tied[: len(chosen)], tied[len(chosen) :]
         result = list(ins)
@@ -161,15 +157,3 @@ class Order:
 
 def _distinct(values: Iterable[Any]) -> Values:
     return tuple({id(value): value for value in values}.values())
-
-
-def moving_names(loop: For) -> frozenset[str]:
-    """The buffers that may differ between the iterations of `loop`."""
-    names: set[str] = set()
-    aliases = Aliases(loop.body)
-    for stmt in walk(loop.body):
-        for buffer in written(stmt):
-            names.add(buffer.name)
-            if not isinstance(stmt, Select):
-                names |= {s.source.name for s in aliases.through(buffer.name)}
-    return frozenset(names)

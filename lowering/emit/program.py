@@ -18,8 +18,9 @@ from jhost import errors
 from jhost.lowering.emit.buffers import Memory, Snapshot, View, new_view
 from jhost.lowering.emit.collectives import communicate, transfer
 from jhost.lowering.emit.control_flow import call_control_flow
-from jhost.lowering.emit.order import Order, Values, moving_names
+from jhost.lowering.emit.order import Order, Values
 from jhost.lowering.emit.shard_map import shard_map
+from jhost.lowering.emit.tied import made_in, tied
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
@@ -81,7 +82,7 @@ class _Emitter(Machine):
         self.scopes = scopes or Scopes(program)
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
-        self.moving: frozenset[str] = frozenset()
+        self.made: frozenset[str] = frozenset()
         self.order = Order(self)
         self.group: list[ir.Send | ir.Recv] = []
 
@@ -173,9 +174,11 @@ class _Emitter(Machine):
 
     def compute(self, stmt: ir.Compute) -> None:
         ins = [self.read(buffer) for buffer in stmt.ins]
-        moving = [buffer.name in self.moving for buffer in stmt.ins]
+        made = {n for n, buffer in enumerate(stmt.ins) if self.is_made_here(buffer)}
+        parts = {n for n, buffer in enumerate(stmt.ins) if self.is_part(buffer)}
+        chosen = sorted(tied(stmt.unit, made, parts))
         placed = self.placed_at_once(stmt.outs)
-        ins, bases = self.order.before_compute(ins, moving, [m.base for m in placed])
+        ins, bases = self.order.before_compute(ins, chosen, [m.base for m in placed])
         for memory, base in zip(placed, bases, strict=True):
             memory.base = base
         ins = self.order.leaving(ins)
@@ -186,6 +189,17 @@ class _Emitter(Machine):
         for memory in placed:
             memory.assemble()
         self.order.after_compute(outs)
+
+    def is_made_here(self, buffer: ir.Buffer) -> bool:
+        """Whether the loop makes a buffer, or the work on a device's own chunk does."""
+        if self.order.depth:
+            return buffer.name in self.made
+        chunk = any(dim.stream is not None for dim in buffer.dims)
+        return chunk and not self.is_part(buffer)
+
+    def is_part(self, buffer: ir.Buffer) -> bool:
+        """Whether a buffer is an alias."""
+        return self.views[buffer.name].source is not None
 
     def placed_at_once(self, outs: Sequence[ir.Buffer]) -> list[Memory]:
         """The memories of which a device's rank says which part `outs` are.
@@ -254,7 +268,7 @@ class _Emitter(Machine):
     def loop(self, stmt: ir.For) -> None:
         outermost = not self.order.depth
         if outermost:
-            self.moving = moving_names(stmt)
+            self.made = made_in(stmt)
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
         for turn in turns(stmt, self.memory):
@@ -262,7 +276,7 @@ class _Emitter(Machine):
                 self.turn(turn, own[turn.iteration])
         self.order.depth -= 1
         if outermost:
-            self.moving = frozenset()
+            self.made = frozenset()
 
     def turn(self, turn: Turn, own: _Own) -> None:
         """A stage of an iteration, which has `own` from the stages before it."""

@@ -59,7 +59,7 @@ def read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
-        if not isinstance(stmt, ir.Select | ir.For | ir.If):
+        if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For | ir.If):
             names |= {buffer.name for buffer in touched(stmt)[0]}
     return frozenset(names)
 

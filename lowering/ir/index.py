@@ -8,8 +8,9 @@ rank may be an integer or a traced array.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -150,6 +151,35 @@ def evaluate(index: Index, values: Mapping[Index, Any]) -> Any:
             return _OPERATORS[op](evaluate(left, values), evaluate(right, values))
         case _:
             return values[index]
+
+
+def substituted(index: Index, values: Mapping[Index, Index]) -> Index:
+    """`index` with other expressions for some of its loop indices and ranks."""
+    match index:
+        case Binary(op=op, left=left, right=right):
+            return _binary(op, substituted(left, values), substituted(right, values))
+        case _:
+            return values.get(index, index)
+
+
+def without_mods(index: Index, extents: Mapping[str, int]) -> Index:
+    """`index` in loops of so many iterations, without a `mod` that changes nothing."""
+    match index:
+        case Binary(op="mod", left=left, right=Constant(value=most)) if all(
+            0 <= value < most for value in _values(left, extents)
+        ):
+            return without_mods(left, extents)
+        case Binary(op=op, left=left, right=right):
+            return _binary(op, *(without_mods(i, extents) for i in (left, right)))
+        case _:
+            return index
+
+
+def _values(index: Index, extents: Mapping[str, int]) -> Iterator[int]:
+    """The values of an expression without ranks, in each iteration of some loops."""
+    loops = [LoopIndex(name) for name in extents]
+    for numbers in itertools.product(*map(range, extents.values())):
+        yield evaluate(index, dict(zip(loops, numbers, strict=True)))
 
 
 def leaves(index: Index) -> frozenset[Index]:

@@ -40,10 +40,11 @@ class StreamChoice(OnLines):
     stream that reaches it.  `chunks` of None are as many as the pipeline has unasked.
     Where it was found better not to be pipelined, it is `plain`: its loop is not made,
     whatever stream reaches it.  The loops take turns on `streams` at most, and causal
-    ones are about sequences in `zigzag` order where that can be.  A pipeline that the
-    user named stands even where it gains nothing: `by_name`.  `reason` is that of the
-    choice, with the seconds that each candidate was `predicted` to take, or was
-    `measured` to.
+    ones are about sequences in `zigzag` order where that can be.  Contractions over all
+    chunks (of a weight's gradient) stand behind the loop if sums are `whole`, else they
+    are added up in it.  A pipeline that the user named stands even where it gains
+    nothing: `by_name`.  `reason` is that of the choice, with the seconds that each
+    candidate was `predicted` to take, or was `measured` to.
     """
 
     buffer: str
@@ -54,6 +55,7 @@ class StreamChoice(OnLines):
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True
+    sums: Literal["in chunks", "whole"] = "in chunks"
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()

@@ -13,7 +13,7 @@ from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.statements import Communicate, PipelineKind
+from jhost.lowering.ir.statements import Communicate, Compute, PipelineKind
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 
@@ -130,6 +130,7 @@ def _p2p(
         number: part
         for number, part in parts.items()
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
+        if mark.sums == "in chunks" or not _sums_up(graph[number], part)
     }
     source = "one a device" if mark.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
@@ -143,6 +144,14 @@ def _p2p(
         streams=mark.streams,
         zigzag=mark.zigzag,
     )
+
+
+def _sums_up(node: Node, part: Part) -> bool:
+    """Whether it contracts what is cut into chunks: all of them make one matmul."""
+    if not isinstance(node.stmt, Compute) or part.writes:
+        return False
+    (unit_eqn,) = node.stmt.unit.eqns
+    return unit_eqn.rule.contracts and unit_eqn.rule.matmul is None
 
 
 def _moves(

@@ -207,9 +207,10 @@ def test_every_pass_is_dumped_in_order(
         "f.08_stack_less.txt",
         "f.09_compute_late.txt",
         "f.10_lower_streams.txt",
-        "f.11_segment.txt",
-        "f.12_receive_early.txt",
-        "f.13_insert_deallocations.txt",
+        "f.11_order_by_steps.txt",
+        "f.12_segment.txt",
+        "f.13_receive_early.txt",
+        "f.14_insert_deallocations.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]

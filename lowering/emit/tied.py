@@ -1,0 +1,55 @@
+"""Which operands of a step in a loop wait for the step before it.
+
+What waits goes through a barrier, and XLA copies a part of an array before it goes
+through one, where a kernel could read it in place.  So what the loop makes or receives
+waits, and parts of what was there before do only for a matmul that would else wait for
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from jhost.lowering.ir.effects import Aliases, written
+from jhost.lowering.ir.statements import For, Select, Unit, walk
+
+
+def made_in(loop: For) -> frozenset[str]:
+    """The buffers that `loop` writes, whole or in part, and the parts of these."""
+    aliases = Aliases(loop.body)
+    stmts = [stmt for stmt in walk(loop.body) if not isinstance(stmt, Select)]
+    buffers = [buffer for stmt in stmts for buffer in written(stmt)]
+    made = {b.name for b in buffers} | {aliases.memory(b).name for b in buffers}
+    parts = aliases.selects.values()
+    made |= {s.out.name for s in parts if aliases.memory(s.source).name in made}
+    return frozenset(made)
+
+
+def tied(
+    unit: Unit, made: AbstractSet[int], parts: AbstractSet[int]
+) -> AbstractSet[int]:
+    """The operands that wait, by number.
+
+    Some are `made` in the loop, and others `parts` of what was there before.
+    """
+    waiting = set(made)
+    every = frozenset(range(len(unit.invars)))
+    for reads in _contractions(unit) or [every]:
+        if waiting.isdisjoint(reads):
+            waiting |= (parts & reads) or reads
+    return waiting
+
+
+def _contractions(unit: Unit) -> list[AbstractSet[int]]:
+    """For each contraction, the operands of the unit that it is made of."""
+    reads: dict[int, frozenset[int]] = {
+        id(var): frozenset({number}) for number, var in enumerate(unit.invars)
+    }
+    found: list[AbstractSet[int]] = []
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        of = frozenset[int]().union(*(reads.get(id(v), ()) for v in eqn.invars))
+        reads |= {id(var): of for var in eqn.outvars}
+        if unit_eqn.rule.contracts:
+            found.append(of)
+    return found
