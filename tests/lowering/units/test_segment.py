@@ -210,6 +210,7 @@ def test_every_pass_is_dumped_in_order(
         "f.11_segment.txt",
         "f.12_receive_early.txt",
         "f.13_insert_deallocations.txt",
+        "f.14_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]
