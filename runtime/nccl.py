@@ -1,7 +1,7 @@
 """The NCCL of this process, and whether it can put: permutes that are one-sided.
 
-XLA takes the option for puts whatever NCCL there is, and fails when they run.  So the
-library is asked for its version, and then they are tried.
+XLA takes the option for puts whatever NCCL there is; where it is too old they fail when
+they run, or are no puts.  So the library is asked for its version, and then tried.
 """
 
 from __future__ import annotations
