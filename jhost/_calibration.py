@@ -21,12 +21,12 @@ import jax
 from jhost import errors
 from jhost._cache_folder import file_in, folder, write
 from jhost._json import read
-from jhost._packages import installed
 from jhost._text import changes, counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.fit import Measurements, fitted
 from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
 from jhost.runtime.devices import Devices, is_assumed, links_between_gpus
+from jhost.runtime.nccl import nccl_version
 
 FORMAT = 1
 """Raised when the meaning of the fields changes; others' are refused."""
@@ -73,7 +73,7 @@ class Calibration:
 
     def __str__(self) -> str:
         here = self.conditions
-        shipped = rates_of(here.device_kind)
+        shipped = rates_of(here.device_kind, puts=True)
         title = f"calibration of {here.devices} x {here.device_kind}, {self.date}"
         rows = [("", "measured", shipped.source if shipped else "not shipped")]
         before = _figures(shipped) if shipped else {}
@@ -113,7 +113,9 @@ def _figures(rates: Rates) -> dict[str, str]:
         "launch": seconds_text(rates.launch),
         "launch, on the host": seconds_text(rates.host),
     }
-    for name, link in (("permute", rates.permute), ("collective", rates.collective)):
+    links = {"permute": rates.permute, "collective": rates.collective}
+    links |= {"put": rates.put} if rates.put else {}
+    for name, link in links.items():
         found |= {f"{name}, {what}": text for what, text in _of_link(link).items()}
     return found
 
@@ -132,14 +134,17 @@ def _of_link(link: Link) -> dict[str, str]:
 # --- Which rates hold ------------------------------------------------------------ #
 
 
-def rates_here(devices: Devices) -> Rates | None:
+def rates_here(devices: Devices, puts: bool = False) -> Rates | None:
     """The rates that hold for some devices: calibrated, else shipped, if there are any.
 
-    For devices that are not this machine's, shipped ones hold.
+    With those of puts only where `puts` can be had.  For devices that are not this
+    machine's, shipped ones hold.
     """
     if calibration := calibration_here(devices):
-        return dataclasses.replace(calibration.rates, reach=devices.reach)
-    return rates_of(devices.kind, devices.reach)
+        rates = calibration.rates
+        put = rates.put if puts else None
+        return dataclasses.replace(rates, reach=devices.reach, put=put)
+    return rates_of(devices.kind, devices.reach, puts)
 
 
 def calibration_here(devices: Devices) -> Calibration | None:
@@ -179,13 +184,8 @@ def conditions_here() -> Conditions:
         devices=len(local),
         links=links_between_gpus() if local[0].platform == "gpu" else "",
         jax=jax.__version__,
-        nccl=_nccl_version() if local[0].platform == "gpu" else "",
+        nccl=nccl_version() if local[0].platform == "gpu" else "",
     )
-
-
-def _nccl_version() -> str:
-    """Of the package that JAX takes it from; a library of the system's is not known."""
-    return next(iter(installed(("nvidia-nccl-cu13", "nvidia-nccl-cu12")).values()), "")
 
 
 # --- Files ----------------------------------------------------------------------- #

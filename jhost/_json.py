@@ -15,6 +15,8 @@ T = TypeVar("T")
 def read(kind: type[T], value: Any) -> T:
     """`value` as `kind`, a dataclass of scalars, dataclasses, and tuples of them.
 
+    A field that has a default may be left out.
+
     Raises:
         TypeError, ValueError: it is none.
     """
@@ -50,10 +52,18 @@ def _types(kind: Any) -> tuple[Any, ...]:
 
 def _fields(kind: Any, value: Any, path: str) -> Any:
     hints = typing.get_type_hints(kind)
-    if not isinstance(value, dict) or set(value) != set(hints):
+    needed = {
+        field.name for field in dataclasses.fields(kind) if not _has_default(field)
+    }
+    if not isinstance(value, dict) or not needed <= set(value) <= set(hints):
         raise ValueError(f"{path} needs the fields {', '.join(hints)}")
-    fields = {n: _read(hints[n], value[n], f"{path}.{n}") for n in hints}
+    fields = {n: _read(hints[n], v, f"{path}.{n}") for n, v in value.items()}
     try:
         return kind(**fields)
     except ValueError as error:  # of the kind's own checks, which name the field
         raise ValueError(f"{path}.{first_line(error)}") from error
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing

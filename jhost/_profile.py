@@ -13,7 +13,8 @@ from jhost._api import JitFunction, as_jhost_function
 from jhost._calibration import rates_here
 from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
-from jhost.lowering.cost.simulate import predict
+from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.explain import puts
 from jhost.lowering.ir.said import said_statements
 from jhost.lowering.ir.scopes import statement_texts
 from jhost.runtime.devices import devices_of
@@ -72,7 +73,8 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     _repeat(call, _WARM_UP, wait)
     trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
     module = parse_module(compiled.as_text())
-    rates = rates_here(devices)
+    rates = rates_here(devices, puts(program))
+    predicted = rates and by_permutes(program, rates)[0][1]
     return overlap_report(
         timeline(
             trace,
@@ -85,7 +87,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
         ),
         mesh=", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items()),
         device_kind=devices.kind,
-        prediction=None if rates is None else predict(program, rates),
+        prediction=predicted,
     )
 
 

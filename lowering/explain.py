@@ -24,7 +24,7 @@ from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport, Note, StreamReport
+from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
 from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.steps import (
     CommunicationReport,
@@ -46,6 +46,7 @@ class Explanation:
         streams: what became of each mark, and why.
         layouts: each value that changes its layout, and what the other way would move.
         communications: all of them, with their bytes.
+        permutes: by which kind of permutes chunks move, and why, where that is chosen.
         notes: where streams stop, and what else there is to know.
         options: those that XLA is given for the overlap, applied, refused and missed.
         schedule: `Compiled.schedule` as text, once XLA has compiled the program.
@@ -63,6 +64,7 @@ class Explanation:
     streams: tuple[StreamReport, ...]
     layouts: tuple[LayoutReport, ...]
     communications: tuple[CommunicationReport, ...]
+    permutes: tuple[PermuteReport, ...] = ()
     notes: tuple[str, ...]
     options: tuple[str, ...] = ()
     schedule: str = ""
@@ -114,6 +116,7 @@ _ROWS = {
     "streams": "streams",
     "layouts": "layouts",
     "communications": "communications",
+    "permutes": "permutes",
     "notes": "notes",
     "XLA options": "options",
 }
@@ -153,6 +156,7 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
         streams=rows("streams"),
         layouts=rows("layouts"),
         communications=rows("communications"),
+        permutes=rows("permutes"),
         notes=rows("notes"),
         options=rows("options"),
         programs=tuple(explanations),
@@ -173,6 +177,7 @@ def _explained(program: Program, name: str, times: int) -> Explanation:
         streams=tuple(r for r in remarks if isinstance(r, StreamReport)),
         layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
         communications=tuple(communications_in(steps)),
+        permutes=tuple(r for r in remarks if isinstance(r, PermuteReport)),
         notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
         bodies=tuple(_bodies(program, times)),
         steps=steps,
@@ -206,6 +211,14 @@ def adds_up_in_loops(program: Program) -> bool:
         isinstance(stmt, ir.Compute) and stmt.reducer
         for each in programs(program)
         for stmt in ir.walk(each.body)
+    )
+
+
+def puts(program: Program) -> bool:
+    """Whether the permutes of `program` are to be NCCL's puts."""
+    return any(
+        isinstance(remark, PermuteReport) and remark.kind == "puts"
+        for remark in program.remarks
     )
 
 

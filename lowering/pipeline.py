@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
@@ -103,8 +104,8 @@ def passes(
         ),
         layouts=layouts,
         loops=loops,
-        # The life of what the units make.
-        finish=(InsertDeallocations(),),
+        # The life of what the units make, and how what is sent goes.
+        finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
 
 

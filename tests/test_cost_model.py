@@ -90,6 +90,32 @@ def test_predictions_are_near_and_no_choice_loses(
         assert p2p["min_ms"] <= 1.02 * plain_ms
 
 
+# Four H200s, NCCL 2.32.3, four layers in a program, p2p asked for: milliseconds of one,
+# by peer copies and by puts.
+BY_KIND = {
+    "mlp/8b/8192": (0.866, 0.873),
+    "mlp/8b/4096": (0.410, 0.451),
+    "mlp/8b/2048": (0.422, 0.343),
+    "ag_qkv/8b/8192": (0.289, 0.321),
+}
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+def test_predictions_by_puts_are_near_and_the_faster_kind_is_chosen(
+    name: str, make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = rates_of(H200, puts=True)
+    monkeypatch.setattr(program, "rates_here", lambda *_: rates)
+    case = case_of(name, 4)
+    f = function(case, make_mesh((4,), (cases.AXIS,)), pipeline="p2p")
+    (found,) = jhost.explain(f, *case.abstract()).permutes
+    copied, put = BY_KIND[name]
+    predicted = {kind: 1e3 * each.total for kind, each in found.predicted}
+    assert predicted["puts"] == pytest.approx(put, rel=0.1)
+    assert predicted["peer copies"] == pytest.approx(copied, rel=0.2)
+    assert found.kind == ("puts" if put < copied else "peer copies")
+
+
 # Which arm is what the model predicts for each pipeline.
 ARMS = {"off": "plain", "p2p": "jhost_p2p"}
 

@@ -24,8 +24,9 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
     """Measures what the devices of this process do per second, in one to two minutes.
 
     From then on `pipeline="auto"` goes by it on such devices: matmuls at the clocks of
-    steady work, memory, launches, permutes and collectives by size.  What was lowered
-    before is forgotten.  Nothing else should run on the devices meanwhile.
+    steady work, memory, launches, permutes (copied, and put where NCCL can) and
+    collectives by size.  What was lowered before is forgotten.  Nothing else should run
+    on the devices meanwhile.
 
     Args:
         keep: keep it in the user's cache folder, for all programs that run later.

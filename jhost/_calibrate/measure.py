@@ -8,6 +8,7 @@ of their own: near the power limit, clocks fall with work and rise with rest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -36,6 +37,8 @@ from jhost._timing import take_turns
 from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
+from jhost.runtime.compiler_options import PUTS
+from jhost.runtime.nccl import why_no_puts
 
 _SHORT, _LONG = 2, 10
 """Operations in the two chains; of the smallest kernels ten times as many."""
@@ -100,7 +103,7 @@ class Measuring:
 
     def steps(self) -> int:
         """How many steps the bar has."""
-        moves = sum(len(kinds) for kinds, _ in self.groups())
+        moves = sum(len(kinds) for kinds, _ in self.groups()) + self.can_put
         return len(_SHAPES) + 2 + moves * len(_SIZES) + self.may_hide()
 
     def run(self, bar: Progress) -> Measurements:
@@ -114,6 +117,7 @@ class Measuring:
             host=kernel.host,
             moved=tuple(self.moved()),
             hidden=self.hidden() if self.may_hide() else None,
+            puts=tuple(self.puts()),
         )
 
     # --- What one device does ------------------------------------------------- #
@@ -180,10 +184,27 @@ class Measuring:
         """About as many bytes, for elements of two bytes in equal parts."""
         return math.ceil(size * self.scale / (2 * count)) * 2 * count
 
-    def move(self, mesh: Mesh, kind: CommunicationKind, held: int) -> Moved:
-        self.bar.step(f"{kind} of {held / 1e6:.3g} MB among {mesh.size}")
+    @functools.cached_property
+    def can_put(self) -> bool:
+        """Whether NCCL makes permutes that are one-sided."""
+        return not why_no_puts(self.mesh)
+
+    def puts(self) -> Iterator[Moved]:
+        for size in _SIZES if self.can_put else ():
+            held = self.size(size, self.mesh.size)
+            yield self.move(self.mesh, "CollectivePermute", held, "put", PUTS)
+
+    def move(
+        self,
+        mesh: Mesh,
+        kind: CommunicationKind,
+        held: int,
+        said: str = "",
+        more: Mapping[str, Any] | None = None,
+    ) -> Moved:
+        self.bar.step(f"{said or kind} of {held / 1e6:.3g} MB among {mesh.size}")
         x = operand(mesh, (held // 2,), jnp.bfloat16, 1.0)
-        cost = self.cost(mesh, communicate(kind, mesh.size), [x])
+        cost = self.cost(mesh, communicate(kind, mesh.size), [x], more=more)
         return Moved(
             kind=kind,
             devices=mesh.size,

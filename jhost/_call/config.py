@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jhost._annotate import Pipeline
-from jhost._jax import Derivation
+from jhost._calibration import rates_here
+from jhost._jax import Derivation, cached
 from jhost._tuning import Tuning
+from jhost.runtime.compiler_options import PERMUTE_MODE
+from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
+from jhost.runtime.nccl import why_no_puts
 
 Role: TypeAlias = Literal["", "forward", "recomputed", "tangents", "backward"]
 
@@ -45,6 +49,15 @@ class Config:
     def derived(self) -> tuple[str, ...]:
         """What JAX derived, in words: none of what the user called."""
         return tuple(filter(None, ("batched" if self.batched else "", self.role)))
+
+    @property
+    def may_put(self) -> bool:
+        """Whether permutes may be NCCL's puts: XLA's options say so, and are jhost's.
+
+        Those of an outer program are not, and give peer copies.
+        """
+        said = self.embedded or PERMUTE_MODE in dict(self.compiler_options)
+        return not said and puts_are_known(self.mesh)
 
     @property
     def title(self) -> str:
@@ -83,5 +96,16 @@ class Call(NamedTuple):
 
 
 def plain(config: Config) -> Config:
-    """What a program depends on: it is the same wherever it is called."""
-    return dataclasses.replace(config, embedded=False, compared=True, identity=())
+    """What a program depends on: it is the same wherever it is called.
+
+    But where it could put: in an outer program it must not.
+    """
+    embedded = config.embedded and puts_are_known(config.mesh)
+    return dataclasses.replace(config, embedded=embedded, compared=True, identity=())
+
+
+@cached(256)
+def puts_are_known(mesh: AnyMesh | None) -> bool:
+    """Whether NCCL can put on `mesh`, and what that takes was measured."""
+    rates = rates_here(devices_of(mesh), puts=True)
+    return rates is not None and rates.put is not None and not why_no_puts(mesh)

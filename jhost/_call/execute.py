@@ -18,7 +18,7 @@ from jhost._call.program import derived_program
 from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
-from jhost.lowering.explain import adds_up_in_loops, count_loops
+from jhost.lowering.explain import adds_up_in_loops, count_loops, puts
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
@@ -26,6 +26,7 @@ from jhost.lowering.ir.reach import permutes
 from jhost.runtime import dump
 from jhost.runtime.agreement import compare_programs
 from jhost.runtime.compiler_options import (
+    Loops,
     explained_refusals,
     options_text,
     overlap_options,
@@ -61,8 +62,10 @@ def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
 
 @cached_by_jaxpr
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
+    # Called from Python, also where a transform has traced the call.
+    config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
-    compare(program, dataclasses.replace(config, embedded=False))
+    compare(program, config)
     return jitted(program, config, call_jaxpr.out_avals)
 
 
@@ -80,9 +83,17 @@ def executable_options(program: Program, config: Config) -> dict[str, Any] | Non
 def _asked(program: Program, config: Config) -> dict[str, Any]:
     if not count_loops(program):
         return dict(config.compiler_options)
-    adds_up, permuted = adds_up_in_loops(program), permutes(program)
-    wishes = overlap_options(config.mesh, adds_up, permuted)
+    wishes = overlap_options(config.mesh, **loops_of(program))
     return wishes | dict(config.compiler_options)
+
+
+def loops_of(program: Program) -> Loops:
+    """What XLA's options for `program` depend on."""
+    return {
+        "adds_up": adds_up_in_loops(program),
+        "permuted": permutes(program),
+        "puts": puts(program),
+    }
 
 
 def compare(program: Program, config: Config) -> None:

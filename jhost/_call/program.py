@@ -176,7 +176,7 @@ def _passes(config: Config, strict: bool) -> Passes:
         settings=_settings(config),
         streams=config.streams,
         strict=strict,
-        rates=rates_here(devices),
+        rates=rates_here(devices, config.may_put),
         device_kind=devices.kind,
         tuned=tuned_here(config.tunings, config.mesh),
     )

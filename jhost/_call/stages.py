@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._calibration import rates_here
-from jhost._call.config import Config
-from jhost._call.execute import compare
+from jhost._call.config import Config, puts_are_known
+from jhost._call.execute import compare, loops_of
 from jhost._jax import as_weak
-from jhost.lowering.explain import Explanation, adds_up_in_loops, explain_program
+from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
@@ -194,12 +194,12 @@ def explained(program: Program, config: Config) -> Explanation:
     explanation = explain_program(program)
     options: tuple[str, ...] = ()
     if explanation.loops:
-        adds_up, permuted = adds_up_in_loops(program), permutes(program)
-        options = options_report(config.name, config.mesh, adds_up, permuted)
+        options = options_report(config.name, config.mesh, **loops_of(program))
     notes = (
         *explanation.notes,
         *_notes_of_nothing_marked(explanation, config),
         *_notes_of_reach(program, devices_of(config.mesh)),
+        *_notes_of_puts(explanation, config),
         *_notes_of_rates(explanation, devices_of(config.mesh)),
     )
     return dataclasses.replace(
@@ -225,6 +225,16 @@ def _notes_of_rates(explanation: Explanation, devices: Devices) -> Iterator[str]
     if weighed and rates is not None:
         measures = "; python -m jhost calibrate measures them" * rates.estimated
         yield f"predicted by rates of {devices.kind} {rates.source}{measures}"
+
+
+def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
+    """That the kind of permutes is not chosen, where it could be elsewhere."""
+    pipelines = {stream.pipeline for stream in explanation.streams}
+    if config.embedded and "p2p" in pipelines and puts_are_known(config.mesh):
+        yield (
+            "permutes are taken to be peer copies, which jhost.compiler_options() asks "
+            "for: their kind is an option of the whole program around"
+        )
 
 
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:

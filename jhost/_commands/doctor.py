@@ -26,6 +26,7 @@ from jhost._version import __version__
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.devices import Devices, all_devices, devices_of
 from jhost.runtime.launch import one_gpu_each
+from jhost.runtime.nccl import nccl_version, why_no_puts
 
 _PACKAGES = (
     "jaxlib",
@@ -192,6 +193,8 @@ def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
                 )
             )
     report.facts["pipelines"]["auto"] = _auto(here)
+    if here.platform == "gpu" and here.count > 1:
+        report.facts["pipelines"]["puts"] = _puts(all_devices())
     if here.platform == "gpu" and not here.copied and here.count > 1:
         report.notes.append(
             "the GPUs belong to several processes: permutes are kernels, not copies "
@@ -229,6 +232,12 @@ def _auto(here: Devices) -> str:
         return "pipelines nothing: no transfer runs beside computation here"
     how = ", where a tenth is to be gained" if rates.estimated else ""
     return f"chooses by prediction{how}; {' and '.join(beside)} can overlap"
+
+
+def _puts(mesh: Mesh) -> str:
+    """Whether permutes can be one-sided, so that no thread of the host waits."""
+    why_not = why_no_puts(mesh)
+    return f"none: {why_not}" if why_not else f"by NCCL {nccl_version()}"
 
 
 def _rates(report: Report, here: Devices) -> None:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
+from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
@@ -196,7 +196,7 @@ class Trial:
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
-        predicted = predict(
+        (_, predicted), *_ = by_permutes(
             program,
             self.rates,
             in_body=self.part.in_body,

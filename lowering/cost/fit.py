@@ -75,6 +75,7 @@ class Measurements:
             is one device.
         hidden: the share of a permute's time that matmuls beside it hide; None where
             nothing can.
+        puts: permutes by size that NCCL puts; none, where it cannot.
     """
 
     multiprocessors: int
@@ -84,6 +85,7 @@ class Measurements:
     host: float
     moved: tuple[Moved, ...] = ()
     hidden: float | None = None
+    puts: tuple[Moved, ...] = ()
 
 
 def fitted(measured: Measurements, start: Rates) -> Rates:
@@ -106,6 +108,7 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
     return dataclasses.replace(
         rates,
         permute=permute,
+        put=_put(measured.puts, start.put, permute),
         collective=_collective(collectives, start.collective),
         estimated=False,
     )
@@ -137,6 +140,14 @@ def _permute(moved: Sequence[Moved], start: Link) -> Link:
         between_two=None,
         host=statistics.median(m.host for m in moved),
     )
+
+
+def _put(moved: Sequence[Moved], start: Link | None, permute: Link) -> Link | None:
+    """A copy engine's as a permute is, so that matmuls hide as much of it."""
+    if not moved or start is None:
+        return None
+    put = _permute(moved, start)
+    return dataclasses.replace(put, beside_compute=permute.beside_compute)
 
 
 def _collective(moved: Sequence[Moved], start: Link) -> Link:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from jhost._text import bytes_text, flops_text, seconds_text
 from jhost.lowering.ir.marks import OnLines
@@ -103,10 +103,6 @@ class ReplicationReport:
         ) + (f" [{self.where}]" if self.where else "")
 
 
-Remark: TypeAlias = Note | LayoutReport | ReplicationReport | StreamReport
-"""What a pass says of its decisions, for `jhost.explain`."""
-
-
 @node
 class Prediction:
     """What one run of a program takes on each device, in seconds.
@@ -142,3 +138,31 @@ class Prediction:
             f"communication {seconds_text(self.communication)}, "
             f"host {seconds_text(self.host)})"
         )
+
+
+PermuteKind: TypeAlias = Literal["peer copies", "puts"]
+"""Copied by XLA from device to device of a process, or put there by NCCL."""
+
+
+@node
+class PermuteReport:
+    """How all permutes of a program go; `predicted` has each way, this one first."""
+
+    kind: PermuteKind
+    predicted: tuple[tuple[PermuteKind, Prediction], ...]
+
+    def __str__(self) -> str:
+        (_, chosen), *others = self.predicted
+        said = [f"{self.kind}, predicted to take {_with_host(chosen)}"]
+        said += [f"{kind} {_with_host(each)}" for kind, each in others]
+        return "; ".join(said)
+
+
+def _with_host(predicted: Prediction) -> str:
+    return f"{seconds_text(predicted.total)} (host {seconds_text(predicted.host)})"
+
+
+Remark: TypeAlias = (
+    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport
+)
+"""What a pass says of its decisions, for `jhost.explain`."""

@@ -21,9 +21,10 @@ from jhost._calibration import Calibration, conditions_here, rates_here
 from jhost._commands import doctor
 from jhost._commands.findings import Report
 from jhost._progress import Progress
-from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, fitted
+from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic, fitted
 from jhost.lowering.cost.rates import rates_of, rates_to_start_from
 from jhost.runtime import devices as runtime_devices
+from jhost.runtime.compiler_options import PUTS
 from jhost.runtime.devices import Devices, assumed, devices_of
 
 MEASURED = Measurements(
@@ -89,6 +90,81 @@ def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert not rates.permute.beside_compute, "devices of a CPU share its cores"
 
 
+def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SIZES", (1 << 20, 2 << 20))
+    monkeypatch.setattr(measure, "_SHAPES", ((1, 1, 1),))
+    monkeypatch.setattr(measure, "_LONG", 3)
+    monkeypatch.setattr(measure, "why_no_puts", lambda _: "")
+    given: list[object] = []
+    compiled = measure.compiled
+    monkeypatch.setattr(
+        measure,
+        "compiled",
+        lambda *a: (given.append(a[3] if len(a) > 3 else None), compiled(*a))[1],
+    )
+    start, bar = rates_to_start_from("NVIDIA H200"), Counted()
+    effort = {"budget": 1e-3, "scale": 1e-3}
+    measuring = Measuring(jax.devices()[:2], start, **effort)
+    found = measuring.run(bar)
+    assert len(bar.names) == measuring.steps()
+    assert [put.kind for put in found.puts] == ["CollectivePermute"] * 2
+    assert sum(name.startswith("put of") for name in bar.names) == 2
+    assert given.count(PUTS) == 4, "a short chain and a long one for each size"
+    rates = fitted(found, start)
+    assert rates.put is not None
+    assert start.put is not None
+    assert (rates.put.meet, rates.put.network) == (start.put.meet, False)
+
+
+def moved(host: float) -> tuple[Moved, ...]:
+    return tuple(
+        Moved(kind=kind, devices=2, held=held, seconds=1e-5 + held / 1e11, host=host)
+        for kind in ("CollectivePermute", "AllGather", "AllReduce")
+        for held in (1 << 20, 16 << 20)
+    )
+
+
+def test_a_calibration_without_puts_still_holds() -> None:
+    """One that was kept before they were measured: permutes are peer copies."""
+    conditions = dataclasses.replace(conditions_here(), device_kind="NVIDIA H200")
+    before = Calibration(
+        conditions=conditions,
+        date="2026-01-31",
+        measurements=dataclasses.replace(MEASURED, moved=moved(3e-5)),
+    )
+    fields = json.loads(before.to_json())
+    del fields["measurements"]["puts"]
+    assert Calibration.from_json(json.dumps(fields)) == before
+    assert before.rates.put is None
+    assert "put, " not in str(before)
+
+
+def test_measured_puts_are_in_the_rates_where_they_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = "NVIDIA H200"
+    conditions = dataclasses.replace(conditions_here(), device_kind=kind)
+    found = Calibration(
+        conditions=conditions,
+        date="2026-01-31",
+        measurements=dataclasses.replace(
+            MEASURED, moved=moved(3e-5), puts=moved(1e-5)[:2]
+        ),
+    )
+    assert Calibration.from_json(found.to_json()) == found
+    monkeypatch.setattr(_calibration, "conditions_here", lambda: conditions)
+    _calibration.keep(found)
+    there = Devices(platform="gpu", kind=kind, count=2, processes=1)
+    without, put = rates_here(there), rates_here(there, puts=True)
+    assert without is not None
+    assert put is not None
+    assert without.put is None
+    assert put.put is not None
+    assert dataclasses.replace(put, put=None) == without
+    assert put.put.host == pytest.approx(1e-5)
+    assert "put, on the host" in str(found)
+
+
 @pytest.mark.usefixtures("quick")
 def test_it_holds_from_then_on_also_in_other_processes(cache: Path) -> None:
     here = devices_of(None)
@@ -118,7 +194,7 @@ def test_what_was_lowered_before_is_chosen_again(
     used: list[object] = []
     real = _calibration.rates_here
     monkeypatch.setattr(
-        "jhost._call.program.rates_here", lambda d: used.append(real(d)) or used[-1]
+        "jhost._call.program.rates_here", lambda *d: used.append(real(*d)) or used[-1]
     )
     f(jnp.ones(4))
     before = len(used)

@@ -18,7 +18,7 @@ import jhost
 from jhost.__main__ import main
 from jhost._commands import bench, doctor, findings, links
 from jhost._commands.findings import Report
-from jhost.runtime.devices import Devices
+from jhost.runtime.devices import Devices, all_devices
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +46,7 @@ def test_the_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) 
         "  p2p                  works",
     ):
         assert f"\n{line}\n" in out
+    assert "puts" not in out, "no word of what only GPUs have"
     assert out.endswith("0 problems found\n")
 
 
@@ -133,6 +134,25 @@ def test_slow_links_between_gpus_are_a_problem(
     monkeypatch.setattr(links, "_SLOW_LINK", float("inf"))
     (what,) = problems("jhost._commands.doctor.devices_of", gpus)
     assert what.startswith("copies between GPUs are slow: 0 -> 1, 0 -> 2")
+
+
+def test_the_doctor_says_whether_nccl_puts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = doctor.devices_of
+    gpus = {"platform": "gpu", "kind": "NVIDIA H200"}
+    monkeypatch.setattr(doctor, "_tried", lambda *_: "works")
+    monkeypatch.setattr(links, "_SLOW_LINK", 0.0)
+    monkeypatch.setattr(
+        doctor, "devices_of", lambda mesh: dataclasses.replace(right(mesh), **gpus)
+    )
+    monkeypatch.setattr(doctor, "why_no_puts", lambda _: "NCCL 2.28.9 is too old")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  puts                 none: NCCL 2.28.9 is too old\n" in out
+    monkeypatch.setattr(doctor, "why_no_puts", lambda _: "")
+    monkeypatch.setattr(doctor, "nccl_version", lambda: "2.32.3")
+    assert doctor._puts(all_devices()) == "by NCCL 2.32.3"  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(problems: Problems) -> None:

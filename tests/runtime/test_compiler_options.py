@@ -83,6 +83,7 @@ GPUS = Devices(
     processes=1,
     reach={"dp": "process", "tp": "process"},
 )
+PUTS = {"xla_gpu_collective_permute_mode": "COLLECTIVES_SYMMETRIC_MEMORY"}
 PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 AMONG_SEVERAL = {"xla_gpu_collective_permute_connected_components": True}
 SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
@@ -121,6 +122,9 @@ def test_copies_within_a_process_and_symmetric_buffers_between_several(
     assert "xla_gpu_enable_triton_gemm" not in wanted
     adding = compiler_options.wanted_options(mesh, adds_up=True, permuted=permuted)
     assert adding == wanted | {"xla_gpu_enable_triton_gemm": False}
+    if processes == 1:
+        put = compiler_options.wanted_options(mesh, permuted=permuted, puts=True)
+        assert put == wanted | PUTS
 
 
 @pytest.mark.usefixtures("options_not_asked_for")
@@ -130,7 +134,7 @@ def test_what_became_of_the_options_is_explained(
 ) -> None:
     mesh = make_mesh((4,), ("tp",))
     wanted = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_there_is_no_such": 1}
-    monkeypatch.setattr(compiler_options, "wanted_options", lambda *_: wanted)
+    monkeypatch.setattr(compiler_options, "wanted_options", lambda *_, **__: wanted)
     with pytest.warns(UserWarning, match="explained_options"):
         compiler_options.warn_of_missed_options("explained_options", mesh, {"a": 1})
     assert compiler_options.options_report("explained_options", mesh) == (

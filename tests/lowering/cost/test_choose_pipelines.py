@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost import errors
-from jhost.lowering.cost import candidates
+from jhost.lowering.cost import choose_permutes
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.index import Index, LoopIndex, evaluate
@@ -118,7 +118,7 @@ def test_layers_alike_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         predicted.append(program)
         return predict(program, rates, **how)
 
-    monkeypatch.setattr(candidates, "predict", counted)
+    monkeypatch.setattr(choose_permutes, "predict", counted)
     counts: list[int] = []
     for layers in (1, 3):
 

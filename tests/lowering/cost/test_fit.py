@@ -14,6 +14,8 @@ from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
 from jhost.lowering.ir.statements import CommunicationKind
 
 H200 = rates_to_start_from("NVIDIA H200")
+assert H200.put is not None
+PUT = H200.put
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 COLLECTIVES: tuple[CommunicationKind, ...] = ("AllGather", "ReduceScatter", "AllReduce")
 
@@ -29,7 +31,9 @@ def moved(link: Link, kind: CommunicationKind, devices: int) -> Iterator[Moved]:
 def measured(rates: Rates, devices: int) -> Measurements:
     """What one would measure of devices of such rates."""
     moves: list[Moved] = []
+    puts: list[Moved] = []
     if devices > 1:
+        puts += moved(rates.put, "CollectivePermute", devices) if rates.put else []
         moves += moved(rates.permute, "CollectivePermute", devices)
         for count in {2, devices}:
             kinds = COLLECTIVES if count == devices else COLLECTIVES[:2]
@@ -47,6 +51,7 @@ def measured(rates: Rates, devices: int) -> Measurements:
         host=rates.host,
         moved=tuple(moves),
         hidden=0.9 if rates.permute.beside_compute else 0.1,
+        puts=tuple(puts),
     )
 
 
@@ -57,6 +62,13 @@ FACTORS = st.floats(0.05, 20)
 def some_rates(draw: st.DrawFn) -> Rates:
     """An H200's, each faster or slower by a factor of its own."""
     bandwidth = H200.collective.bandwidth * draw(FACTORS)
+    beside = draw(st.booleans())
+    put = dataclasses.replace(
+        PUT,
+        bandwidth=PUT.bandwidth * draw(FACTORS),
+        beside_compute=beside,
+        host=PUT.host * draw(FACTORS),
+    )
     return dataclasses.replace(
         H200,
         matmul=H200.matmul * draw(FACTORS),
@@ -67,9 +79,10 @@ def some_rates(draw: st.DrawFn) -> Rates:
         permute=dataclasses.replace(
             H200.permute,
             bandwidth=H200.permute.bandwidth * draw(FACTORS),
-            beside_compute=draw(st.booleans()),
+            beside_compute=beside,
             host=H200.permute.host * draw(FACTORS),
         ),
+        put=draw(st.sampled_from([put, None])),
         collective=dataclasses.replace(
             H200.collective,
             latency=H200.collective.latency * draw(FACTORS),
@@ -92,6 +105,9 @@ def test_rates_are_those_of_what_was_measured(rates: Rates, devices: int) -> Non
     assert numbers(found.collective) == pytest.approx(
         numbers(rates.collective), rel=1e-6
     )
+    assert (found.put is None) == (rates.put is None)
+    if found.put and rates.put:
+        assert numbers(found.put) == pytest.approx(numbers(rates.put), rel=1e-6)
     assert not found.estimated
 
 

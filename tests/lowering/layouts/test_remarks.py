@@ -177,6 +177,6 @@ def test_the_remarks_account_for_every_byte_that_moves(fun: Any) -> None:
 
 def test_a_remark_has_the_line_of_the_operation_or_of_the_constraint() -> None:
     program = PropagateLayouts().apply(built(rows_and_columns, (8, 8), (8, 16), tp=4))
-    (remark,) = program.remarks
+    (remark,) = remarks(program, LayoutReport)
     assert remark.where.startswith("test_remarks.py:")
     assert remark.where.endswith("(rows_and_columns)")

@@ -211,6 +211,7 @@ def test_every_pass_is_dumped_in_order(
         "f.12_segment.txt",
         "f.13_receive_early.txt",
         "f.14_insert_deallocations.txt",
+        "f.15_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]

@@ -1,0 +1,63 @@
+"""Choose how the permutes of a program go: copied from peer to peer, or put by NCCL.
+
+XLA takes one way for a whole executable.  A put is slower on the devices, and a copy
+keeps their launching threads, which meet for each; so puts win where the host is the
+limit.  Both are predicted of the whole program, and peer copies stand unless puts gain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import PermuteKind, PermuteReport, Prediction
+
+_GAIN = 0.97
+"""What the time by puts must be below, as a share of that by peer copies."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChoosePermutes:
+    """A finished program -> the same, with a remark that says how its permutes go.
+
+    Nothing is said where NCCL cannot put, by `rates`, and where no loop permutes.
+    """
+
+    name: ClassVar[str] = "choose_permutes"
+
+    rates: Rates | None = None
+
+    def apply(self, program: Program) -> Program:
+        if self.rates is None or self.rates.put is None or not _permutes(program):
+            return program
+        ranked = by_permutes(program, self.rates)
+        report = PermuteReport(kind=ranked[0][0], predicted=tuple(ranked))
+        return dataclasses.replace(program, remarks=(*program.remarks, report))
+
+
+def _permutes(program: Program) -> bool:
+    """Whether a loop moves chunks from device to device."""
+    return any(
+        isinstance(stmt, ir.Communicate) and stmt.kind == "CollectivePermute"
+        for stmt in statements(program)
+    )
+
+
+def by_permutes(
+    program: Program, rates: Rates, **how: Any
+) -> list[tuple[PermuteKind, Prediction]]:
+    """What `predict` says by each kind of permutes that there is, the better first."""
+    copied: tuple[PermuteKind, Prediction]
+    copied = ("peer copies", predict(program, rates, **how))
+    if rates.put is None:
+        return [copied]
+    putting = dataclasses.replace(rates, permute=rates.put)
+    put = predict(program, putting, **how)
+    if put.total < _GAIN * copied[1].total:
+        return [("puts", put), copied]
+    return [copied, ("puts", put)]
