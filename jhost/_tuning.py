@@ -16,6 +16,7 @@ from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, t
 from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
+from jhost.lowering.ir.marks import Sums
 from jhost.lowering.ir.statements import PipelineKind
 
 FORMAT = 2
@@ -41,7 +42,8 @@ class Candidate:
     """One way to run a stream, and the seconds that a call of the program took then.
 
     `pipeline` and `chunks` are both None for none at all; `streams` is None for those
-    of `jhost.jit`.  `predicted` is None where nothing is known of the devices.
+    of `jhost.jit`.  `predicted` is None where nothing is known of the devices.  `sums`
+    over all chunks, of weights' gradients, are made in chunks, or whole.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Candidate:
     minimum: float
     median: float
     predicted: float | None
+    sums: Sums = "in chunks"
 
     def __post_init__(self) -> None:
         if self.pipeline not in (None, "collective", "p2p"):

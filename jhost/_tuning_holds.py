@@ -59,6 +59,7 @@ def _tuned_marks(program: TunedProgram) -> dict[int, Tuned]:
             pipeline=stream.candidates[0].pipeline,
             chunks=stream.candidates[0].chunks,
             streams=stream.candidates[0].streams,
+            sums=stream.candidates[0].sums,
             reason=stream.reason(),
             measured=stream.times(),
         )

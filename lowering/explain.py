@@ -205,15 +205,6 @@ def count_loops(program: Program) -> int:
     )
 
 
-def adds_up_in_loops(program: Program) -> bool:
-    """Whether a loop adds to a sum chunk by chunk."""
-    return any(
-        isinstance(stmt, ir.Compute) and stmt.reducer
-        for each in programs(program)
-        for stmt in ir.walk(each.body)
-    )
-
-
 def puts(program: Program) -> bool:
     """Whether the permutes of `program` are to be NCCL's puts."""
     return any(

@@ -18,8 +18,9 @@ from jhost._call.program import derived_program
 from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
-from jhost.lowering.explain import adds_up_in_loops, count_loops, puts
+from jhost.lowering.explain import count_loops, puts
 from jhost.lowering.interpret.program import interpret
+from jhost.lowering.ir.bodies import adds_up
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -90,7 +91,7 @@ def _asked(program: Program, config: Config) -> dict[str, Any]:
 def loops_of(program: Program) -> Loops:
     """What XLA's options for `program` depend on."""
     return {
-        "adds_up": adds_up_in_loops(program),
+        "adds_up": adds_up(program),
         "permuted": permutes(program),
         "puts": puts(program),
     }

@@ -225,6 +225,7 @@ def _candidate(outcome: Outcome, times: Sequence[float]) -> Candidate:
         minimum=min(times),
         median=statistics.median(times),
         predicted=None if math.isnan(outcome.seconds) else outcome.seconds,
+        sums=outcome.mark.sums,
     )
 
 

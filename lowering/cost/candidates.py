@@ -16,7 +16,7 @@ from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.ir.bodies import all_marks, all_remarks, with_marks
+from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
@@ -88,7 +88,7 @@ class Trial:
         """`mark` with the choice made: simple ones first, then those that gain."""
         for candidate in self.candidates(mark):
             if (outcome := self.weigh(candidate)) is not None:
-                self.outcomes.append(outcome)
+                self.outcomes.append(self.with_whole_sums(outcome))
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
         chosen = self.chosen()
@@ -122,7 +122,8 @@ class Trial:
                 self.outcomes.append(outcome)
             if outcome is not None and candidate.pipeline == "p2p":
                 fewer = self.weigh(dataclasses.replace(candidate, streams=2))
-                self.outcomes += [fewer] if fewer else []
+                whole = self.weigh(dataclasses.replace(candidate, sums="whole"))
+                self.outcomes += [other for other in (fewer, whole) if other]
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
 
@@ -216,6 +217,13 @@ class Trial:
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         return apart_text(more, reach, mesh) if apart(more, reach) else ""
 
+    def with_whole_sums(self, outcome: Outcome) -> Outcome:
+        """The outcome with what it adds up behind the loops, where that is faster."""
+        mark = outcome.mark
+        if mark.pipeline == "collective" or mark.plain or not adds_up(outcome.program):
+            return outcome
+        return self.if_faster(outcome, dataclasses.replace(mark, sums="whole"))
+
     def in_order_of_position(self, outcome: Outcome) -> Outcome:
         """The outcome without exchanges around causal loops, where those do not pay."""
         if outcome.mark.pipeline != "p2p":
@@ -264,4 +272,5 @@ def _text(mark: StreamChoice) -> str:
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     order = "" if mark.zigzag else " in order of position"
-    return f"{mark.pipeline} with {count}{streams}{order}"
+    sums = "" if mark.sums == "in chunks" else " and sums behind the loops"
+    return f"{mark.pipeline} with {count}{streams}{order}{sums}"

@@ -37,8 +37,9 @@ def predict(
     """
     inside = partial(predict, rates=rates, in_body=True)
     tasks = unrolled(program, rates, inside, in_body=in_body, in_pieces=in_pieces)
-    meeting = program.mesh.size * max((task.meet for task in tasks), default=0.0)
-    host = meeting + sum(task.host for task in tasks)
+    host = sum(task.host for task in tasks)
+    if not in_body:  # once in a program
+        host += program.mesh.size * max((task.meet for task in tasks), default=0.0)
     parts = [task.inside or _alone(task) for task in tasks]
     return Prediction(
         total=max(_finish(tasks, _leaving(tasks) if followed else ()), host),

@@ -21,7 +21,7 @@ from jhost.lowering.cost.kernels import (
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
-from jhost.lowering.ir.bodies import ITERATIONS
+from jhost.lowering.ir.bodies import ITERATIONS, statements
 from jhost.lowering.ir.effects import read_whole
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
@@ -171,9 +171,23 @@ class _Unrolled(Machine):
                 inside = sum(predicted, Prediction()) * ITERATIONS
             case ir.Cond():
                 inside = max(predicted, key=lambda each: each.total)
-        after = frozenset[int]().union(*map(self.makers, stmt.ins))
-        task = Task(seconds=inside.total, host=inside.host, after=after, inside=inside)
+        task = Task(
+            seconds=inside.total,
+            host=inside.host,
+            after=frozenset[int]().union(*map(self.makers, stmt.ins)),
+            meet=max(map(self.meeting, stmt.bodies)),
+            inside=inside,
+        )
         self.add(task, stmt.outs)
+
+    def meeting(self, body: Program) -> float:
+        """What the first of a body's transfers takes more than the others."""
+        links = (
+            self.rates.link(stmt.kind, stmt.axes)
+            for stmt in statements(body)
+            if isinstance(stmt, ir.Communicate)
+        )
+        return max((link.meet for link in links), default=0.0)
 
     def static(self, index: Index, what: str = "index") -> int:
         """Its value on the one device, and with it on all."""
@@ -298,14 +312,14 @@ class _Unrolled(Machine):
     def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place.
 
-        What is read in the pieces in which it is written never is one array, and the
-        copy by which a scan stacks a result takes it from its pieces.
+        What is read in the pieces in which it is written never is one array.  Pieces of
+        known places are put together when it is first read as one.
         """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
-            if heavy and alias is not None and not alias.drop:
-                if _by_rank(alias) or alias.source.name not in self.stacked:
-                    yield _copy(buffer)
+            by_rank = heavy and alias is not None and _by_rank(alias)
+            if by_rank or self.is_put_together(buffer):
+                yield _copy(buffer)
         for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
             alias = self.alias(buffer)
             if heavy and alias is not None and _by_rank(alias):
@@ -319,8 +333,8 @@ class _Unrolled(Machine):
         return frozenset({len(self.tasks) - 1})
 
     def put(self, out: ir.Buffer, after: frozenset[int]) -> None:
-        """A copy of what those tasks brought, if its place is a device's part."""
-        if self.is_part_by_rank(out):
+        """A copy of what those tasks brought, if it has a place in an array."""
+        if self.is_part_by_rank(out) or self.is_put_together(out):
             self.add(self.copy("put", out, after), [out])
 
     def copy(
@@ -339,6 +353,16 @@ class _Unrolled(Machine):
         if alias is None or alias.source.dims[alias.dim].stream:
             return False
         return _by_rank(alias)
+
+    def is_put_together(self, buffer: ir.Buffer) -> bool:
+        """Whether it is a piece, at a known place, of what is read as one array.
+
+        The copy by which a scan stacks a result takes that from its pieces.
+        """
+        alias = self.alias(buffer)
+        if alias is None or alias.drop or _by_rank(alias):
+            return False
+        return alias.source.name not in self.stacked
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         """Which part of an array a buffer is, if it is one."""

@@ -38,6 +38,12 @@ def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
             yield from held_statements(body)
 
 
+def adds_up(program: Program) -> bool:
+    """Whether a loop adds to a sum chunk by chunk."""
+    stmts = statements(program)
+    return any(isinstance(stmt, ir.Compute) and stmt.reducer for stmt in stmts)
+
+
 def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:
     """`program` with each of its bodies, and then itself, changed."""
     if any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):

@@ -6,6 +6,9 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.statements import PipelineKind, node
 
+Sums: TypeAlias = Literal["in chunks", "whole"]
+"""Whether a loop adds up what it contracts, or that stands behind it."""
+
 
 @node
 class OnLines:
@@ -55,7 +58,7 @@ class StreamChoice(OnLines):
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True
-    sums: Literal["in chunks", "whole"] = "in chunks"
+    sums: Sums = "in chunks"
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest
+from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, Sums
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, PipelineKind
 
@@ -56,6 +56,7 @@ class Tuned:
     pipeline: PipelineKind | None = None
     chunks: int | None = None
     streams: int | None = None
+    sums: Sums = "in chunks"
     reason: str = ""
     measured: tuple[tuple[str, float], ...] = ()
 
@@ -90,10 +91,13 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
     """What was chosen for two marks of one stream; a plain one says nothing of it."""
-    if one.plain == other.plain:
-        return merge_marks(one, other)
-    said = other if one.plain else one
-    return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
+    if one.plain != other.plain:
+        said = other if one.plain else one
+        return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
+    merged = merge_marks(one, other)
+    if merged is None or "whole" not in (one.sums, other.sums):
+        return merged
+    return dataclasses.replace(merged, sums="whole")
 
 
 def plain_values(program: Program) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ from jhost import errors
 from jhost.lowering.cost import choose_permutes
 from jhost.lowering.cost.rates import Rates, rates_of
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.ir.bodies import adds_up, all_marks
 from jhost.lowering.ir.index import Index, LoopIndex, evaluate
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction, StreamReport
-from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.ir.requests import StreamDefaults, marks_alike, open_marks
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.pipeline import passes, run_passes
 from tests.lowering.traced import built, chunk_counts, loops, remarks
@@ -173,6 +174,44 @@ def test_on_few_streams_a_transfer_is_launched_an_iteration_before_it_is_used() 
     assert "SetCurrentStream(stream[i mod 2])" in text
     # The second transfer is the first to wait: for the device's own chunk.
     assert "SetCurrentStream(stream[1])\n  Synchronize(own)\n" in text
+
+
+def with_gradients(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+    """The gradients of `mlp`, which lie as its operands do."""
+
+    def loss(*args: jax.Array) -> jax.Array:
+        return jnp.sum(mlp(pipeline="p2p")(*args).astype(jnp.float32) ** 2)
+
+    found = jax.grad(loss, (0, 1, 2))(x, w, v)
+    specs = P("tp", None), P(None, "tp"), P("tp", None)
+    return [jhost.shard(g, spec) for g, spec in zip(found, specs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "whole"),
+    [(sizes(4096), True), (((2**17, 512), (512, 4096), (4096, 512)), False)],
+)
+def test_gradients_of_weights_are_added_up_or_made_at_once(
+    shapes: Sequence[tuple[int, int]], whole: bool
+) -> None:
+    """In chunks a sum is read and written for each, whole the chunks are copied."""
+    program = lowered(with_gradients, *shapes)
+    how = " and sums behind the loops" if whole else ""
+    said = report(program).reason
+    assert said.startswith(f"p2p with a chunk a device{how}, predicted")
+    assert adds_up(program) != whole
+
+
+def test_both_ways_are_measured() -> None:
+    program = built(with_gradients, *sizes(64), tp=4)
+    asked = StreamDefaults().applied_to(program)
+    every = passes(settings=StreamDefaults(), streams=4)
+    marks, (group, *_) = all_marks(asked), marks_alike(asked)
+    mark = open_marks(asked)[group[0]]
+    trial = every.choice.trial(asked, marks, group)
+    texts = [outcome.text for outcome in trial.measurable(mark)]
+    assert "p2p with a chunk a device and sums behind the loops" in texts
+    assert len(texts) == len(set(texts))
 
 
 def test_a_choice_is_among_the_fastest() -> None:

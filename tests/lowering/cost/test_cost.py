@@ -158,6 +158,23 @@ def test_the_launching_threads_of_all_devices_meet_once() -> None:
     assert predicted.host == 3 * 1000 + 4 * 50
 
 
+def test_in_a_scan_they_meet_once_as_well() -> None:
+    slow = dataclasses.replace(LINK, host=1000, meet=50)
+
+    def f(x: jax.Array, w: jax.Array) -> Any:
+        x, w = jhost.shard(x, P("tp", None)), jhost.shard(w, P(None, "tp"))
+
+        def body(x: jax.Array, _: None) -> Any:
+            y = jhost.stream(x, axis=0, pipeline="p2p") @ w
+            return x, jhost.shard(y, P(None, "tp"))
+
+        return lax.scan(body, x, None, length=5)[1]
+
+    rates = dataclasses.replace(RATES, permute=slow)
+    predicted = predict(lowered(f, (8, 4), (4, 4), tp=4), rates)
+    assert predicted.host == 5 * 3 * 1000 + 4 * 50
+
+
 def test_parts_of_arrays_are_copied_for_matmuls() -> None:
     """Four products are written into the result: in and out of memory once more."""
     rates = dataclasses.replace(RATES, memory=1e-3, matmul=1e12)
