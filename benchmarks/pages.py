@@ -117,12 +117,12 @@ def measured() -> str:
     groups = report.groups(report.stored())
     return "\n\n".join(
         f"### {devices} GPUs, {report.PASSES[pass_]}\n\n"
-        + _compared(groups[KIND, devices, pass_, "program"])
+        + _compared(groups[KIND, devices, pass_, "program"], pass_)
         for devices, pass_ in GROUPS
     )
 
 
-def _compared(records: Mapping[str, report.Record]) -> str:
+def _compared(records: Mapping[str, report.Record], pass_: str) -> str:
     """A sentence for each arm that took part, and a table of the peers' cases."""
     times = {name: _milliseconds(record) for name, record in records.items()}
     beside = {
@@ -132,6 +132,8 @@ def _compared(records: Mapping[str, report.Record]) -> str:
     said = [
         f"- {ARMS[arm]}: {_behind(both, arm)}" for arm, both in beside.items() if both
     ]
+    if pass_ == "backward":
+        said = [report.cotangents(records) + "\n", *said]
     shown = {name: ms for name, ms in times.items() if PEERS.keys() & ms.keys()}
     return "\n".join(said) + (f"\n\n{_times(shown)}" if shown else "")
 

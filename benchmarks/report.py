@@ -139,6 +139,8 @@ def _group_parts(
     kind, devices, pass_, mode = group
     title = f"## {devices} x {kind}, {PASSES[pass_]}, {MODES[mode]}"
     parts = [title, _headline(records, mode)]
+    if pass_ == "backward":
+        parts.append(cotangents(records))
     if picture is not None:
         limited = any("ceiling" in _own(record, mode) for record in records.values())
         ceiling = ", and its ceiling" if limited else ""
@@ -168,6 +170,18 @@ def _headline(records: Mapping[str, Record], mode: str) -> str:
     return (
         f"Speedup over plain, geometric mean of {len(speedups)} cases: **{mean:.3f}**; "
         f"slower than plain: {losses}."
+    )
+
+
+def cotangents(records: Mapping[str, Record]) -> str:
+    """Since when backward passes had what they start from; older records do not say."""
+    early = [case for case, record in records.items() if "cotangent" not in record]
+    if not early:
+        return "The cotangent waits for the forward's result, as in a step."
+    named = "" if len(early) == len(records) else f" in {', '.join(early)}"
+    return (
+        f"The cotangent was there from the start{named}: for plain, XLA gathers such a "
+        "one during the forward, as no step can."
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jhost
 from benchmarks import arms, checks, environment, figures, operands, timing
-from benchmarks.arms.base import Built, Unavailable
+from benchmarks.arms.base import COTANGENT, Built, Unavailable
 from benchmarks.arms.plain import collectives
 from benchmarks.case import Case
 from benchmarks.timing import Deadline, Effort
@@ -114,6 +114,7 @@ def measure(case: Case, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         "tokens": case.tokens,
         "devices": case.devices,
         "pass": "backward" if backward else "forward",
+        **({"cotangent": COTANGENT} if backward else {}),
         "flops": case.flops(backward),
         "bytes": case.bytes_moved(backward),
         "sets": operands.set_count(case.operands, mesh),

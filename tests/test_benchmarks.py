@@ -170,6 +170,7 @@ def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
     chosen = case(name)
     wanted = plan("plain", "compute", "communication", "jhost_p2p")
     record = runner.measure(chosen, mesh, True, wanted)
+    assert record["cotangent"] == "after the result"
     assert all("min_ms" in e for e in record["modes"]["program"].values())
     for found in record["checks"].values():
         assert checks.passed(found)
@@ -451,6 +452,20 @@ def test_the_last_run_of_a_case_counts() -> None:
     text = report.measured([STORED, later])
     assert "| mlp/8b/8192 | 1.50 | 1.60 | yes |" in text
     assert "geometric mean of 2 cases" in text
+
+
+def test_the_report_says_since_when_a_cotangent_was_there() -> None:
+    run = json.loads(json.dumps(STORED))
+    old, new = run["measurements"]
+    for record in (old, new):
+        record["pass"] = "backward"
+    text = report.measured([run])
+    assert "The cotangent was there from the start: for plain" in text
+    new["cotangent"] = "after the result"
+    text = report.measured([run])
+    assert "The cotangent was there from the start in mlp/8b/8192: for plain" in text
+    old["cotangent"] = "after the result"
+    assert "The cotangent waits for the forward's result" in report.measured([run])
 
 
 def test_the_report_replaces_what_is_between_its_marks(tmp_path: Path) -> None:
