@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jhost
+from benchmarks.axes import along_tp
 from benchmarks.case import Case
 from benchmarks.cases import all_cases, select
 from benchmarks.communication import AXIS, Streamed
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     devices = jax.devices()[: options.devices]
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-    (case,) = select(all_cases(len(devices), small=options.small), [options.case])
+    axes = along_tp(len(devices))
+    (case,) = select(all_cases(axes, small=options.small), [options.case])
     reports: dict[str, jhost.OverlapReport] = {}
     for pipeline in options.pipelines.split(","):
         reports[pipeline] = profiled(case, mesh, pipeline)

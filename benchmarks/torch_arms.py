@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from benchmarks import torch_pool
+from benchmarks.axes import Axes
 from benchmarks.case import Case
 from benchmarks.timing import Deadline, Effort
 from benchmarks.torch_pool import Pool, PoolError
@@ -21,14 +23,12 @@ Entry = dict[str, Any]
 class TorchArms:
     """Starts the processes at once, so that they are up when the first case is."""
 
-    def __init__(self, names: Sequence[str], devices: int, platform: str) -> None:
+    def __init__(self, names: Sequence[str], axes: Axes, platform: str) -> None:
         self.names = tuple(names)
-        self._reason = torch_pool.reason_without()
-        if platform != "gpu":
-            self._reason = "needs GPUs"
+        self._reason = _reason_without(axes, platform)
         self._pool: Pool | None = None
         if self.names and self._reason is None:
-            self._pool = Pool(devices)
+            self._pool = Pool(axes.devices)
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -77,3 +77,12 @@ class TorchArms:
         """Ends the processes."""
         if self._pool is not None:
             self._pool.close()
+
+
+def _reason_without(axes: Axes, platform: str) -> str | None:
+    """Why there can be no processes of PyTorch here, if so."""
+    if platform != "gpu":
+        return "needs GPUs"
+    if axes.batch or jax.process_count() > 1:
+        return "its processes know one axis, and are started by one"
+    return torch_pool.reason_without()

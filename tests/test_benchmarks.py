@@ -41,6 +41,7 @@ from benchmarks import (  # noqa: E402
     torch_pool,
 )
 from benchmarks.arms.base import tied  # noqa: E402
+from benchmarks.axes import Axes, along_tp  # noqa: E402
 from benchmarks.communication import Whole  # noqa: E402
 
 
@@ -48,14 +49,19 @@ def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(BENCHMARKS / name))
 
 
-def case(name: str, devices: int = 2) -> cases.Case:
-    (found,) = cases.select(cases.all_cases(devices, small=True), [name])
+def case(name: str, axes: Axes = along_tp(2)) -> cases.Case:  # noqa: B008
+    (found,) = cases.select(cases.all_cases(axes, small=True), [name])
     return found
 
 
 @pytest.fixture
 def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
     return make_mesh((2,), ("tp",))
+
+
+@pytest.fixture
+def grid(make_mesh: Callable[..., Mesh]) -> Mesh:
+    return make_mesh((2, 2), ("dp", "tp"))
 
 
 def plan(*names: str, modes: tuple[runner.Mode, ...] = ("program",)) -> runner.Plan:
@@ -96,7 +102,7 @@ def test_a_run_measures_checks_and_writes(
     assert all(checks.passed(found) for found in gathers["checks"].values())
     assert gathers["checks"].keys() == {"plain", "jhost", "jhost_p2p", "recipe"}
     out = capsys.readouterr().out
-    assert "ag_qkv/8b/2048 x2 forward program: plain" in out
+    assert "ag_qkv/8b/2048 on tp=2 forward program: plain" in out
     assert "2 measurements" in out
 
 
@@ -107,8 +113,8 @@ def test_a_run_out_of_time_says_what_is_missing(tmp_path: Path) -> None:
     run = json.loads(path.read_text())
     assert run["measurements"] == []
     assert run["not_measured"] == [
-        "out_rs/8b/2048 on 2",
-        "out_rs/8b/2048 on 2 with gradients",
+        "out_rs/8b/2048 on tp=2",
+        "out_rs/8b/2048 on tp=2 with gradients",
     ]
 
 
@@ -119,6 +125,9 @@ def test_a_run_out_of_time_says_what_is_missing(tmp_path: Path) -> None:
         (["--arms", "nobody"], "no arm is named 'nobody'; there are plain"),
         (["--models", "405b"], "no model is named '405b'"),
         (["--devices", "64"], "64 of 8 devices cannot be used"),
+        (["--devices", "4", "--mesh", "tp=4"], "without --mesh"),
+        (["--mesh", "pp=4"], "tp, and dp if wanted, but not pp=4"),
+        (["--processes", "2"], "with --mesh, as --mesh dp=2,tp=2"),
         (["--tokens", "many"], "invalid list value: 'many'"),
         (["--passes", "sideways"], "invalid choice: 'sideways'"),
     ],
@@ -177,6 +186,36 @@ def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
         assert len(found["errors"]) == 1 + len(chosen.operands)
 
 
+GRID = Axes((("dp", 2), ("tp", 2)))
+
+
+@pytest.mark.parametrize("name", ["down_ar/8b/2048", "layer/8b/8192", EXPERTS[0]])
+def test_rows_may_be_split_over_another_axis(name: str, grid: Mesh) -> None:
+    """Each group has all weights, whose gradients are summed over the groups."""
+    chosen = case(name, GRID)
+    names = ["plain", "compute", "communication", "jhost", "xla"]
+    record = runner.measure(chosen, grid, True, plan(*names, modes=("once",)))
+    assert all("min_ms" in e for e in record["modes"]["once"].values()), record
+    assert record["mesh"] == {"dp": 2, "tp": 2}
+    for arm, found in record["checks"].items():
+        assert checks.passed(found | {"no_worse": True}), (arm, found)
+    weights = sum(o.name not in ("x", "h") for o in chosen.operands)
+    kinds = [kind for kind, _ in chosen.moved(True)]
+    assert kinds.count("sum") == weights
+
+
+def test_a_case_over_two_axes_counts_its_work_and_its_bytes() -> None:
+    (mlp,) = cases.select(cases.all_cases(GRID, small=False), ["mlp/8b/8192"])
+    assert mlp.flops(False) == 2 * 2 * 8192 * 4096 * 14336 // 4
+    forward = 2 * 2 * (8192 // 2) * 4096 // 2
+    assert mlp.bytes_moved(False) == forward
+    weights = 2 * 4096 * 14336 // 2  # of a device, both
+    assert mlp.bytes_moved(True) == 2 * forward + 2 * 2 * weights // 2
+    names = [each.name for each in cases.all_cases(GRID, small=False)]
+    assert "attention/8b/4096" in names
+    assert "attention/8b/2048" not in names  # one sequence
+
+
 def test_an_arm_that_fails_does_not_stop_the_others(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +271,7 @@ def test_instances_of_a_program_stay_apart() -> None:
 
 
 def test_a_case_counts_its_work_and_its_bytes() -> None:
-    (mlp,) = cases.select(cases.all_cases(4, small=False), ["mlp/8b/8192"])
+    (mlp,) = cases.select(cases.all_cases(along_tp(4), small=False), ["mlp/8b/8192"])
     assert mlp.flops(False) == 2 * 2 * 8192 * 4096 * 14336 // 4
     assert mlp.flops(True) == 3 * mlp.flops(False)
     assert mlp.bytes_moved(False) == 2 * 2 * 8192 * 4096 * 3 // 4
@@ -247,7 +286,7 @@ def test_experts_count_their_work_and_their_bytes(
     name: str, room: int, width: int, devices: int
 ) -> None:
     """Of tokens that go to several experts, and a quarter more of empty places."""
-    whole = cases.all_cases(devices, small=False)
+    whole = cases.all_cases(along_tp(devices), small=False)
     (experts,) = cases.select(whole, [f"experts/{name}/8192"])
     count, ffn = experts.model.experts, experts.model.ffn
     places = 8192 // cases.GROUP * count * room
@@ -369,7 +408,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 
 
 def test_every_target_names_a_case() -> None:
-    listed = cases.all_cases(4, small=False)
+    listed = cases.all_cases(along_tp(4), small=False)
     for each in targets.TARGETS:
         assert cases.select(listed, [each.pattern])
 
@@ -443,6 +482,18 @@ def test_predictions_are_those_of_the_last_choice() -> None:
     assert found == {"jhost": 2.0, "plain": 3.0}
     assert runner.predicted_ms("jhost", explained(streams=(one, two))) == {"jhost": 1.0}
     assert runner.predicted_ms("jhost", explained(streams=(report_of(),))) == {}
+
+
+def test_other_meshes_have_tables_of_their_own() -> None:
+    grid = json.loads(json.dumps(STORED))
+    grid["environment"]["processes"] = 2
+    for record in grid["measurements"]:
+        record["mesh"] = {"dp": 2, "tp": 2}
+    text = report.measured([STORED, grid])
+    assert text.count("## 4 x NVIDIA H200, forward, in program") == 1
+    where = "dp = 2, tp = 2 in 2 processes"
+    assert text.count(f"## 4 x NVIDIA H200 ({where}), forward, in program") == 1
+    assert text.count("Targets:") == 1
 
 
 def test_the_last_run_of_a_case_counts() -> None:

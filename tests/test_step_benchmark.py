@@ -112,26 +112,41 @@ def test_runs_of_steps_are_no_runs_of_layers(
 # --- Several processes -------------------------------------------------------------- #
 
 
-@pytest.mark.slow
-def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
-    path, root = tmp_path / "run.json", Path(__file__).parents[1]
-    options = "--quick --layers 1 --no-profile --no-checks --passes forward".split()
-    command = [sys.executable, "-m", "benchmarks.step", *options, "--arms", "jhost_p2p"]
+def in_two_processes(module: str, path: Path, *options: str) -> dict[str, Any]:
+    """The run that two processes of two devices have measured."""
+    wanted = "--quick --no-checks --passes forward --arms jhost_p2p --mesh dp=2,tp=2"
+    command = [sys.executable, "-m", module, *wanted.split(), *options]
     done = subprocess.run(
-        [*command, "--mesh", "dp=2,tp=2", "--processes", "2", "--json", str(path)],
-        cwd=root,
+        [*command, "--processes", "2", "--json", str(path)],
+        cwd=Path(__file__).parents[1],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
+    assert done.stdout.count("written: run.json") == 1
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
+    options = ("--layers", "1", "--no-profile")
+    found = in_two_processes("benchmarks.step", tmp_path / "run.json", *options)
     (record,) = found["measurements"]
     assert "dp = 2, tp = 2 in 2 processes" in page.title(found, record)
-    assert done.stdout.count("written: run.json") == 1
     assert record["arms"]["jhost_p2p"]["min_ms"] > 0
     assert "p2p" in record["explain"]["jhost_p2p"]["choices"]
+
+
+@pytest.mark.slow
+def test_processes_measure_blocks_together(tmp_path: Path) -> None:
+    options = ("--cases", "ag_up/8b/2048", "--calls", "program")
+    found = in_two_processes("benchmarks", tmp_path / "run.json", *options)
+    (record,) = found["measurements"]
+    assert record["modes"]["program"]["jhost_p2p"]["min_ms"] > 0
+    (group,) = report.groups([found])
+    assert group.mesh == "dp = 2, tp = 2 in 2 processes"
 
 
 def test_when_one_process_fails_the_others_are_ended(

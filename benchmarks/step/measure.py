@@ -40,7 +40,7 @@ def measure(step: Step, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         "layers": step.layers,
         "sequences": step.sequences,
         "length": step.model.sequence,
-        "mesh": dict(step.axes),
+        "mesh": dict(step.axes.sizes),
         "pass": "backward" if backward else "forward",
         "arms": {arm: {} for arm in plan.arms},
         "checks": {},

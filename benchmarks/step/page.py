@@ -45,12 +45,10 @@ def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
 
 
 def title(run: Mapping[str, Any], record: Record) -> str:
-    mesh = ", ".join(f"{axis} = {size}" for axis, size in record["mesh"].items())
-    processes = run["environment"].get("processes", 1)
-    many = f" in {processes} processes" if processes > 1 else ""
+    mesh, kind = report.mesh_text(run, record), run["environment"]["device_kind"]
     return (
-        f"{record['case']}, {mesh}{many}, {run['environment']['device_kind']}, "
-        f"{report.PASSES[record['pass']]}: {record['layers']} layers, "
+        f"{record['case']}, {mesh}, {kind}, {report.PASSES[record['pass']]}: "
+        f"{record['layers']} layers, "
         f"{record['sequences']} sequences of {record['length']}"
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
+from benchmarks.axes import Axes
 from benchmarks.case import Operand
 from benchmarks.communication import AXIS, Communication
 from benchmarks.layers import Model
@@ -30,15 +30,11 @@ class Step:
     form: str
     layers: int
     sequences: int
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
 
     @property
     def name(self) -> str:
         return f"{self.model.name}/{self.form}"
-
-    @property
-    def mesh(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes)
 
     @property
     def tokens(self) -> int:
@@ -49,24 +45,9 @@ class Step:
         return self.form.startswith("scan")
 
     @property
-    def batch(self) -> tuple[str, ...]:
-        """The axes that sequences are split over, and weights are not."""
-        return tuple(axis for axis, _ in self.axes if axis != AXIS)
-
-    @property
-    def rows(self) -> P:
-        """The layout of activations between blocks."""
-        return P((*self.batch, AXIS), None)
-
-    @property
-    def columns(self) -> P:
-        """The layout of activations within blocks."""
-        return P(self.batch or None, AXIS)
-
-    @property
     def operands(self) -> tuple[Operand, ...]:
         """x, then the weights: one after another, or those of all layers stacked."""
-        x = Operand("x", (self.tokens, self.model.hidden), self.rows)
+        x = Operand("x", (self.tokens, self.model.hidden), self.axes.rows)
         if self._scans:
             return (x, *(_stacked(w, self.layers) for w in _weights(self.model)))
         return (x, *_weights(self.model) * self.layers)
@@ -140,18 +121,19 @@ def steps(
     models: Mapping[str, Model],
     forms: Mapping[str, int],
     sequences: int,
-    axes: Mapping[str, int],
+    axes: Axes,
 ) -> list[Step]:
     """Each model in each form.
 
     Raises:
-        ValueError: sequences or heads that a mesh does not divide.
+        ValueError: sequences that a mesh does not divide.
     """
-    batch = math.prod(size for axis, size in axes.items() if axis != AXIS)
-    if sequences % batch:
-        raise ValueError(f"{sequences} sequences cannot be split over {batch} devices")
+    if sequences % axes.groups:
+        raise ValueError(
+            f"{sequences} sequences cannot be split over {axes.groups} devices"
+        )
     return [
-        Step(model, form, count, sequences, tuple(axes.items()))
+        Step(model, form, count, sequences, axes)
         for model in models.values()
         for form, count in forms.items()
     ]

@@ -16,13 +16,14 @@ from tests.aot.on_h200 import MakeH200s
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import arms, cases
+from benchmarks.axes import along_tp
 
 
 @pytest.mark.parametrize("arm", ["plain", "xla"])
 def test_a_cotangent_is_not_gathered_before_the_result(
     h200s: MakeH200s, arm: str
 ) -> None:
-    (case,) = cases.select(cases.all_cases(4, small=False), ["mlp/8b/8192"])
+    (case,) = cases.select(cases.all_cases(along_tp(4), small=False), ["mlp/8b/8192"])
     mesh = h200s({"tp": 4})
     (built,) = arms.ARMS[arm](case, mesh, True)
     types = [
