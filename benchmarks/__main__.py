@@ -35,7 +35,7 @@ from benchmarks.case import Case
 from benchmarks.layers import EXPERTS, MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Mode, Plan
-from benchmarks.torch_arms import TorchArms
+from benchmarks.torch_arms import Block, TorchArms
 from jhost._progress import Progress
 
 _MODULE = "benchmarks"
@@ -131,7 +131,8 @@ def _measure_one(
         return
     try:
         record = runner.measure(case, mesh, backward, plan)
-        entries = torch.measure(case, mesh, backward, plan.effort, plan.deadline)
+        block = Block(case, mesh, backward, plan.effort)
+        entries = torch.measure(block, plan.deadline)
         for mode in plan.modes:
             record["modes"][mode] |= entries
         runner.add_figures(record)

@@ -573,6 +573,36 @@ def test_timelines_before_and_after_are_drawn(
     assert "p2p: mlp on tp=2" in shown
 
 
+def test_a_step_before_and_after_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "step.svg"
+    wanted = ["--step", "8b/scan", "--mesh", "tp=2", "--small", "--layers", "1"]
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        timelines.main([*wanted, "--arms", "plain,jhost_p2p", "--out", str(out)])
+    assert "<svg" in out.read_text()
+    shown = capsys.readouterr().out
+    assert "plain: 8b/scan on tp=2" in shown
+    assert "jhost_p2p: 8b/scan on tp=2" in shown
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fragment"),
+    [
+        (["--step", "8b/loop"], "a form of written, scan"),
+        (["--step", "8b/scan", "--arms", "nobody"], "'nobody' is none of plain"),
+        (["--mesh", "tp=99"], "takes 99 devices"),
+    ],
+)
+def test_a_picture_of_nothing_is_refused(
+    wanted: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        timelines.main([*wanted, "--out", "none.svg", "--small"])
+    assert fragment in capsys.readouterr().err
+
+
 # --- What a call costs ----------------------------------------------------------------
 
 

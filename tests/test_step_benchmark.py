@@ -17,8 +17,17 @@ import pytest
 # Last, so that `jhost` stays the one that is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import launch, report
-from benchmarks.step import __main__ as command, arms, measure, page
+from benchmarks import launch, layers, report, torch_profile
+from benchmarks.axes import along_tp
+from benchmarks.step import (
+    __main__ as command,
+    arms,
+    measure,
+    page,
+    programs,
+    torch_arms,
+)
+from benchmarks.timing import CODE_PATH
 
 
 def run(path: Path, *options: str) -> dict[str, Any]:
@@ -69,6 +78,49 @@ def test_an_arm_that_fails_is_left_out(
     assert record["arms"]["jhost"] == {"error": "ValueError: no such program"}
     assert record["arms"]["plain"]["min_ms"] > 0
     assert "- jhost: ValueError: no such program" in page.measured([found])
+
+
+def test_pytorch_takes_part_where_it_can() -> None:
+    """Told one device's shapes; a scan over layers is nothing that it has."""
+    model = programs.sized("8b", length=2048, on_gpu=False)
+    written, scan = programs.steps(
+        {"8b": model}, {"written-checkpoint": 2, "scan": 2}, 4, along_tp(2)
+    )
+    task = torch_arms.Task(written, True, CODE_PATH, profiled=True)
+    job = task.job(["torch_async"])
+    assert job["step"] == {"layers": 2, "checkpoint": True, "backward": True}
+    x, _, qkv, *_ = job["operands"]
+    assert (x[0], qkv[0]) == ((64, 64), (64, 48))
+    assert job["model"]["queries"] == 4
+    assert task.reason("torch_async") is None
+    scanned = torch_arms.Task(scan, True, CODE_PATH, profiled=True)
+    assert scanned.reason("torch_nccl") == "has no scan"
+
+
+def test_what_pytorch_measured_stands_beside_the_others() -> None:
+    (step,) = programs.steps(
+        {"8b": layers.MODELS["8b"]}, {"written": 4}, 4, along_tp(2)
+    )
+    record: dict[str, Any] = {"arms": {"plain": {"min_ms": 40.0}}, "checks": {}}
+    entries: dict[str, Any] = {
+        "torch_async": {"min_ms": 41.0, "median_ms": 42.0, "error_versus_nccl": 0.3},
+        "torch_nccl": {"skipped": "PyTorch is not installed"},
+    }
+    torch_arms.add(record, entries, step)
+    assert record["arms"]["torch_async"]["tokens_per_s"] == 8192 / 0.041
+    assert record["checks"]["torch_async"] == {"error": 0.3, "right": False}
+
+
+def test_the_share_in_which_pytorch_computes_nothing() -> None:
+    spans = [
+        ("sm90_gemm", 0.0, 4.0),
+        ("ncclDevKernel_AllGather", 1.0, 5.0),
+        ("Memcpy PtoP (Device -> Device)", 5.0, 6.0),
+        ("flash_fwd", 6.0, 8.0),
+        ("elementwise_kernel", 7.0, 10.0),
+    ]
+    assert torch_profile.share(spans) == pytest.approx(0.2)
+    assert torch_profile.share([]) is None
 
 
 def test_a_wrong_gradient_is_found() -> None:

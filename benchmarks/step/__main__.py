@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,9 @@ from benchmarks.runner import Plan
 from benchmarks.step import page
 from benchmarks.step.arms import ARMS
 from benchmarks.step.measure import measure
-from benchmarks.step.programs import LAYERS, Step, steps
+from benchmarks.step.programs import LAYERS, Step, sized, steps
+from benchmarks.step.torch_arms import TORCH, Task, add
+from benchmarks.torch_arms import TorchArms
 from jhost._progress import Progress
 
 _MODULE = "benchmarks.step"
@@ -37,9 +38,6 @@ FULL = timing.Effort(warmups=2, blocks=5, calls=8, lead_in=4, instances=1)
 QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
 CODE_PATH = timing.Effort(warmups=1, blocks=2, calls=1, lead_in=1, instances=1)
 """Fewer calls than for a layer: one takes tens of milliseconds."""
-
-SHRINK = 64
-"""For CPUs, where no time means anything."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,18 +67,29 @@ def _measure(
     chosen: Sequence[Step], passes: Sequence[bool], mesh: Mesh, plan: Plan, run: Run
 ) -> None:
     bar = launch.progress_of_all(len(chosen) * len(passes))
+    names = [name for name in plan.arms if name in TORCH]
+    torch = TorchArms(names, chosen[0].axes, mesh.devices.flat[0].platform)
     try:
+        torch.settle()
+        run.content["environment"]["torch_processes"] = torch.versions
         for step in chosen:
             for backward in passes:
-                _measure_one(step, mesh, backward, plan, run, bar)
+                _measure_one(step, mesh, backward, plan, torch, run, bar)
     finally:
+        torch.close()
         bar.close()
         run.content["clocks_at_end"] = environment.clocks()
         run.write()
 
 
 def _measure_one(
-    step: Step, mesh: Mesh, backward: bool, plan: Plan, run: Run, bar: Progress
+    step: Step,
+    mesh: Mesh,
+    backward: bool,
+    plan: Plan,
+    torch: TorchArms,
+    run: Run,
+    bar: Progress,
 ) -> None:
     what = f"{step.name} on {step.axes}{' with gradients' if backward else ''}"
     bar.step(what)
@@ -89,6 +98,8 @@ def _measure_one(
         return
     try:
         record = measure(step, mesh, backward, plan)
+        task = Task(step, backward, plan.effort, plan.profiled)
+        add(record, torch.measure(task, plan.deadline), step)
         run.content["measurements"].append(record)
         bar.say(f"{what}: {page.line(record)}")
     except Exception as error:
@@ -109,14 +120,7 @@ def _steps(arguments: argparse.Namespace, where: axes.Axes, on_gpu: bool) -> lis
             raise ValueError(
                 f"--{option}: {unknown[0]!r} is none of {', '.join(known)}"
             )
-    shrink = 1 if on_gpu else SHRINK
-    models = {
-        name: dataclasses.replace(
-            dataclasses.replace(MODELS[name], sequence=arguments.length).shrunk(shrink),
-            attention="cudnn" if on_gpu else "xla",
-        )
-        for name in chosen
-    }
+    models = {name: sized(name, arguments.length, on_gpu) for name in chosen}
     layers = {
         form: arguments.layers or (2 if quick and not on_gpu else LAYERS[form])
         for form in forms
@@ -125,12 +129,13 @@ def _steps(arguments: argparse.Namespace, where: axes.Axes, on_gpu: bool) -> lis
 
 
 def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
+    known = (*ARMS, *TORCH)
     for pattern in arguments.arms:
-        if not fnmatch.filter(ARMS, pattern):
-            raise ValueError(f"--arms: {pattern!r} is none of {', '.join(ARMS)}")
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(f"--arms: {pattern!r} is none of {', '.join(known)}")
     patterns: list[str] = arguments.arms
     return Plan(
-        arms=[a for a in ARMS if any(fnmatch.fnmatchcase(a, p) for p in patterns)],
+        arms=[a for a in known if any(fnmatch.fnmatchcase(a, p) for p in patterns)],
         modes=(),
         effort=CODE_PATH if not on_gpu else QUICK if arguments.quick else FULL,
         deadline=timing.Deadline(arguments.time_limit),

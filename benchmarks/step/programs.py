@@ -16,7 +16,7 @@ from benchmarks import layers
 from benchmarks.axes import Axes
 from benchmarks.case import Operand
 from benchmarks.communication import AXIS, Communication
-from benchmarks.layers import Model
+from benchmarks.layers import MODELS, Model
 
 LAYERS = {"written": 4, "scan": 6, "written-checkpoint": 4, "scan-checkpoint": 6}
 """The forms of a program, and how many layers each has unless it is told."""
@@ -41,14 +41,21 @@ class Step:
         return self.sequences * self.model.sequence
 
     @property
-    def _scans(self) -> bool:
+    def scans(self) -> bool:
         return self.form.startswith("scan")
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.form.endswith("checkpoint")
+
+    def tokens_per_s(self, milliseconds: float) -> float:
+        return 1e3 * self.tokens / milliseconds
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         """x, then the weights: one after another, or those of all layers stacked."""
         x = Operand("x", (self.tokens, self.model.hidden), self.axes.rows)
-        if self._scans:
+        if self.scans:
             return (x, *(_stacked(w, self.layers) for w in _weights(self.model)))
         return (x, *_weights(self.model) * self.layers)
 
@@ -78,9 +85,9 @@ class Step:
         def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             return layers.layer(comm, self.model, (x, *weights)), None
 
-        if self.form.endswith("checkpoint"):
-            layer = jax.checkpoint(layer, prevent_cse=not self._scans)
-        if self._scans:
+        if self.checkpoints:
+            layer = jax.checkpoint(layer, prevent_cse=not self.scans)
+        if self.scans:
             return lambda x, weights: lax.scan(layer, x, weights)[0]
 
         def written(x: jax.Array, weights: Any) -> jax.Array:
@@ -115,6 +122,17 @@ def _stacked(weight: Operand, count: int) -> Operand:
     return dataclasses.replace(
         weight, shape=(count, *weight.shape), spec=P(None, *weight.spec)
     )
+
+
+SHRINK = 64
+"""For CPUs, where no time means anything."""
+
+
+def sized(name: str, length: int, on_gpu: bool) -> Model:
+    """A model of `MODELS` with sequences of that length, and small on a CPU."""
+    whole = dataclasses.replace(MODELS[name], sequence=length)
+    small = whole.shrunk(1 if on_gpu else SHRINK)
+    return dataclasses.replace(small, attention="cudnn" if on_gpu else "xla")
 
 
 def steps(
