@@ -244,7 +244,7 @@ def _cases(arguments: argparse.Namespace, given: Axes, on_gpu: bool) -> list[Cas
         given,
         small=not on_gpu,
         models=arguments.models or known,
-        tokens=arguments.tokens or cases.TOKENS,
+        tokens=arguments.tokens,
         peers_own=not (arguments.models or arguments.tokens),
     )
     return cases.select(listed, patterns)

@@ -56,6 +56,8 @@ class Case:
     operands: tuple[Operand, ...]
     out_spec: P
     exact_integers: bool = True
+    kernels: int = 0
+    """Operations forward of matmuls inside of kernels, which have 5 for 2 backward."""
 
     @property
     def kind(self) -> str:
@@ -70,6 +72,11 @@ class Case:
 
     def result_shape(self) -> tuple[int, ...]:
         return jax.eval_shape(lambda *xs: self.run(Whole(), xs), *self.abstract()).shape
+
+    def written_out(self) -> Case:
+        """Without kernels, which take 16 bits alone: for a reference."""
+        model = dataclasses.replace(self.model, attention="")
+        return dataclasses.replace(self, model=model)
 
     def cotangent(self) -> Operand:
         """What a backward pass starts from."""
@@ -114,6 +121,8 @@ class Case:
             result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
             return (result, pull(result)) if backward else result
 
+        if self.kernels:
+            return self.kernels * (7 if backward else 2) // (2 * self.axes.devices)
         jaxpr = jax.make_jaxpr(run)(*self.abstract())
         return _matmul_flops(jaxpr.jaxpr) // self.axes.devices
 

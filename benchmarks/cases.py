@@ -16,6 +16,11 @@ from benchmarks.layers import EXPERTS, MODELS, Layer, Model
 
 TOKENS = (8192, 4096, 2048)
 
+LONG = (131072, 32768)
+"""Tokens of a sequence that no device has whole."""
+
+RING = "ring_attention"
+
 GROUP = 256
 """Tokens that are routed together."""
 
@@ -112,6 +117,27 @@ def _experts(name: str, model: Model, tokens: int, axes: Axes, shrink: int) -> C
     )
 
 
+def _long(model: Model, tokens: int, axes: Axes, shrink: int) -> Case:
+    """Attention with a model's heads over one long sequence."""
+    rows, name = tokens // shrink, f"{RING}/{model.name}/{tokens}"
+    queries, keys = ((rows, n, model.head) for n in (model.heads, model.kv_heads))
+    return Case(
+        name=name,
+        model=dataclasses.replace(model, attention="cudnn" if shrink == 1 else ""),
+        tokens=rows,
+        axes=axes,
+        layer=layers.context_parallel,
+        operands=(
+            Operand("q", queries, axes.rows),
+            Operand("k", keys, axes.rows),
+            Operand("v", keys, axes.rows),
+        ),
+        out_spec=axes.rows,
+        exact_integers=False,
+        kernels=2 * rows * rows * model.heads * model.head,
+    )
+
+
 KINDS = (
     "ag_qkv",
     "ag_up",
@@ -165,12 +191,13 @@ def all_cases(
     *,
     small: bool,
     models: Sequence[str] = (*MODELS, *EXPERTS),
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     peers_own: bool = True,
 ) -> list[Case]:
     """The list; `small` for CPUs, where no time means anything.
 
-    Peers' own sizes are for tp alone, and sequences for groups that have whole ones.
+    Peers' own sizes and long sequences are for tp alone, and other sequences for groups
+    that have whole ones.
     """
     shrink = 64 if small else 1  # all sizes alike: ratios decide about layouts
     cases = [
@@ -183,7 +210,7 @@ def all_cases(
         for kind in KINDS
         for model in models
         if model in MODELS
-        for count in tokens
+        for count in tokens or TOKENS
         if kind not in ATTENDING or not count % (axes.groups * MODELS[model].sequence)
     ]
     cases += [
@@ -196,7 +223,12 @@ def all_cases(
         )
         for model in models
         if model in EXPERTS
-        for count in tokens
+        for count in tokens or TOKENS
+    ]
+    cases += [
+        _long(MODELS["8b"].shrunk(shrink), count, axes, shrink)
+        for count in LONG
+        if "8b" in models and not axes.batch and count in (tokens or LONG)
     ]
     own = _peers_own(axes, shrink) if peers_own and not axes.batch else ()
     return [*cases, *own]

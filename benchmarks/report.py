@@ -33,6 +33,7 @@ COLUMNS = (
     ("versus_torch", "vs torch"),
     ("versus_xla", "vs XLA"),
     ("versus_recipe", "vs recipe"),
+    ("versus_ring", "vs ring"),
     ("versus_pallas", "vs Pallas"),
 )
 

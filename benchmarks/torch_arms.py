@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from benchmarks import torch_pool
 from benchmarks.axes import Axes
 from benchmarks.case import Case
+from benchmarks.cases import RING
 from benchmarks.timing import Deadline, Effort
 from benchmarks.torch_pool import Pool, PoolError
 
@@ -48,6 +49,8 @@ class Block:
         moves = {kind for kind, _ in self.case.moved(False)}
         if "exchange" in moves:
             return "has no experts here"
+        if self.case.kind == RING:
+            return "has no ring attention here"
         if "reduce" in moves and arm == "torch_async":
             return "has no matmul and all-reduce"
         return None

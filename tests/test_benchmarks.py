@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jhost.lowering.explain import Explanation, StreamReport
+from tests.lowering.rules.reference_attention import as_with_cudnn
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -31,6 +34,7 @@ from benchmarks import (  # noqa: E402
     cases,
     checks,
     figures,
+    kernels,
     operands,
     plots,
     report,
@@ -143,7 +147,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 2 * 3 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 
@@ -214,6 +218,70 @@ def test_a_case_over_two_axes_counts_its_work_and_its_bytes() -> None:
     names = [each.name for each in cases.all_cases(GRID, small=False)]
     assert "attention/8b/4096" in names
     assert "attention/8b/2048" not in names  # one sequence
+
+
+# --- Keys that go around ----------------------------------------------------------
+
+
+def test_every_arm_attends_to_keys_that_go_around(
+    make_mesh: Callable[..., Mesh],
+) -> None:
+    """All arms that a CPU can run, with gradients, on fewer rows and heads."""
+    listed = case("ring_attention/8b/32768", along_tp(4))
+    fewer = [
+        dataclasses.replace(o, shape=(64, o.shape[1] // 4, 8)) for o in listed.operands
+    ]
+    chosen = dataclasses.replace(listed, operands=tuple(fewer))
+    mesh = make_mesh((4,), ("tp",))
+    names = ["plain", "compute", "communication", "jhost_p2p", "ring", "ring_zigzag"]
+    wanted = plan(*names, "recipe", "xla", modes=("once",))
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        record = runner.measure(chosen, mesh, True, wanted)
+    entries = record["modes"]["once"]
+    timed = {arm for arm, entry in entries.items() if "min_ms" in entry}
+    assert timed == entries.keys() - {"recipe"}, entries
+    assert record["checks"].keys() == timed - {"compute", "communication"}
+    for arm, checked in record["checks"].items():
+        assert checks.passed(checked), (arm, checked)
+        assert max(checked["errors"]) < 0.01, (arm, checked)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_give_what_they_do_written_out(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of half of the keys, with the results and logarithms of all."""
+    as_with_cudnn(monkeypatch)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(16, heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, g = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+    own, other = kernels.kernels(""), kernels.kernels("cudnn")
+    found = own.attend(q, k, v, False)
+    for one, two in (
+        (own.attend(q, k, v, causal), other.attend(q, k, v, causal)),
+        (
+            own.gradients(q, k, v, found, g, causal),
+            other.gradients(q, k, v, found, g, causal),
+        ),
+    ):
+        chex.assert_trees_all_equal_shapes_and_dtypes(one, two)
+        for a, b in zip(one, two, strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=2e-2 * np.max(np.abs(a)))
+
+
+def test_attention_counts_its_work_and_its_bytes() -> None:
+    (ring,) = cases.select(
+        cases.all_cases(along_tp(4), small=False), ["ring_attention/8b/131072"]
+    )
+    matmul = 2 * 131072**2 // 2 * 32 * 128  # causal
+    assert ring.flops(False) == 2 * matmul // 4
+    assert ring.flops(True) == 7 * matmul // 4
+    assert ring.bytes_moved(False) == 2 * 2 * 131072 * 8 * 128 * 3 // 4
+    assert ring.bytes_moved(True) == 2 * ring.bytes_moved(False)
 
 
 def test_an_arm_that_fails_does_not_stop_the_others(

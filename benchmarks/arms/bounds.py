@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from benchmarks.arms.base import Built, Function, forward_or_both, per_device
 from benchmarks.axes import Axes
 from benchmarks.case import Case, Operand
+from benchmarks.cases import RING
 from benchmarks.communication import AXIS, InPlace
 
 _LARGE = 1 << 31
@@ -50,8 +51,13 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
 
 
 def _comes(case: Case) -> tuple[int, ...]:
-    """The shape of what comes first to each device: its own part, after an exchange."""
+    """The shape of what comes first to each device: its own part, after an exchange.
+
+    Of keys it is that of the others', as each device's own are among the operands.
+    """
     for kind, (first, *rest) in case.moved(False):
+        if case.kind == RING:
+            return first - first // case.axes.tp, *rest
         if kind == "gather":
             return first, *rest
         if kind == "exchange":
@@ -80,7 +86,8 @@ def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Opera
 
 
 def _unused_x(case: Case) -> bool:
-    return case.kind != "layer" and case.moved(False)[0][0] in ("gather", "exchange")
+    computed = case.kind in ("layer", RING)
+    return not computed and case.moved(False)[0][0] in ("gather", "exchange")
 
 
 def _without_first_gradient(both: Function) -> Function:
