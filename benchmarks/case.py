@@ -56,7 +56,7 @@ class Case:
     operands: tuple[Operand, ...]
     out_spec: P
     exact_integers: bool = True
-    kernels: int = 0
+    kernel_flops: int = 0
     """Operations forward of matmuls inside of kernels, which have 5 for 2 backward."""
 
     @property
@@ -121,8 +121,8 @@ class Case:
             result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
             return (result, pull(result)) if backward else result
 
-        if self.kernels:
-            return self.kernels * (7 if backward else 2) // (2 * self.axes.devices)
+        if self.kernel_flops:
+            return self.kernel_flops * (7 if backward else 2) // (2 * self.axes.devices)
         jaxpr = jax.make_jaxpr(run)(*self.abstract())
         return _matmul_flops(jaxpr.jaxpr) // self.axes.devices
 

@@ -134,7 +134,7 @@ def _long(model: Model, tokens: int, axes: Axes, shrink: int) -> Case:
         ),
         out_spec=axes.rows,
         exact_integers=False,
-        kernels=2 * rows * rows * model.heads * model.head,
+        kernel_flops=2 * rows * rows * model.heads * model.head,
     )
 
 

@@ -20,7 +20,7 @@ def without_computation(call: Callable[[int], Any]) -> float | None:
     torch: Any = importlib.import_module("torch")
     profiler: Any = importlib.import_module("torch.profiler")
     kinds = [profiler.ProfilerActivity.CUDA]
-    with profiler.profile(activities=kinds, acc_events=True) as found:
+    with profiler.profile(activities=kinds) as found:
         for number in range(CALLS):
             call(number)
         torch.cuda.synchronize()

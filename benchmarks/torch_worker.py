@@ -99,7 +99,7 @@ def _run(job: Job, device: Device) -> dict[str, Any]:
         del pair
     if job["profiled"] and device.type == "cuda":
         for arm, call in calls.items():
-            found[arm]["without_computation"] = torch_profile.without_computation(call)
+            found[arm]["without_computation"] = _share(call)
     del calls, sets
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -171,6 +171,15 @@ def _first(call: Callable[[int], Any], device: Device) -> dict[str, Any]:
         given = sum(each.nbytes for each in _leaves(result))
         figures |= {"allocated_bytes": peak, "temp_bytes": peak - before - given}
     return figures
+
+
+def _share(call: Callable[[int], Any]) -> float | None:
+    """Of the time in which nothing computes; None where the profiler fails."""
+    try:
+        return torch_profile.without_computation(call)
+    except Exception as error:
+        warnings.warn(f"no profile: {_text(error)}", stacklevel=1)
+        return None
 
 
 def _blocks(

@@ -422,13 +422,18 @@ def test_a_process_that_hangs_is_ended(
 
 
 def test_a_block_takes_as_long_as_its_slowest_process() -> None:
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {"torch_nccl": {"blocks_ms": [1.0, 4.0], "host_us": [5.0, 7.0]}},
         {"torch_nccl": {"blocks_ms": [2.0, 3.0], "host_us": [6.0, 6.0]}},
     ]
     entry = torch_pool.slowest(ranks)["torch_nccl"]
     assert entry["blocks_ms"] == [2.0, 4.0]
     assert (entry["min_ms"], entry["median_ms"], entry["host_us"]) == (2.0, 3.0, 6.0)
+    for rank, share in zip(ranks, (0.1, 0.2), strict=True):
+        rank["torch_nccl"] |= {"without_computation": share, "first_call_s": share}
+    entry = torch_pool.slowest(ranks)["torch_nccl"]
+    assert entry["without_computation"] == pytest.approx(0.15)
+    assert entry["first_call_s"] == 0.2
 
 
 # --- Figures, targets, the report -----------------------------------------------------
