@@ -2,6 +2,8 @@
 
     python -m benchmarks [--quick] [--cases PATTERNS] [--arms PATTERNS] [--devices LIST]
 
+`--mesh dp=2,tp=2 --processes 2` starts two processes, of two devices each.
+
 `python -m benchmarks.report` makes docs/benchmarks.md from such files.
 """
 
@@ -14,26 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from benchmarks import (
     arms,
+    axes,
     call_overhead,
     cases,
     checks,
     environment,
     figures,
+    launch,
     runner,
     timing,
 )
+from benchmarks.axes import Axes
 from benchmarks.case import Case
-from benchmarks.communication import AXIS
 from benchmarks.layers import EXPERTS, MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Mode, Plan
-from benchmarks.torch_arms import TorchArms
-from jhost._progress import Progress, progress
+from benchmarks.torch_arms import Block, TorchArms
+from jhost._progress import Progress
+
+_MODULE = "benchmarks"
 
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 CALLS: Mapping[str, Sequence[Mode]] = {
@@ -50,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses the arguments, measures, and says what came of it."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    on_gpu = jax.default_backend() == "gpu"
     try:
-        devices = _device_counts(arguments.devices)
+        given = _mesh_given(arguments)
+        if given is not None:
+            launch.join_or_start(_MODULE, argv, arguments.processes, given.devices)
+        on_gpu = jax.default_backend() == "gpu"
+        meshes = [given] if given else _meshes_along_tp(arguments.devices)
         names = arms.select(arguments.arms or arms.DEFAULT)
-        chosen = {count: _cases(arguments, count, on_gpu) for count in devices}
+        chosen = {each: _cases(arguments, each, on_gpu) for each in meshes}
     except ValueError as error:
         parser.error(str(error))
     if arguments.list:
@@ -70,33 +78,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = new_run(arguments.json, plan, on_gpu)
     run.content["call_overhead"] = None
     passes = PASSES[arguments.passes]
-    bar = progress(sum(map(len, chosen.values())) * len(passes))
-    if not arguments.cases and not arguments.quick:
+    bar = launch.progress_of_all(sum(map(len, chosen.values())) * len(passes))
+    if not arguments.cases and not arguments.quick and given is None:
         run.content["call_overhead"] = _call_overhead()
     try:
-        for count, list_ in chosen.items():
-            _measure_on(count, list_, passes, plan, run, bar)
+        for each, list_ in chosen.items():
+            _measure_on(each, list_, passes, plan, run, bar)
     finally:
         bar.close()
         run.content["clocks_at_end"] = environment.clocks()
         run.write()
-    print(_summary(run.content))
-    print(f"written: {run.path.name}")
+    if jax.process_index() == 0:
+        print(_summary(run.content))
+        print(f"written: {run.path.name}")
 
 
 def _measure_on(
-    count: int,
+    each: Axes,
     chosen: Sequence[Case],
     passes: Sequence[bool],
     plan: Plan,
     run: Run,
     bar: Progress,
 ) -> None:
-    """All cases on a mesh of the first `count` devices."""
-    devices = jax.devices()[:count]
-    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    """All cases on a mesh of these axes."""
+    mesh = each.mesh()
     names = [name for name in plan.arms if name in arms.TORCH]
-    torch = TorchArms(names, count, devices[0].platform)
+    torch = TorchArms(names, each, mesh.devices.flat[0].platform)
     try:
         torch.settle()
         run.content["environment"]["torch_processes"] = torch.versions
@@ -116,14 +124,15 @@ def _measure_one(
     run: Run,
     bar: Progress,
 ) -> None:
-    what = f"{case.name} on {case.devices}{' with gradients' if backward else ''}"
+    what = f"{case.name} on {case.axes}{' with gradients' if backward else ''}"
     bar.step(what)
     if plan.deadline.passed():
         run.content["not_measured"].append(what)
         return
     try:
         record = runner.measure(case, mesh, backward, plan)
-        entries = torch.measure(case, mesh, backward, plan.effort, plan.deadline)
+        block = Block(case, mesh, backward, plan.effort)
+        entries = torch.measure(block, plan.deadline)
         for mode in plan.modes:
             record["modes"][mode] |= entries
         runner.add_figures(record)
@@ -141,6 +150,7 @@ def _measure_one(
 def line(record: dict[str, Any]) -> str:
     """A record as lines of text, one for each way of calling."""
     texts: list[str] = []
+    mesh = ",".join(f"{axis}={size}" for axis, size in record["mesh"].items())
     for mode, entries in record["modes"].items():
         times = figures.minima(entries)
         shown = " ".join(f"{arm} {time:.3f}" for arm, time in times.items())
@@ -152,8 +162,7 @@ def line(record: dict[str, Any]) -> str:
             }
         ratios = " ".join(f"{name} {value:.2f}" for name, value in own.items())
         texts.append(
-            f"{record['case']} x{record['devices']} {record['pass']} {mode}: {shown}"
-            f" | {ratios}"
+            f"{record['case']} on {mesh} {record['pass']} {mode}: {shown} | {ratios}"
         )
         texts += [
             f"  {arm}: {entry['error']}"
@@ -196,6 +205,20 @@ def _effort(quick: bool, on_gpu: bool) -> timing.Effort:
     return timing.QUICK if on_gpu else timing.CODE_PATH
 
 
+def _mesh_given(arguments: argparse.Namespace) -> Axes | None:
+    if arguments.mesh is None:
+        if arguments.processes > 1:
+            raise ValueError("--processes: with --mesh, as --mesh dp=2,tp=2")
+        return None
+    if arguments.devices:
+        raise ValueError("--devices: without --mesh, which says how many there are")
+    return axes.parsed(arguments.mesh)
+
+
+def _meshes_along_tp(wanted: Sequence[int] | None) -> list[Axes]:
+    return [axes.along_tp(count) for count in _device_counts(wanted)]
+
+
 def _device_counts(wanted: Sequence[int] | None) -> list[int]:
     there = jax.device_count()
     if there < 2:
@@ -211,17 +234,17 @@ def _device_counts(wanted: Sequence[int] | None) -> list[int]:
     return list(wanted)
 
 
-def _cases(arguments: argparse.Namespace, devices: int, on_gpu: bool) -> list[Case]:
+def _cases(arguments: argparse.Namespace, given: Axes, on_gpu: bool) -> list[Case]:
     known = (*MODELS, *EXPERTS)
     unknown = [name for name in arguments.models or () if name not in known]
     if unknown:
         raise ValueError(f"no model is named {unknown[0]!r}; there are 8b, 70b")
     patterns = arguments.cases or (QUICK_CASES if arguments.quick else ["*"])
     listed = cases.all_cases(
-        devices,
+        given,
         small=not on_gpu,
         models=arguments.models or known,
-        tokens=arguments.tokens or cases.TOKENS,
+        tokens=arguments.tokens,
         peers_own=not (arguments.models or arguments.tokens),
     )
     return cases.select(listed, patterns)
@@ -237,6 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--cases", type=names, help="names or starts of names, as mlp,ag_up/*/8192")
     add("--arms", type=names, help="names with wildcards, as plain,compute,jhost*")
     add("--devices", type=numbers, help="how many, as 4,2")
+    add("--mesh", help="tp=4, or rows over dp as well: dp=2,tp=2")
+    add("--processes", type=int, default=1, help="that share the mesh; default: 1")
     add("--models", type=names, help="8b, 70b, 8x7b, dsv2")
     add("--tokens", type=numbers, help="8192, 4096, 2048")
     add("--passes", choices=PASSES, default="both")

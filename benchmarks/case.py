@@ -12,10 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.axes import Axes
 from benchmarks.communication import AXIS, Exchanging, Recorder, Whole
 from benchmarks.layers import Layer, Model
 
 ROWS, COLUMNS, WHOLE = P(AXIS, None), P(None, AXIS), P()
+"""The layouts of weights; `Axes` has those of activations."""
+
+Moved = tuple[str, tuple[int, ...]]
+"""A communication's kind, and the whole shape that it moves for a group along tp."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One function at one size, over `devices` devices.
+    """One function at one size, over the devices of `axes`.
 
     Its name is that of the whole size, also where a CPU gets a small one.
     """
@@ -46,11 +51,13 @@ class Case:
     name: str
     model: Model
     tokens: int
-    devices: int
+    axes: Axes
     layer: Layer
     operands: tuple[Operand, ...]
     out_spec: P
     exact_integers: bool = True
+    kernel_flops: int = 0
+    """Operations forward of matmuls inside of kernels, which have 5 for 2 backward."""
 
     @property
     def kind(self) -> str:
@@ -66,28 +73,46 @@ class Case:
     def result_shape(self) -> tuple[int, ...]:
         return jax.eval_shape(lambda *xs: self.run(Whole(), xs), *self.abstract()).shape
 
+    def written_out(self) -> Case:
+        """Without kernels, which take 16 bits alone: for a reference."""
+        model = dataclasses.replace(self.model, attention="")
+        return dataclasses.replace(self, model=model)
+
     def cotangent(self) -> Operand:
         """What a backward pass starts from."""
         return Operand(
             "cotangent", self.result_shape(), self.out_spec, nonzeros=2.0, scale=1.0
         )
 
-    def moved(self, backward: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Each communication, by kind and whole shape, in order."""
+    def moved(self, backward: bool) -> tuple[Moved, ...]:
+        """Each communication, in order; a "sum" is a gradient's, over the groups."""
         recorder = Recorder()
         jax.eval_shape(lambda *xs: self.run(recorder, xs), *self.abstract())
+        groups = self.axes.groups
+        forward = [(k, (rows // groups, *rest)) for k, (rows, *rest) in recorder.moved]
         if not backward:
-            return tuple(recorder.moved)
+            return tuple(forward)
         back = {"gather": "scatter", "scatter": "gather", "exchange": "exchange"}
-        transposed = [(back[k], s) for k, s in reversed(recorder.moved) if k in back]
-        return (*recorder.moved, *transposed)
+        transposed = [(back[k], s) for k, s in reversed(forward) if k in back]
+        return (*forward, *transposed, *self._summed())
+
+    def _summed(self) -> list[Moved]:
+        """A device's part of each gradient that is summed over the groups."""
+        if self.axes.groups == 1:
+            return []
+        weights = [o for o in self.operands if self.axes.unnamed(o.spec)]
+        return [("sum", self.axes.part(o.shape, o.spec)) for o in weights]
 
     def bytes_moved(self, backward: bool) -> int:
         """Bytes that each device has to receive."""
-        share = Fraction(1, self.devices)  # what a device has of what is exchanged
-        passes = {"gather": 1, "scatter": 1, "reduce": 2, "exchange": share}
-        elements = sum(passes[k] * math.prod(s) for k, s in self.moved(backward))
-        return int(2 * elements * (1 - share))
+        return int(2 * sum(self._received(k, s) for k, s in self.moved(backward)))
+
+    def _received(self, kind: str, shape: Sequence[int]) -> Fraction:
+        """Elements."""
+        of = self.axes.groups if kind == "sum" else self.axes.tp
+        share = Fraction(1, of)  # what a device has of what is exchanged
+        passes = {"reduce": 2, "sum": 2, "exchange": share}
+        return passes.get(kind, 1) * math.prod(shape) * (1 - share)
 
     def flops(self, backward: bool) -> int:
         """Operations of the matmuls of each device."""
@@ -96,8 +121,10 @@ class Case:
             result, pull = jax.vjp(lambda *xs: self.run(Whole(), xs), *operands)
             return (result, pull(result)) if backward else result
 
+        if self.kernel_flops:
+            return self.kernel_flops * (7 if backward else 2) // (2 * self.axes.devices)
         jaxpr = jax.make_jaxpr(run)(*self.abstract())
-        return _matmul_flops(jaxpr.jaxpr) // self.devices
+        return _matmul_flops(jaxpr.jaxpr) // self.axes.devices
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """The types of the operands."""

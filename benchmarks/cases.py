@@ -9,11 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
+from benchmarks.axes import Axes
 from benchmarks.case import COLUMNS, ROWS, WHOLE, Case, Operand
 from benchmarks.communication import AXIS
 from benchmarks.layers import EXPERTS, MODELS, Layer, Model
 
 TOKENS = (8192, 4096, 2048)
+
+LONG = (131072, 32768)
+"""Tokens of a sequence that no device has whole."""
+
+RING = "ring_attention"
 
 GROUP = 256
 """Tokens that are routed together."""
@@ -32,11 +38,11 @@ def _weight(
     return Operand(name, shape, spec, scale=shape[0] ** -0.5, nonzeros=nonzeros)
 
 
-def _make(name: str, model: Model, tokens: int, devices: int) -> Case:
+def _make(name: str, model: Model, tokens: int, axes: Axes) -> Case:
     """One of the Llama layers.  The nonzeros keep the variance of sums near 1000."""
     kind = name.partition("/")[0]
     hidden, ffn, attended = model.hidden, model.ffn, model.heads * model.head
-    x = Operand("x", (tokens, hidden), ROWS)
+    x = Operand("x", (tokens, hidden), axes.rows)
     x_units = dataclasses.replace(x, unit=_UNIT)
     few, some = 4.0, 128.0
     gate = _weight("gate", (hidden, ffn), COLUMNS, few)
@@ -45,27 +51,27 @@ def _make(name: str, model: Model, tokens: int, devices: int) -> Case:
     qkv = _weight("qkv", (hidden, model.qkv), COLUMNS)
     out = _weight("out", (attended, hidden), ROWS)
     gains = [Operand(f"{nth}_gain", (hidden,), WHOLE) for nth in ("first", "second")]
-    wide = Operand("h", (tokens, ffn), COLUMNS)
-    mixed = Operand("h", (tokens, attended), COLUMNS)
+    wide = Operand("h", (tokens, ffn), axes.columns)
+    mixed = Operand("h", (tokens, attended), axes.columns)
     down_few = dataclasses.replace(down, nonzeros=some)
     table: dict[str, tuple[Layer, tuple[Operand, ...], P]] = {
-        "ag_qkv": (layers.gathered, (x, qkv), COLUMNS),
+        "ag_qkv": (layers.gathered, (x, qkv), axes.columns),
         "ag_up": (
             layers.gathered,
             (x, dataclasses.replace(up, nonzeros=1024.0)),
-            COLUMNS,
+            axes.columns,
         ),
-        "ag_gate_up": (layers.gathered_swiglu, (x_units, gate, up), COLUMNS),
-        "out_rs": (layers.scattered, (mixed, out), ROWS),
-        "down_rs": (layers.scattered, (wide, down), ROWS),
-        "down_ar": (layers.reduced, (wide, down), WHOLE),
-        "mlp": (layers.mlp, (x_units, up, down_few), ROWS),
-        "swiglu_mlp": (layers.swiglu_mlp, (x_units, gate, up, down_few), ROWS),
-        "attention": (layers.attention, (x, qkv, out), ROWS),
+        "ag_gate_up": (layers.gathered_swiglu, (x_units, gate, up), axes.columns),
+        "out_rs": (layers.scattered, (mixed, out), axes.rows),
+        "down_rs": (layers.scattered, (wide, down), axes.rows),
+        "down_ar": (layers.reduced, (wide, down), axes.whole),
+        "mlp": (layers.mlp, (x_units, up, down_few), axes.rows),
+        "swiglu_mlp": (layers.swiglu_mlp, (x_units, gate, up, down_few), axes.rows),
+        "attention": (layers.attention, (x, qkv, out), axes.rows),
         "layer": (
             layers.layer,
             (x, gains[0], qkv, out, gains[1], gate, up, down),
-            ROWS,
+            axes.rows,
         ),
     }
     function, operands, out_spec = table[kind]
@@ -73,15 +79,15 @@ def _make(name: str, model: Model, tokens: int, devices: int) -> Case:
         name=name,
         model=model,
         tokens=tokens,
-        devices=devices,
+        axes=axes,
         layer=function,
         operands=operands,
         out_spec=out_spec,
-        exact_integers=kind not in ("attention", "layer"),  # softmax and norms
+        exact_integers=kind not in ATTENDING,  # softmax and norms
     )
 
 
-def _experts(name: str, model: Model, tokens: int, devices: int, shrink: int) -> Case:
+def _experts(name: str, model: Model, tokens: int, axes: Axes, shrink: int) -> Case:
     """Tokens in the places that experts have for them, and SwiGLU experts."""
     group, hidden, ffn = GROUP // shrink, model.hidden, model.ffn
     room = max(1, int(ROOM * model.chosen * group / model.experts))
@@ -94,17 +100,41 @@ def _experts(name: str, model: Model, tokens: int, devices: int, shrink: int) ->
         name=name,
         model=model,
         tokens=tokens,
-        devices=devices,
+        axes=axes,
         layer=layers.experts,
         operands=(
             Operand(
-                "x", (tokens // group, model.experts, room, hidden), ROWS, unit=_UNIT
+                "x",
+                (tokens // group, model.experts, room, hidden),
+                axes.rows,
+                unit=_UNIT,
             ),
             weight("gate", hidden, ffn, 4.0),
             weight("up", hidden, ffn, 4.0),
             weight("down", ffn, hidden, 128.0),
         ),
-        out_spec=ROWS,
+        out_spec=axes.rows,
+    )
+
+
+def _long(model: Model, tokens: int, axes: Axes, shrink: int) -> Case:
+    """Attention with a model's heads over one long sequence."""
+    rows, name = tokens // shrink, f"{RING}/{model.name}/{tokens}"
+    queries, keys = ((rows, n, model.head) for n in (model.heads, model.kv_heads))
+    return Case(
+        name=name,
+        model=dataclasses.replace(model, attention="cudnn" if shrink == 1 else ""),
+        tokens=rows,
+        axes=axes,
+        layer=layers.context_parallel,
+        operands=(
+            Operand("q", queries, axes.rows),
+            Operand("k", keys, axes.rows),
+            Operand("v", keys, axes.rows),
+        ),
+        out_spec=axes.rows,
+        exact_integers=False,
+        kernel_flops=2 * rows * rows * model.heads * model.head,
     )
 
 
@@ -121,8 +151,11 @@ KINDS = (
     "layer",
 )
 
+ATTENDING = ("attention", "layer")
+"""Those that attend within sequences, each of which one group of devices has whole."""
 
-def _peers_own(devices: int, shrink: int) -> Iterator[Case]:
+
+def _peers_own(axes: Axes, shrink: int) -> Iterator[Case]:
     """The sizes that nvFuser's and Pallas' own benchmarks publish."""
 
     def case(name: str, layer: Layer, shapes: Sequence[tuple[int, int]]) -> Case:
@@ -133,7 +166,7 @@ def _peers_own(devices: int, shrink: int) -> Iterator[Case]:
             name=name,
             model=Model(size, right[0], right[1], heads=0, kv_heads=0),
             tokens=left[0],
-            devices=devices,
+            axes=axes,
             layer=layer,
             operands=(
                 Operand("x", left, ROWS if gathers else COLUMNS),
@@ -146,48 +179,58 @@ def _peers_own(devices: int, shrink: int) -> Iterator[Case]:
     yield case("nvfuser_ar/h8192/8192", layers.reduced, row_parallel)
     for k in (4096, 65536):
         # There each device multiplies by 1024 columns.
-        wide = (k, 1024 * devices)
+        wide = (k, 1024 * axes.tp)
         yield case(f"nvfuser_ag/k{k}/65536", layers.gathered, [(65536, k), wide])
-    rows, columns = 1024 * devices, 4096 * devices
+    rows, columns = 1024 * axes.tp, 4096 * axes.tp
     square = [(rows, 4096), (4096, columns)]
     yield case(f"pallas_ag/k4096/{rows}", layers.gathered, square)
 
 
 def all_cases(
-    devices: int,
+    axes: Axes,
     *,
     small: bool,
     models: Sequence[str] = (*MODELS, *EXPERTS),
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     peers_own: bool = True,
 ) -> list[Case]:
-    """The list; `small` for CPUs, where no time means anything."""
+    """The list; `small` for CPUs, where no time means anything.
+
+    Peers' own sizes and long sequences are for tp alone, and other sequences for groups
+    that have whole ones.
+    """
     shrink = 64 if small else 1  # all sizes alike: ratios decide about layouts
     cases = [
         _make(
             f"{kind}/{model}/{count}",
             MODELS[model].shrunk(shrink),
             count // shrink,
-            devices,
+            axes,
         )
         for kind in KINDS
         for model in models
         if model in MODELS
-        for count in tokens
+        for count in tokens or TOKENS
+        if kind not in ATTENDING or not count % (axes.groups * MODELS[model].sequence)
     ]
     cases += [
         _experts(
             f"experts/{model}/{count}",
             EXPERTS[model].shrunk(shrink),
             count // shrink,
-            devices,
+            axes,
             shrink,
         )
         for model in models
         if model in EXPERTS
-        for count in tokens
+        for count in tokens or TOKENS
     ]
-    own = _peers_own(devices, shrink) if peers_own else ()
+    cases += [
+        _long(MODELS["8b"].shrunk(shrink), count, axes, shrink)
+        for count in LONG
+        if "8b" in models and not axes.batch and count in (tokens or LONG)
+    ]
+    own = _peers_own(axes, shrink) if peers_own and not axes.batch else ()
     return [*cases, *own]
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jhost
+from benchmarks.kernels import kernels
+from benchmarks.ring_attention import gathered, ring
 
 AXIS = "tp"
 """The mesh axis of every benchmark."""
@@ -40,10 +42,16 @@ class Communication(Protocol):
 
 
 class Exchanging(Communication, Protocol):
-    """What those of experts ask for as well."""
+    """What those of experts and of long sequences ask for as well."""
 
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         """`work` of x, whose dim 0 is sharded, where dim 1 is; and back from there."""
+        ...
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        """Causal attention, `[rows, heads, size]`, to the rows of all devices."""
         ...
 
 
@@ -62,6 +70,20 @@ class Whole:
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         return work(x)
 
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        return _attention(q, k, v, attention, causal=True)
+
+
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, attention: str, causal: bool
+) -> jax.Array:
+    chosen: Any = attention or "xla"
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, implementation=chosen
+    )
+
 
 class Streamed(Whole):
     """Global arrays with jhost's marks: rows may be worked on in chunks."""
@@ -77,6 +99,11 @@ class Streamed(Whole):
 
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         return jhost.stream(work(x), axis=0)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        return super().attend(q, jhost.stream(k, axis=0), v, attention)
 
 
 class Collectives:
@@ -95,6 +122,23 @@ class Collectives:
         there = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=0, tiled=True)
         back = work(there)
         return lax.all_to_all(back, AXIS, split_axis=0, concat_axis=1, tiled=True)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        return gathered(kernels(attention), AXIS)(q, k, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(Collectives):
+    """Keys and values go around a ring, in order of position or in zigzag order."""
+
+    zigzag: bool
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        return ring(kernels(attention), AXIS, self.zigzag)(q, k, v)
 
 
 class Ring:
@@ -134,6 +178,11 @@ class Ring:
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         raise NotImplementedError("the documentation has no all-to-all")
 
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        raise NotImplementedError("the documentation has no attention")
+
 
 def _rotate(x: jax.Array, shift: int) -> jax.Array:
     size = lax.axis_size(AXIS)
@@ -160,6 +209,21 @@ class InPlace:
 
     def exchange(self, x: jax.Array, work: Rows) -> jax.Array:
         return self.gather(x, work)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        """As much as each device has to do where all have as much.
+
+        Its own keys for all queries, and those of the others for half of them: the same
+        array stands for keys and values of others.
+        """
+        assert self.placed is not None
+        half = len(q) // 2
+        own = _attention(q, k, v, attention, causal=True)
+        others = self.placed, self.placed
+        late = _attention(q[half:], *others, attention, causal=False)
+        return own + jnp.pad(late, ((half, 0), (0, 0), (0, 0)))
 
     def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
         product = h @ w
@@ -198,3 +262,9 @@ class Recorder:
         back = work(x)
         self.moved.append(("exchange", back.shape))
         return back
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
+    ) -> jax.Array:
+        self.moved += [("gather", k.shape), ("gather", v.shape)]
+        return q

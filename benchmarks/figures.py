@@ -11,6 +11,7 @@ PEERS: Mapping[str, Sequence[str]] = {
     "torch": ("torch_nccl",),
     "xla": ("xla", "xla_windowed", "xla_windowed_multi"),
     "recipe": ("recipe",),
+    "ring": ("ring", "ring_zigzag"),
     "pallas": ("pallas",),
 }
 """Of several arms of one peer, its best counts."""

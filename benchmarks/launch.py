@@ -14,11 +14,40 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
+
 import jhost
+from jhost._progress import Progress, no_progress, progress
 
 _NUMBER, _COUNT, _PORT, _SHARE = (
     f"JHOST_BENCHMARK_{name}" for name in ("PROCESS", "PROCESSES", "PORT", "DEVICES")
 )
+
+
+def join_or_start(
+    module: str, argv: Sequence[str] | None, processes: int, devices: int
+) -> None:
+    """Becomes one of the processes, or starts all of them and ends as they do.
+
+    With one process it does nothing.  Called before anything asks JAX for devices.
+
+    Args:
+        module: what was called, as in `python -m module`.
+        argv: its arguments; None for those of this process.
+        processes: how many are wanted.
+        devices: how many they share.
+
+    Raises:
+        ValueError: the devices cannot be shared equally.
+    """
+    if not join() and processes > 1:
+        given = sys.argv[1:] if argv is None else argv
+        sys.exit(start(module, given, processes, devices))
+
+
+def progress_of_all(total: int) -> Progress:
+    """A bar of so many cases, which process 0 shows for all."""
+    return no_progress() if jax.process_index() else progress(total)
 
 
 def start(module: str, argv: Sequence[str], processes: int, devices: int) -> int:
@@ -71,10 +100,7 @@ def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def join() -> bool:
-    """Makes this one of the processes that `start` has started, if it is.
-
-    Called before anything asks JAX for devices.
-    """
+    """Makes this one of the processes that `start` has started, if it is."""
     if _NUMBER not in os.environ:
         return False
     number, count, port, share = (

@@ -111,6 +111,14 @@ def experts(comm: Exchanging, model: Model, xs: Sequence[jax.Array]) -> jax.Arra
     return comm.exchange(x, work)
 
 
+def context_parallel(
+    comm: Exchanging, model: Model, xs: Sequence[jax.Array]
+) -> jax.Array:
+    """Causal attention over one sequence, of which each device has a part."""
+    q, k, v = xs
+    return comm.attend(q, k, v, model.attention)
+
+
 def attention(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
     x, qkv, out = xs
     heads = comm.gather(x, lambda rows: rows @ qkv, ends=True)

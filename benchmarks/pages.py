@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh
 
 import jhost
 from benchmarks import cases, figures, layers, report
-from benchmarks.communication import Streamed
+from benchmarks.axes import along_tp
+from benchmarks.communication import AXIS, Streamed
 from benchmarks.step import page as steps
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
@@ -83,11 +84,11 @@ def gain(case: cases.Case) -> Gain:
 
     f = jhost.jit(
         layer,
-        mesh=AbstractMesh((case.devices,), (cases.AXIS,)),
+        mesh=AbstractMesh((case.axes.tp,), (AXIS,)),
         in_shardings=case.specs,
         out_shardings=case.out_spec,
     )
-    there = Devices(platform="gpu", kind=KIND, count=case.devices, processes=1)
+    there = Devices(platform="gpu", kind=KIND, count=case.axes.devices, processes=1)
     rates = rates_of(KIND)
     assert rates
     with mock.patch.object(program, "devices_of", return_value=there):
@@ -103,7 +104,7 @@ def predicted() -> str:
 
 def _gains(model: str) -> str:
     known = cases.all_cases(
-        DEVICES, small=False, models=[model], tokens=TOKENS, peers_own=False
+        along_tp(DEVICES), small=False, models=[model], tokens=TOKENS, peers_own=False
     )
     rows = (
         [title, *map(str, map(gain, cases.select(known, [kind])))]
@@ -117,12 +118,12 @@ def measured() -> str:
     groups = report.groups(report.stored())
     return "\n\n".join(
         f"### {devices} GPUs, {report.PASSES[pass_]}\n\n"
-        + _compared(groups[KIND, devices, pass_, "program"])
+        + _compared(groups[report.Group(KIND, devices, pass_, "program")], pass_)
         for devices, pass_ in GROUPS
     )
 
 
-def _compared(records: Mapping[str, report.Record]) -> str:
+def _compared(records: Mapping[str, report.Record], pass_: str) -> str:
     """A sentence for each arm that took part, and a table of the peers' cases."""
     times = {name: _milliseconds(record) for name, record in records.items()}
     beside = {
@@ -132,6 +133,8 @@ def _compared(records: Mapping[str, report.Record]) -> str:
     said = [
         f"- {ARMS[arm]}: {_behind(both, arm)}" for arm, both in beside.items() if both
     ]
+    if pass_ == "backward":
+        said = [report.cotangents(records) + "\n", *said]
     shown = {name: ms for name, ms in times.items() if PEERS.keys() & ms.keys()}
     return "\n".join(said) + (f"\n\n{_times(shown)}" if shown else "")
 

@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import checks, figures, plots, targets
 
@@ -33,12 +33,21 @@ COLUMNS = (
     ("versus_torch", "vs torch"),
     ("versus_xla", "vs XLA"),
     ("versus_recipe", "vs recipe"),
+    ("versus_ring", "vs ring"),
     ("versus_pallas", "vs Pallas"),
 )
 
 Record = Mapping[str, Any]
-Group = tuple[str, int, str, str]
-"""Device kind, devices, pass, mode: what one table is of."""
+
+
+class Group(NamedTuple):
+    """What one table is of; `mesh` is empty for tp alone in one process."""
+
+    kind: str
+    devices: int
+    pass_: str
+    mode: str
+    mesh: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,10 +91,20 @@ def groups(runs: Iterable[Mapping[str, Any]]) -> dict[Group, dict[str, Record]]:
     for run in runs:
         kind = run["environment"]["device_kind"]
         for record in run["measurements"]:
+            one = run["environment"].get("processes", 1) == 1
+            along_tp = one and len(record.get("mesh", {})) < 2
+            mesh = "" if along_tp else mesh_text(run, record)
             for mode in record["modes"]:
-                group = (kind, record["devices"], record["pass"], mode)
+                group = Group(kind, record["devices"], record["pass"], mode, mesh)
                 found.setdefault(group, {})[record["case"]] = record
     return found
+
+
+def mesh_text(run: Mapping[str, Any], record: Record) -> str:
+    """The axes of the mesh, and the processes that shared it."""
+    axes = ", ".join(f"{axis} = {size}" for axis, size in record["mesh"].items())
+    processes = run["environment"].get("processes", 1)
+    return f"{axes} in {processes} processes" if processes > 1 else axes
 
 
 def measured(
@@ -136,9 +155,12 @@ def _clocks(run: Mapping[str, Any]) -> str:
 def _group_parts(
     group: Group, records: Mapping[str, Record], picture: str | None
 ) -> list[str]:
-    kind, devices, pass_, mode = group
-    title = f"## {devices} x {kind}, {PASSES[pass_]}, {MODES[mode]}"
+    kind, devices, pass_, mode, mesh = group
+    where = f" ({mesh})" if mesh else ""
+    title = f"## {devices} x {kind}{where}, {PASSES[pass_]}, {MODES[mode]}"
     parts = [title, _headline(records, mode)]
+    if pass_ == "backward":
+        parts.append(cotangents(records))
     if picture is not None:
         limited = any("ceiling" in _own(record, mode) for record in records.values())
         ceiling = ", and its ceiling" if limited else ""
@@ -146,7 +168,7 @@ def _group_parts(
     parts += [_ratio_table(records, mode), _time_table(records, mode)]
     if pass_ == "forward" and mode == "program" and kind != "cpu":
         parts += _prediction_parts(records)
-        parts += _target_parts(records, devices)
+        parts += [] if mesh else _target_parts(records, devices)
     parts += _notes(records, mode)
     return parts
 
@@ -168,6 +190,18 @@ def _headline(records: Mapping[str, Record], mode: str) -> str:
     return (
         f"Speedup over plain, geometric mean of {len(speedups)} cases: **{mean:.3f}**; "
         f"slower than plain: {losses}."
+    )
+
+
+def cotangents(records: Mapping[str, Record]) -> str:
+    """Since when backward passes had what they start from; older records do not say."""
+    early = [case for case, record in records.items() if "cotangent" not in record]
+    if not early:
+        return "The cotangent waits for the forward's result, as in a step."
+    named = "" if len(early) == len(records) else f" in {', '.join(early)}"
+    return (
+        f"The cotangent was there from the start{named}: for plain, XLA gathers such a "
+        "one during the forward, as no step can."
     )
 
 
@@ -307,8 +341,9 @@ def _draw(runs: Sequence[Mapping[str, Any]], folder: Path) -> dict[Group, str]:
     """The plots of the GPU tables, by their file names beside the page."""
     drawn: dict[Group, str] = {}
     for group, records in groups(run for run in runs if run["claims"]).items():
-        kind, devices, pass_, mode = group
-        slug = "".join(c if c.isalnum() else "-" for c in kind.lower())
+        kind, devices, pass_, mode, mesh = group
+        where = f"{kind} {mesh}".strip().lower().replace(" = ", "")
+        slug = "".join(c if c.isalnum() else "-" for c in where)
         name = f"benchmarks-{devices}x-{slug}-{pass_}-{mode}.svg"
         bars = {
             case: (own["speedup"], own.get("ceiling"))

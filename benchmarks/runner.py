@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jhost
 from benchmarks import arms, checks, environment, figures, operands, timing
-from benchmarks.arms.base import Built, Unavailable
+from benchmarks.arms.base import COTANGENT, Built, Unavailable
 from benchmarks.arms.plain import collectives
 from benchmarks.case import Case
 from benchmarks.timing import Deadline, Effort
@@ -112,8 +112,10 @@ def measure(case: Case, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         "kind": case.kind,
         "model": case.model.name,
         "tokens": case.tokens,
-        "devices": case.devices,
+        "devices": case.axes.devices,
+        "mesh": dict(case.axes.sizes),
         "pass": "backward" if backward else "forward",
+        **({"cotangent": COTANGENT} if backward else {}),
         "flops": case.flops(backward),
         "bytes": case.bytes_moved(backward),
         "sets": operands.set_count(case.operands, mesh),
@@ -256,7 +258,8 @@ class Checker:
     def _float32(self, operand_set: operands.Set) -> Any:
         """The plain function on the same operands, in float32 throughout."""
         session = self._session
-        plain = collectives(session.case, session.mesh, session.backward)[0]
+        case = session.case.written_out()
+        plain = collectives(case, session.mesh, session.backward)[0]
 
         def wide(*arrays: jax.Array) -> Any:
             return plain.instance(*(array.astype(jnp.float32) for array in arrays))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from benchmarks import torch_pool
+from benchmarks.axes import Axes
 from benchmarks.case import Case
+from benchmarks.cases import RING
 from benchmarks.timing import Deadline, Effort
 from benchmarks.torch_pool import Pool, PoolError
 
@@ -18,17 +22,52 @@ MOST_SECONDS = 120.0
 Entry = dict[str, Any]
 
 
+class Task(Protocol):
+    """What the processes can be given."""
+
+    def reason(self, arm: str) -> str | None:
+        """Why an arm cannot do it, if so."""
+        ...
+
+    def job(self, arms: Sequence[str]) -> dict[str, Any]:
+        """What they are told."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One case of `benchmarks.cases`."""
+
+    case: Case
+    mesh: Mesh
+    backward: bool
+    effort: Effort
+
+    def reason(self, arm: str) -> str | None:
+        if self.backward:
+            return "forward only"
+        moves = {kind for kind, _ in self.case.moved(False)}
+        if "exchange" in moves:
+            return "has no experts here"
+        if self.case.kind == RING:
+            return "has no ring attention here"
+        if "reduce" in moves and arm == "torch_async":
+            return "has no matmul and all-reduce"
+        return None
+
+    def job(self, arms: Sequence[str]) -> dict[str, Any]:
+        return torch_pool.job(self.case, self.mesh, arms, self.effort)
+
+
 class TorchArms:
     """Starts the processes at once, so that they are up when the first case is."""
 
-    def __init__(self, names: Sequence[str], devices: int, platform: str) -> None:
+    def __init__(self, names: Sequence[str], axes: Axes, platform: str) -> None:
         self.names = tuple(names)
-        self._reason = torch_pool.reason_without()
-        if platform != "gpu":
-            self._reason = "needs GPUs"
+        self._reason = _reason_without(axes, platform)
         self._pool: Pool | None = None
         if self.names and self._reason is None:
-            self._pool = Pool(devices)
+            self._pool = Pool(axes.devices)
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -43,11 +82,9 @@ class TorchArms:
         except PoolError as error:
             self._reason = f"PyTorch: {error}"
 
-    def measure(
-        self, case: Case, mesh: Mesh, backward: bool, effort: Effort, deadline: Deadline
-    ) -> dict[str, Entry]:
+    def measure(self, task: Task, deadline: Deadline) -> dict[str, Entry]:
         """An entry for each arm: times, or why there are none."""
-        entries = {name: self._skipped(name, case, backward) for name in self.names}
+        entries = {name: self._skipped(name, task) for name in self.names}
         wanted = [name for name, entry in entries.items() if not entry]
         if not wanted:
             return entries
@@ -55,25 +92,27 @@ class TorchArms:
             return entries | {name: {"skipped": "no time left"} for name in wanted}
         assert self._pool is not None
         try:
-            task = torch_pool.job(case, mesh, wanted, effort)
-            answers = self._pool.run(task, min(MOST_SECONDS, deadline.left() + 30))
+            seconds = min(MOST_SECONDS, deadline.left() + 30)
+            answers = self._pool.run(task.job(wanted), seconds)
         except PoolError as error:
             self._reason = f"PyTorch: {error}"
             return entries | {name: {"error": self._reason} for name in wanted}
         return entries | torch_pool.slowest(answers)
 
-    def _skipped(self, name: str, case: Case, backward: bool) -> Entry:
-        reason = self._reason
-        if reason is None and backward:
-            reason = "forward only"
-        moves = {kind for kind, _ in case.moved(False)}
-        if reason is None and "exchange" in moves:
-            reason = "has no experts here"
-        if reason is None and "reduce" in moves and name == "torch_async":
-            reason = "has no matmul and all-reduce"
+    def _skipped(self, name: str, task: Task) -> Entry:
+        reason = self._reason or task.reason(name)
         return {} if reason is None else {"skipped": reason}
 
     def close(self) -> None:
         """Ends the processes."""
         if self._pool is not None:
             self._pool.close()
+
+
+def _reason_without(axes: Axes, platform: str) -> str | None:
+    """Why there can be no processes of PyTorch here, if so."""
+    if platform != "gpu":
+        return "needs GPUs"
+    if axes.batch or jax.process_count() > 1:
+        return "its processes know one axis, and are started by one"
+    return torch_pool.reason_without()

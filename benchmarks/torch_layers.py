@@ -29,9 +29,13 @@ class Collectives:
     """One collective of the default group, one matmul."""
 
     def gather(self, x: Any, weights: Sequence[Any]) -> list[Any]:
+        return self.gathered(x, weights)[1]
+
+    def gathered(self, x: Any, weights: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The rows of all devices as well."""
         whole = x.new_empty((x.shape[0] * dist.get_world_size(), x.shape[1]))
         dist.all_gather_into_tensor(whole, x)
-        return [whole @ w for w in weights]
+        return whole, [whole @ w for w in weights]
 
     def scatter(self, h: Any, w: Any) -> Any:
         product = h @ w
@@ -53,9 +57,15 @@ class AsyncTensorParallel:
         self._group = dist.group.WORLD.group_name
 
     def gather(self, x: Any, weights: Sequence[Any]) -> list[Any]:
+        return self._fused(x, weights, keep=False)[1]
+
+    def gathered(self, x: Any, weights: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The rows of all devices as well."""
+        return self._fused(x, weights, keep=True)
+
+    def _fused(self, x: Any, weights: Sequence[Any], *, keep: bool) -> Any:
         fused = torch.ops.symm_mem.fused_all_gather_matmul
-        _, products = fused(x, list(weights), 0, self._group, return_A=False)
-        return products
+        return fused(x, list(weights), 0, self._group, return_A=keep)
 
     def scatter(self, h: Any, w: Any) -> Any:
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter

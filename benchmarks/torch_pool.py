@@ -26,6 +26,7 @@ from typing import IO, Any
 from jax.sharding import Mesh, NamedSharding
 
 from benchmarks.case import Case
+from benchmarks.layers import Model
 from benchmarks.operands import set_count
 from benchmarks.timing import Effort
 
@@ -190,13 +191,22 @@ def job(case: Case, mesh: Mesh, arms: Sequence[str], effort: Effort) -> dict[str
     gathered = [shape for kind, shape in case.moved(False) if kind == "gather"]
     return {
         "layer": case.layer.__name__,
-        "model": dataclasses.asdict(case.model) | {"queries": _queries(case)},
+        "model": model(case.model),
         "operands": [
             [NamedSharding(mesh, o.spec).shard_shape(o.shape), o.scale]
             for o in case.operands
         ],
         "gathered": gathered[0] if gathered else None,
         "sets": set_count(case.operands, mesh),
+        "backward": False,
+        "profiled": False,
+        **how_often(arms, effort),
+    }
+
+
+def how_often(arms: Sequence[str], effort: Effort) -> dict[str, Any]:
+    """The part of a job that says who takes turns, and how many calls they make."""
+    return {
         "arms": list(arms),
         "warmups": effort.warmups,
         "blocks": effort.blocks,
@@ -205,8 +215,10 @@ def job(case: Case, mesh: Mesh, arms: Sequence[str], effort: Effort) -> dict[str
     }
 
 
-def _queries(case: Case) -> int:
-    return case.model.queries if case.model.kv_heads else 0
+def model(sizes: Model) -> dict[str, Any]:
+    """The sizes of a layer, as the processes want them."""
+    queries = sizes.queries if sizes.kv_heads else 0
+    return dataclasses.asdict(sizes) | {"queries": queries}
 
 
 def slowest(answers: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -223,7 +235,7 @@ def _slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     host_us = [max(times) for times in zip(*(r["host_us"] for r in ranks), strict=True)]
     rest = {
-        name: max(rank[name] for rank in ranks)
+        name: _joined(name, [rank[name] for rank in ranks])
         for name in ranks[0]
         if name not in ("blocks_ms", "host_us")
     }
@@ -233,3 +245,10 @@ def _slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "median_ms": statistics.median(blocks_ms),
         "host_us": min(host_us),
     }
+
+
+def _joined(name: str, values: Sequence[Any]) -> Any:
+    """The largest, and of shares of the time the mean, where there are any."""
+    if name != "without_computation":
+        return max(values)
+    return None if None in values else statistics.fmean(values)

@@ -7,6 +7,7 @@ Reads one JSON line a job from standard input, and answers each with one line.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, TextIO, TypeAlias
 import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-from benchmarks import torch_layers
+from benchmarks import torch_layers, torch_profile, torch_step
 
 Job: TypeAlias = dict[str, Any]
 Device: TypeAlias = Any  # torch.device; type checkers need not have PyTorch
@@ -95,6 +96,10 @@ def _run(job: Job, device: Device) -> dict[str, Any]:
     if {"torch_async", "torch_nccl"} <= calls.keys():
         pair = calls["torch_async"](0), calls["torch_nccl"](0)
         found["torch_async"]["error_versus_nccl"] = _relative_error(*pair)
+        del pair
+    if job["profiled"] and device.type == "cuda":
+        for arm, call in calls.items():
+            found[arm]["without_computation"] = _share(call)
     del calls, sets
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -102,16 +107,16 @@ def _run(job: Job, device: Device) -> dict[str, Any]:
 
 
 def _operands(job: Job, device: Device) -> list[Tensor]:
-    return [
+    made = [
         (torch.randn(shape, device=device) * scale).to(torch.bfloat16)
         for shape, scale in job["operands"]
     ]
+    return [each.requires_grad_(job["backward"]) for each in made]
 
 
 def _call(
     arm: str, job: Job, sets: list[list[Tensor]], device: Device
 ) -> Callable[[int], Any]:
-    layer, model = torch_layers.LAYERS[job["layer"]], job["model"]
     if arm == "torch_compute":
         shape = job["gathered"]
         placed = None if shape is None else _placed(shape, device)
@@ -120,7 +125,12 @@ def _call(
         comm = _symmetric(device)
     else:
         comm = torch_layers.Collectives()
-    return lambda number: layer(comm, model, sets[number % len(sets)])
+    if "step" in job:
+        function = torch_step.step(comm, job["model"], job["step"])
+    else:
+        layer = torch_layers.LAYERS[job["layer"]]
+        function = functools.partial(layer, comm, job["model"])
+    return lambda number: function(sets[number % len(sets)])
 
 
 def _placed(shape: list[int], device: Device) -> Tensor:
@@ -147,16 +157,29 @@ def _symmetric(device: Device) -> torch_layers.AsyncTensorParallel:
 
 
 def _first(call: Callable[[int], Any], device: Device) -> dict[str, Any]:
-    """The first call's time, and the memory that it took at its peak."""
+    """The first call's time, and its memory: in all, and that of temporaries."""
+    before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     start = time.perf_counter()
-    call(0)
+    result = call(0)
     _synchronize(device)
     figures: dict[str, Any] = {"first_call_s": time.perf_counter() - start}
     if device.type == "cuda":
-        figures["allocated_bytes"] = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
+        given = sum(each.nbytes for each in _leaves(result))
+        figures |= {"allocated_bytes": peak, "temp_bytes": peak - before - given}
     return figures
+
+
+def _share(call: Callable[[int], Any]) -> float | None:
+    """Of the time in which nothing computes; None where the profiler fails."""
+    try:
+        return torch_profile.without_computation(call)
+    except Exception as error:
+        warnings.warn(f"no profile: {_text(error)}", stacklevel=1)
+        return None
 
 
 def _blocks(
@@ -188,9 +211,16 @@ def _synchronize(device: Device) -> None:
         torch.cuda.synchronize()
 
 
-def _relative_error(result: Tensor, reference: Tensor) -> float:
-    difference = result.float() - reference.float()
-    return float(difference.norm() / reference.float().norm())
+def _leaves(result: Tensor | list[Tensor]) -> list[Tensor]:
+    return result if isinstance(result, list) else [result]
+
+
+def _relative_error(result: Any, reference: Any) -> float:
+    """The largest of all results."""
+    pairs = zip(_leaves(result), _leaves(reference), strict=True)
+    return max(
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs
+    )
 
 
 if __name__ == "__main__":

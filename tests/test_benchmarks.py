@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jhost.lowering.explain import Explanation, StreamReport
+from tests.lowering.rules.reference_attention import as_with_cudnn
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -31,6 +34,7 @@ from benchmarks import (  # noqa: E402
     cases,
     checks,
     figures,
+    kernels,
     operands,
     plots,
     report,
@@ -41,6 +45,7 @@ from benchmarks import (  # noqa: E402
     torch_pool,
 )
 from benchmarks.arms.base import tied  # noqa: E402
+from benchmarks.axes import Axes, along_tp  # noqa: E402
 from benchmarks.communication import Whole  # noqa: E402
 
 
@@ -48,14 +53,19 @@ def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(BENCHMARKS / name))
 
 
-def case(name: str, devices: int = 2) -> cases.Case:
-    (found,) = cases.select(cases.all_cases(devices, small=True), [name])
+def case(name: str, axes: Axes = along_tp(2)) -> cases.Case:  # noqa: B008
+    (found,) = cases.select(cases.all_cases(axes, small=True), [name])
     return found
 
 
 @pytest.fixture
 def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
     return make_mesh((2,), ("tp",))
+
+
+@pytest.fixture
+def grid(make_mesh: Callable[..., Mesh]) -> Mesh:
+    return make_mesh((2, 2), ("dp", "tp"))
 
 
 def plan(*names: str, modes: tuple[runner.Mode, ...] = ("program",)) -> runner.Plan:
@@ -96,7 +106,7 @@ def test_a_run_measures_checks_and_writes(
     assert all(checks.passed(found) for found in gathers["checks"].values())
     assert gathers["checks"].keys() == {"plain", "jhost", "jhost_p2p", "recipe"}
     out = capsys.readouterr().out
-    assert "ag_qkv/8b/2048 x2 forward program: plain" in out
+    assert "ag_qkv/8b/2048 on tp=2 forward program: plain" in out
     assert "2 measurements" in out
 
 
@@ -107,8 +117,8 @@ def test_a_run_out_of_time_says_what_is_missing(tmp_path: Path) -> None:
     run = json.loads(path.read_text())
     assert run["measurements"] == []
     assert run["not_measured"] == [
-        "out_rs/8b/2048 on 2",
-        "out_rs/8b/2048 on 2 with gradients",
+        "out_rs/8b/2048 on tp=2",
+        "out_rs/8b/2048 on tp=2 with gradients",
     ]
 
 
@@ -119,6 +129,9 @@ def test_a_run_out_of_time_says_what_is_missing(tmp_path: Path) -> None:
         (["--arms", "nobody"], "no arm is named 'nobody'; there are plain"),
         (["--models", "405b"], "no model is named '405b'"),
         (["--devices", "64"], "64 of 8 devices cannot be used"),
+        (["--devices", "4", "--mesh", "tp=4"], "without --mesh"),
+        (["--mesh", "pp=4"], "tp, and dp if wanted, but not pp=4"),
+        (["--processes", "2"], "with --mesh, as --mesh dp=2,tp=2"),
         (["--tokens", "many"], "invalid list value: 'many'"),
         (["--passes", "sideways"], "invalid choice: 'sideways'"),
     ],
@@ -134,7 +147,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 2 * 3 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 
@@ -170,10 +183,105 @@ def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
     chosen = case(name)
     wanted = plan("plain", "compute", "communication", "jhost_p2p")
     record = runner.measure(chosen, mesh, True, wanted)
+    assert record["cotangent"] == "after the result"
     assert all("min_ms" in e for e in record["modes"]["program"].values())
     for found in record["checks"].values():
         assert checks.passed(found)
         assert len(found["errors"]) == 1 + len(chosen.operands)
+
+
+GRID = Axes((("dp", 2), ("tp", 2)))
+
+
+@pytest.mark.parametrize("name", ["down_ar/8b/2048", "layer/8b/8192", EXPERTS[0]])
+def test_rows_may_be_split_over_another_axis(name: str, grid: Mesh) -> None:
+    """Each group has all weights, whose gradients are summed over the groups."""
+    chosen = case(name, GRID)
+    names = ["plain", "compute", "communication", "jhost", "xla"]
+    record = runner.measure(chosen, grid, True, plan(*names, modes=("once",)))
+    assert all("min_ms" in e for e in record["modes"]["once"].values()), record
+    assert record["mesh"] == {"dp": 2, "tp": 2}
+    for arm, found in record["checks"].items():
+        assert checks.passed(found | {"no_worse": True}), (arm, found)
+    weights = sum(o.name not in ("x", "h") for o in chosen.operands)
+    kinds = [kind for kind, _ in chosen.moved(True)]
+    assert kinds.count("sum") == weights
+
+
+def test_a_case_over_two_axes_counts_its_work_and_its_bytes() -> None:
+    (mlp,) = cases.select(cases.all_cases(GRID, small=False), ["mlp/8b/8192"])
+    assert mlp.flops(False) == 2 * 2 * 8192 * 4096 * 14336 // 4
+    forward = 2 * 2 * (8192 // 2) * 4096 // 2
+    assert mlp.bytes_moved(False) == forward
+    weights = 2 * 4096 * 14336 // 2  # of a device, both
+    assert mlp.bytes_moved(True) == 2 * forward + 2 * 2 * weights // 2
+    names = [each.name for each in cases.all_cases(GRID, small=False)]
+    assert "attention/8b/4096" in names
+    assert "attention/8b/2048" not in names  # one sequence
+
+
+# --- Keys that go around ----------------------------------------------------------
+
+
+def test_every_arm_attends_to_keys_that_go_around(
+    make_mesh: Callable[..., Mesh],
+) -> None:
+    """All arms that a CPU can run, with gradients, on fewer rows and heads."""
+    listed = case("ring_attention/8b/32768", along_tp(4))
+    fewer = [
+        dataclasses.replace(o, shape=(64, o.shape[1] // 4, 8)) for o in listed.operands
+    ]
+    chosen = dataclasses.replace(listed, operands=tuple(fewer))
+    mesh = make_mesh((4,), ("tp",))
+    names = ["plain", "compute", "communication", "jhost_p2p", "ring", "ring_zigzag"]
+    wanted = plan(*names, "recipe", "xla", modes=("once",))
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        record = runner.measure(chosen, mesh, True, wanted)
+    entries = record["modes"]["once"]
+    timed = {arm for arm, entry in entries.items() if "min_ms" in entry}
+    assert timed == entries.keys() - {"recipe"}, entries
+    assert record["checks"].keys() == timed - {"compute", "communication"}
+    for arm, checked in record["checks"].items():
+        assert checks.passed(checked), (arm, checked)
+        assert max(checked["errors"]) < 0.01, (arm, checked)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_give_what_they_do_written_out(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of half of the keys, with the results and logarithms of all."""
+    as_with_cudnn(monkeypatch)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(16, heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, g = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+    own, other = kernels.kernels(""), kernels.kernels("cudnn")
+    found = own.attend(q, k, v, False)
+    for one, two in (
+        (own.attend(q, k, v, causal), other.attend(q, k, v, causal)),
+        (
+            own.gradients(q, k, v, found, g, causal),
+            other.gradients(q, k, v, found, g, causal),
+        ),
+    ):
+        chex.assert_trees_all_equal_shapes_and_dtypes(one, two)
+        for a, b in zip(one, two, strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=2e-2 * np.max(np.abs(a)))
+
+
+def test_attention_counts_its_work_and_its_bytes() -> None:
+    (ring,) = cases.select(
+        cases.all_cases(along_tp(4), small=False), ["ring_attention/8b/131072"]
+    )
+    matmul = 2 * 131072**2 // 2 * 32 * 128  # causal
+    assert ring.flops(False) == 2 * matmul // 4
+    assert ring.flops(True) == 7 * matmul // 4
+    assert ring.bytes_moved(False) == 2 * 2 * 131072 * 8 * 128 * 3 // 4
+    assert ring.bytes_moved(True) == 2 * ring.bytes_moved(False)
 
 
 def test_an_arm_that_fails_does_not_stop_the_others(
@@ -231,7 +339,7 @@ def test_instances_of_a_program_stay_apart() -> None:
 
 
 def test_a_case_counts_its_work_and_its_bytes() -> None:
-    (mlp,) = cases.select(cases.all_cases(4, small=False), ["mlp/8b/8192"])
+    (mlp,) = cases.select(cases.all_cases(along_tp(4), small=False), ["mlp/8b/8192"])
     assert mlp.flops(False) == 2 * 2 * 8192 * 4096 * 14336 // 4
     assert mlp.flops(True) == 3 * mlp.flops(False)
     assert mlp.bytes_moved(False) == 2 * 2 * 8192 * 4096 * 3 // 4
@@ -246,7 +354,7 @@ def test_experts_count_their_work_and_their_bytes(
     name: str, room: int, width: int, devices: int
 ) -> None:
     """Of tokens that go to several experts, and a quarter more of empty places."""
-    whole = cases.all_cases(devices, small=False)
+    whole = cases.all_cases(along_tp(devices), small=False)
     (experts,) = cases.select(whole, [f"experts/{name}/8192"])
     count, ffn = experts.model.experts, experts.model.ffn
     places = 8192 // cases.GROUP * count * room
@@ -314,13 +422,18 @@ def test_a_process_that_hangs_is_ended(
 
 
 def test_a_block_takes_as_long_as_its_slowest_process() -> None:
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {"torch_nccl": {"blocks_ms": [1.0, 4.0], "host_us": [5.0, 7.0]}},
         {"torch_nccl": {"blocks_ms": [2.0, 3.0], "host_us": [6.0, 6.0]}},
     ]
     entry = torch_pool.slowest(ranks)["torch_nccl"]
     assert entry["blocks_ms"] == [2.0, 4.0]
     assert (entry["min_ms"], entry["median_ms"], entry["host_us"]) == (2.0, 3.0, 6.0)
+    for rank, share in zip(ranks, (0.1, 0.2), strict=True):
+        rank["torch_nccl"] |= {"without_computation": share, "first_call_s": share}
+    entry = torch_pool.slowest(ranks)["torch_nccl"]
+    assert entry["without_computation"] == pytest.approx(0.15)
+    assert entry["first_call_s"] == 0.2
 
 
 # --- Figures, targets, the report -----------------------------------------------------
@@ -368,7 +481,7 @@ def test_targets_are_judged_by_what_was_measured() -> None:
 
 
 def test_every_target_names_a_case() -> None:
-    listed = cases.all_cases(4, small=False)
+    listed = cases.all_cases(along_tp(4), small=False)
     for each in targets.TARGETS:
         assert cases.select(listed, [each.pattern])
 
@@ -444,6 +557,18 @@ def test_predictions_are_those_of_the_last_choice() -> None:
     assert runner.predicted_ms("jhost", explained(streams=(report_of(),))) == {}
 
 
+def test_other_meshes_have_tables_of_their_own() -> None:
+    grid = json.loads(json.dumps(STORED))
+    grid["environment"]["processes"] = 2
+    for record in grid["measurements"]:
+        record["mesh"] = {"dp": 2, "tp": 2}
+    text = report.measured([STORED, grid])
+    assert text.count("## 4 x NVIDIA H200, forward, in program") == 1
+    where = "dp = 2, tp = 2 in 2 processes"
+    assert text.count(f"## 4 x NVIDIA H200 ({where}), forward, in program") == 1
+    assert text.count("Targets:") == 1
+
+
 def test_the_last_run_of_a_case_counts() -> None:
     later = json.loads(json.dumps(STORED))
     later["measurements"] = later["measurements"][:1]
@@ -451,6 +576,20 @@ def test_the_last_run_of_a_case_counts() -> None:
     text = report.measured([STORED, later])
     assert "| mlp/8b/8192 | 1.50 | 1.60 | yes |" in text
     assert "geometric mean of 2 cases" in text
+
+
+def test_the_report_says_since_when_a_cotangent_was_there() -> None:
+    run = json.loads(json.dumps(STORED))
+    old, new = run["measurements"]
+    for record in (old, new):
+        record["pass"] = "backward"
+    text = report.measured([run])
+    assert "The cotangent was there from the start: for plain" in text
+    new["cotangent"] = "after the result"
+    text = report.measured([run])
+    assert "The cotangent was there from the start in mlp/8b/8192: for plain" in text
+    old["cotangent"] = "after the result"
+    assert "The cotangent waits for the forward's result" in report.measured([run])
 
 
 def test_the_report_replaces_what_is_between_its_marks(tmp_path: Path) -> None:
@@ -505,6 +644,36 @@ def test_timelines_before_and_after_are_drawn(
     shown = capsys.readouterr().out
     assert "off: mlp on tp=2" in shown
     assert "p2p: mlp on tp=2" in shown
+
+
+def test_a_step_before_and_after_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "step.svg"
+    wanted = ["--step", "8b/scan", "--mesh", "tp=2", "--small", "--layers", "1"]
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        timelines.main([*wanted, "--arms", "plain,jhost_p2p", "--out", str(out)])
+    assert "<svg" in out.read_text()
+    shown = capsys.readouterr().out
+    assert "plain: 8b/scan on tp=2" in shown
+    assert "jhost_p2p: 8b/scan on tp=2" in shown
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fragment"),
+    [
+        (["--step", "8b/loop"], "a form of written, scan"),
+        (["--step", "8b/scan", "--arms", "nobody"], "'nobody' is none of plain"),
+        (["--mesh", "tp=99"], "takes 99 devices"),
+    ],
+)
+def test_a_picture_of_nothing_is_refused(
+    wanted: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        timelines.main([*wanted, "--out", "none.svg", "--small"])
+    assert fragment in capsys.readouterr().err
 
 
 # --- What a call costs ----------------------------------------------------------------

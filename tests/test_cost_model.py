@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
 from benchmarks import cases, report  # noqa: E402
-from benchmarks.communication import Streamed  # noqa: E402
+from benchmarks.axes import along_tp  # noqa: E402
+from benchmarks.communication import AXIS, Streamed  # noqa: E402
 
 H200 = "NVIDIA H200"
 
@@ -37,14 +38,15 @@ H200 = "NVIDIA H200"
 def measured(of: str) -> Iterator[Any]:
     """The last in-program measurement of each case on H200s, of those passes."""
     groups = report.groups(report.stored())
-    for (kind, devices, pass_, mode), records in groups.items():
-        if (kind, pass_, mode) == (H200, of, "program"):
+    for group, records in groups.items():
+        devices = group.devices
+        if group == report.Group(H200, devices, of, "program"):
             for name, record in records.items():
                 yield pytest.param(name, devices, record, id=f"{name} on {devices}")
 
 
 def case_of(name: str, devices: int) -> cases.Case:
-    (case,) = cases.select(cases.all_cases(devices, small=False), [name])
+    (case,) = cases.select(cases.all_cases(along_tp(devices), small=False), [name])
     return case
 
 
@@ -72,7 +74,7 @@ def test_predictions_are_near_and_no_choice_loses(
     there = dataclasses.replace(devices_of(None), kind=H200, count=devices)
     monkeypatch.setattr(program, "devices_of", lambda mesh: there)
     case = case_of(name, devices)
-    f = function(case, make_mesh((devices,), (cases.AXIS,)))
+    f = function(case, make_mesh((devices,), (AXIS,)))
     *_, stream = jhost.explain(f, *case.abstract()).streams
     entries = record["modes"]["program"]
     if "min_ms" not in entries["plain"]:
@@ -130,7 +132,7 @@ def test_predictions_of_both_passes_are_near(
     make_mesh: Callable[..., Mesh],
 ) -> None:
     case = case_of(name, devices)
-    mesh = make_mesh((devices,), (cases.AXIS,))
+    mesh = make_mesh((devices,), (AXIS,))
     f = function(case, mesh, pipeline=pipeline)
     entry = record["modes"]["program"][ARMS[pipeline]]
     if "min_ms" not in entry:

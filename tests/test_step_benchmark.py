@@ -17,8 +17,17 @@ import pytest
 # Last, so that `jhost` stays the one that is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import launch, report
-from benchmarks.step import __main__ as command, arms, measure, page
+from benchmarks import launch, layers, report, torch_profile
+from benchmarks.axes import along_tp
+from benchmarks.step import (
+    __main__ as command,
+    arms,
+    measure,
+    page,
+    programs,
+    torch_arms,
+)
+from benchmarks.timing import CODE_PATH
 
 
 def run(path: Path, *options: str) -> dict[str, Any]:
@@ -71,6 +80,49 @@ def test_an_arm_that_fails_is_left_out(
     assert "- jhost: ValueError: no such program" in page.measured([found])
 
 
+def test_pytorch_takes_part_where_it_can() -> None:
+    """Told one device's shapes; a scan over layers is nothing that it has."""
+    model = programs.sized("8b", length=2048, on_gpu=False)
+    written, scan = programs.steps(
+        {"8b": model}, {"written-checkpoint": 2, "scan": 2}, 4, along_tp(2)
+    )
+    task = torch_arms.Task(written, True, CODE_PATH, profiled=True)
+    job = task.job(["torch_async"])
+    assert job["step"] == {"layers": 2, "checkpoint": True, "backward": True}
+    x, _, qkv, *_ = job["operands"]
+    assert (x[0], qkv[0]) == ((64, 64), (64, 48))
+    assert job["model"]["queries"] == 4
+    assert task.reason("torch_async") is None
+    scanned = torch_arms.Task(scan, True, CODE_PATH, profiled=True)
+    assert scanned.reason("torch_nccl") == "has no scan"
+
+
+def test_what_pytorch_measured_stands_beside_the_others() -> None:
+    (step,) = programs.steps(
+        {"8b": layers.MODELS["8b"]}, {"written": 4}, 4, along_tp(2)
+    )
+    record: dict[str, Any] = {"arms": {"plain": {"min_ms": 40.0}}, "checks": {}}
+    entries: dict[str, Any] = {
+        "torch_async": {"min_ms": 41.0, "median_ms": 42.0, "error_versus_nccl": 0.3},
+        "torch_nccl": {"skipped": "PyTorch is not installed"},
+    }
+    torch_arms.add(record, entries, step)
+    assert record["arms"]["torch_async"]["tokens_per_s"] == 8192 / 0.041
+    assert record["checks"]["torch_async"] == {"error": 0.3, "right": False}
+
+
+def test_the_share_in_which_pytorch_computes_nothing() -> None:
+    spans = [
+        ("sm90_gemm", 0.0, 4.0),
+        ("ncclDevKernel_AllGather", 1.0, 5.0),
+        ("Memcpy PtoP (Device -> Device)", 5.0, 6.0),
+        ("flash_fwd", 6.0, 8.0),
+        ("elementwise_kernel", 7.0, 10.0),
+    ]
+    assert torch_profile.share(spans) == pytest.approx(0.2)
+    assert torch_profile.share([]) is None
+
+
 def test_a_wrong_gradient_is_found() -> None:
     loss, gradient = jnp.float32(3.0), jnp.arange(8, dtype=jnp.bfloat16)
     first = loss, (gradient,)
@@ -112,26 +164,41 @@ def test_runs_of_steps_are_no_runs_of_layers(
 # --- Several processes -------------------------------------------------------------- #
 
 
-@pytest.mark.slow
-def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
-    path, root = tmp_path / "run.json", Path(__file__).parents[1]
-    options = "--quick --layers 1 --no-profile --no-checks --passes forward".split()
-    command = [sys.executable, "-m", "benchmarks.step", *options, "--arms", "jhost_p2p"]
+def in_two_processes(module: str, path: Path, *options: str) -> dict[str, Any]:
+    """The run that two processes of two devices have measured."""
+    wanted = "--quick --no-checks --passes forward --arms jhost_p2p --mesh dp=2,tp=2"
+    command = [sys.executable, "-m", module, *wanted.split(), *options]
     done = subprocess.run(
-        [*command, "--mesh", "dp=2,tp=2", "--processes", "2", "--json", str(path)],
-        cwd=root,
+        [*command, "--processes", "2", "--json", str(path)],
+        cwd=Path(__file__).parents[1],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
+    assert done.stdout.count("written: run.json") == 1
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
+    options = ("--layers", "1", "--no-profile")
+    found = in_two_processes("benchmarks.step", tmp_path / "run.json", *options)
     (record,) = found["measurements"]
     assert "dp = 2, tp = 2 in 2 processes" in page.title(found, record)
-    assert done.stdout.count("written: run.json") == 1
     assert record["arms"]["jhost_p2p"]["min_ms"] > 0
     assert "p2p" in record["explain"]["jhost_p2p"]["choices"]
+
+
+@pytest.mark.slow
+def test_processes_measure_blocks_together(tmp_path: Path) -> None:
+    options = ("--cases", "ag_up/8b/2048", "--calls", "program")
+    found = in_two_processes("benchmarks", tmp_path / "run.json", *options)
+    (record,) = found["measurements"]
+    assert record["modes"]["program"]["jhost_p2p"]["min_ms"] > 0
+    (group,) = report.groups([found])
+    assert group.mesh == "dp = 2, tp = 2 in 2 processes"
 
 
 def test_when_one_process_fails_the_others_are_ended(

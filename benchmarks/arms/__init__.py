@@ -21,6 +21,8 @@ ARMS: dict[str, Arm] = {
     "jhost_collective": jhost_arm.pipeline("collective"),
     **{f"jhost_s{n}": jhost_arm.nvfuser_chunks(n) for n in (1, 2, 4, 8)},
     "recipe": plain.recipe,
+    "ring": plain.ring_attention(zigzag=False),
+    "ring_zigzag": plain.ring_attention(zigzag=True),
     "pallas": pallas.all_gather_matmul,
     "xla": xla.partitioned({}),
     "xla_windowed": xla.partitioned(xla.WINDOWED),

@@ -74,6 +74,11 @@ def case_operands(case: Case, backward: bool) -> tuple[Operand, ...]:
     return (*case.operands, case.cotangent()) if backward else case.operands
 
 
+COTANGENT = "after the result"
+"""Since when a backward pass has what it starts from, for records: as in a step.  XLA
+would gather one that is there from the start during the forward pass."""
+
+
 def forward_or_both(function: Function, backward: bool) -> Function:
     """`function`, or it and its gradients by all operands from a given cotangent."""
     return _with_gradients(function) if backward else function
@@ -83,6 +88,7 @@ def _with_gradients(function: Function) -> Function:
     def both(*operands_and_cotangent: Any) -> Any:
         *operands, cotangent = operands_and_cotangent
         result, pull = jax.vjp(function, *operands)
+        cotangent, result = jax.lax.optimization_barrier((cotangent, result))
         return (result, *pull(cotangent))
 
     return both

@@ -13,7 +13,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.arms.base import Built, Function, forward_or_both, per_device
-from benchmarks.case import COLUMNS, ROWS, WHOLE, Case, Operand
+from benchmarks.axes import Axes
+from benchmarks.case import Case, Operand
+from benchmarks.cases import RING
 from benchmarks.communication import AXIS, InPlace
 
 _LARGE = 1 << 31
@@ -28,16 +30,17 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     """
     comes = _comes(case)
     keep_rows = case.kind == "layer"
-    operands = [_own_copies(o, case.devices) for o in case.operands]
+    axes = case.axes
+    operands = [_own_copies(o, axes) for o in case.operands]
     if comes:
         rows, *rest = comes
-        operands.append(Operand("placed", (case.devices * rows, *rest), ROWS))
+        operands.append(Operand("placed", (axes.devices * rows, *rest), axes.rows))
 
     def part(*operands: jax.Array) -> jax.Array:
         placed = operands[-1] if comes else None
         return case.run(InPlace(placed, keep_rows), operands[: len(case.operands)])
 
-    out = COLUMNS if case.out_spec == COLUMNS else ROWS
+    out = axes.columns if case.out_spec == axes.columns else axes.rows
     function = per_device(part, mesh, [o.spec for o in operands], out)
     instance = forward_or_both(function, backward)
     if backward:
@@ -48,20 +51,33 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
 
 
 def _comes(case: Case) -> tuple[int, ...]:
-    """The shape of what comes first to each device: its own part, after an exchange."""
+    """The shape of what comes first to each device: its own part, after an exchange.
+
+    Of keys it is that of the others', as each device's own are among the operands.
+    """
     for kind, (first, *rest) in case.moved(False):
+        if case.kind == RING:
+            return first - first // case.axes.tp, *rest
         if kind == "gather":
             return first, *rest
         if kind == "exchange":
-            return first, rest[0] // case.devices, *rest[1:]
+            return first, rest[0] // case.axes.tp, *rest[1:]
     return ()
 
 
-def _own_copies(operand: Operand, devices: int) -> Operand:
-    if operand.spec != WHOLE:
+def _own_copies(operand: Operand, axes: Axes) -> Operand:
+    """The operand with the parts of devices that have the same one along dim 0."""
+    copied = axes.unnamed(operand.spec)
+    if not copied:
         return operand
-    (width,) = operand.shape
-    return dataclasses.replace(operand, shape=(width * devices,), spec=P(AXIS))
+    (first, *rest), (rows, *others) = tuple(operand.spec) or (None,), operand.shape
+    named = first if isinstance(first, tuple) else (first,) if first else ()
+    sizes = dict(axes.sizes)
+    return dataclasses.replace(
+        operand,
+        shape=(rows * math.prod(sizes[axis] for axis in copied), *others),
+        spec=P((*copied, *named), *rest),
+    )
 
 
 def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Operand:
@@ -70,7 +86,8 @@ def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Opera
 
 
 def _unused_x(case: Case) -> bool:
-    return case.kind != "layer" and case.moved(False)[0][0] in ("gather", "exchange")
+    computed = case.kind in ("layer", RING)
+    return not computed and case.moved(False)[0][0] in ("gather", "exchange")
 
 
 def _without_first_gradient(both: Function) -> Function:
@@ -83,9 +100,9 @@ def _without_first_gradient(both: Function) -> Function:
 
 def communication(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     """The case's collectives one after another, with nothing between them."""
-    moved = case.moved(backward)
+    moved, axes = case.moved(backward), case.axes
     operands = tuple(
-        Operand(f"{kind}_{n}", _sent(kind, shape, case.devices), ROWS)
+        Operand(f"{kind}_{n}", _sent(kind, shape, axes), axes.stacked)
         for n, (kind, shape) in enumerate(moved)
     )
 
@@ -94,28 +111,29 @@ def communication(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
         for (kind, _), x in zip(moved, operands, strict=True):
             if results:
                 x, results[-1] = lax.optimization_barrier((x, results[-1]))
-            results.append(_collective(kind, x))
+            results.append(_collective(kind, x, axes.batch))
         return tuple(_kept(result) for result in results)
 
-    outs = (ROWS,) * len(moved)
+    outs = (axes.stacked,) * len(moved)
     function = per_device(part, mesh, [o.spec for o in operands], outs, check=False)
     return [Built(instance=function, operands=operands, checked=False)]
 
 
-def _sent(kind: str, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+def _sent(kind: str, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
     """The global shape of what is sent: partial sums are whole on every device."""
     rows, *rest = shape
-    return (rows if kind in ("gather", "exchange") else devices * rows, *rest)
+    parts = axes.groups if kind in ("gather", "exchange") else axes.devices
+    return (parts * rows, *rest)
 
 
-def _collective(kind: str, x: jax.Array) -> jax.Array:
+def _collective(kind: str, x: jax.Array, batch: tuple[str, ...]) -> jax.Array:
     if kind == "gather":
         return lax.all_gather(x, AXIS, tiled=True)
     if kind == "scatter":
         return lax.psum_scatter(x, AXIS, tiled=True)
     if kind == "exchange":
         return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=0, tiled=True)
-    return lax.psum(x, AXIS)
+    return lax.psum(x, batch if kind == "sum" else AXIS)
 
 
 def _kept(result: jax.Array) -> jax.Array:

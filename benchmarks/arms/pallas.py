@@ -20,6 +20,8 @@ _MODULE = "jax.experimental.pallas.ops.gpu.collective_matmul_mgpu"
 def all_gather_matmul(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     """A kernel that sends each tile of rows to the next device while it uses it."""
     need_gpus(mesh)
+    if case.axes.batch:
+        raise Unavailable("addresses the devices of one axis")
     if case.kind not in ("ag_qkv", "ag_up", "nvfuser_ag", "pallas_ag"):
         raise Unavailable("gathers rows for one weight, nothing else")
     if backward:
@@ -56,7 +58,7 @@ def _tilings(case: Case, kernels: Any) -> list[Any]:
     """The part of the module's own sweep that fits: 2 warpgroups along m or along n."""
     dimension = kernels.MatmulDimension
     (tokens, _), (_, columns) = (operand.shape for operand in case.operands)
-    rows, columns = tokens // case.devices, columns // case.devices
+    rows, columns = tokens // case.axes.tp, columns // case.axes.tp
     choices = itertools.product((dimension.N, dimension.M), (dimension.N, dimension.M))
     return [
         kernels.TuningConfig(

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from benchmarks.arms.base import (
     Arm,
     Built,
+    Unavailable,
     case_operands,
     constrained,
     forward_or_both,
@@ -31,6 +32,10 @@ def partitioned(options: Mapping[str, Any]) -> Arm:
     def arm(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
         if options:
             need_gpus(mesh)
+        if case.model.attention == "cudnn":
+            raise Unavailable(
+                "JAX does not partition cuDNN's attention along sequences"
+            )
 
         def function(*operands: Any) -> Any:
             return case.run(Whole(), operands)

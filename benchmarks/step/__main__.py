@@ -10,26 +10,25 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from benchmarks import environment, launch, runner, timing
+from benchmarks import axes, environment, launch, runner, timing
 from benchmarks.layers import MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Plan
 from benchmarks.step import page
 from benchmarks.step.arms import ARMS
 from benchmarks.step.measure import measure
-from benchmarks.step.programs import LAYERS, Step, steps
-from jhost._progress import Progress, no_progress, progress
+from benchmarks.step.programs import LAYERS, Step, sized, steps
+from benchmarks.step.torch_arms import TORCH, Task, add
+from benchmarks.torch_arms import TorchArms
+from jhost._progress import Progress
 
 _MODULE = "benchmarks.step"
 
@@ -40,23 +39,17 @@ QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
 CODE_PATH = timing.Effort(warmups=1, blocks=2, calls=1, lead_in=1, instances=1)
 """Fewer calls than for a layer: one takes tens of milliseconds."""
 
-SHRINK = 64
-"""For CPUs, where no time means anything."""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the arguments, measures, and prints what came of it."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        axes = _axes(arguments.mesh)
-        if not launch.join() and arguments.processes > 1:
-            given = sys.argv[1:] if argv is None else argv
-            devices = math.prod(axes.values())
-            sys.exit(launch.start(_MODULE, given, arguments.processes, devices))
+        where = axes.parsed(arguments.mesh)
+        launch.join_or_start(_MODULE, argv, arguments.processes, where.devices)
         on_gpu = jax.default_backend() == "gpu"
-        mesh = _mesh(axes)
-        chosen = _steps(arguments, mesh, on_gpu)
+        mesh = where.mesh()
+        chosen = _steps(arguments, where, on_gpu)
         plan = _plan(arguments, on_gpu)
     except ValueError as error:
         parser.error(str(error))
@@ -73,28 +66,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _measure(
     chosen: Sequence[Step], passes: Sequence[bool], mesh: Mesh, plan: Plan, run: Run
 ) -> None:
-    total = len(chosen) * len(passes)
-    bar = progress(total) if jax.process_index() == 0 else no_progress()
+    bar = launch.progress_of_all(len(chosen) * len(passes))
+    names = [name for name in plan.arms if name in TORCH]
+    torch = TorchArms(names, chosen[0].axes, mesh.devices.flat[0].platform)
     try:
+        torch.settle()
+        run.content["environment"]["torch_processes"] = torch.versions
         for step in chosen:
             for backward in passes:
-                _measure_one(step, mesh, backward, plan, run, bar)
+                _measure_one(step, mesh, backward, plan, torch, run, bar)
     finally:
+        torch.close()
         bar.close()
         run.content["clocks_at_end"] = environment.clocks()
         run.write()
 
 
 def _measure_one(
-    step: Step, mesh: Mesh, backward: bool, plan: Plan, run: Run, bar: Progress
+    step: Step,
+    mesh: Mesh,
+    backward: bool,
+    plan: Plan,
+    torch: TorchArms,
+    run: Run,
+    bar: Progress,
 ) -> None:
-    what = f"{step.name} on {step.mesh}{' with gradients' if backward else ''}"
+    what = f"{step.name} on {step.axes}{' with gradients' if backward else ''}"
     bar.step(what)
     if plan.deadline.passed():
         run.content["not_measured"].append(what)
         return
     try:
         record = measure(step, mesh, backward, plan)
+        task = Task(step, backward, plan.effort, plan.profiled)
+        add(record, torch.measure(task, plan.deadline), step)
         run.content["measurements"].append(record)
         bar.say(f"{what}: {page.line(record)}")
     except Exception as error:
@@ -106,31 +111,7 @@ def _measure_one(
         runner.forget()
 
 
-def _axes(text: str) -> dict[str, int]:
-    """Of "dp=2,tp=2"."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(size.isdigit() and int(size) for _, _, size in pairs):
-        raise ValueError(f"--mesh: sizes of axes, as dp=2,tp=2, but got {text}")
-    axes = {name: int(size) for name, _, size in pairs}
-    if set(axes) - {"dp", "tp"} or "tp" not in axes:
-        raise ValueError(f"--mesh: tp, and dp if wanted, but not {text}")
-    return axes
-
-
-def _mesh(axes: Mapping[str, int]) -> Mesh:
-    """The first devices, those of a process along the last axis."""
-    count = math.prod(axes.values())
-    if count > jax.device_count():
-        text = ",".join(f"{axis}={size}" for axis, size in axes.items())
-        raise ValueError(
-            f"--mesh: {text} takes {count} devices, but there are {jax.device_count()} "
-            "(JAX_NUM_CPU_DEVICES=4 makes four of any CPU)"
-        )
-    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step]:
+def _steps(arguments: argparse.Namespace, where: axes.Axes, on_gpu: bool) -> list[Step]:
     quick: bool = arguments.quick
     chosen = arguments.models or (["8b"] if quick else MODELS)
     forms = arguments.forms or (["scan"] if quick else LAYERS)
@@ -139,28 +120,22 @@ def _steps(arguments: argparse.Namespace, mesh: Mesh, on_gpu: bool) -> list[Step
             raise ValueError(
                 f"--{option}: {unknown[0]!r} is none of {', '.join(known)}"
             )
-    shrink = 1 if on_gpu else SHRINK
-    models = {
-        name: dataclasses.replace(
-            dataclasses.replace(MODELS[name], sequence=arguments.length).shrunk(shrink),
-            attention="cudnn" if on_gpu else "xla",
-        )
-        for name in chosen
-    }
+    models = {name: sized(name, arguments.length, on_gpu) for name in chosen}
     layers = {
         form: arguments.layers or (2 if quick and not on_gpu else LAYERS[form])
         for form in forms
     }
-    return steps(models, layers, arguments.sequences, dict(mesh.shape))
+    return steps(models, layers, arguments.sequences, where)
 
 
 def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
+    known = (*ARMS, *TORCH)
     for pattern in arguments.arms:
-        if not fnmatch.filter(ARMS, pattern):
-            raise ValueError(f"--arms: {pattern!r} is none of {', '.join(ARMS)}")
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(f"--arms: {pattern!r} is none of {', '.join(known)}")
     patterns: list[str] = arguments.arms
     return Plan(
-        arms=[a for a in ARMS if any(fnmatch.fnmatchcase(a, p) for p in patterns)],
+        arms=[a for a in known if any(fnmatch.fnmatchcase(a, p) for p in patterns)],
         modes=(),
         effort=CODE_PATH if not on_gpu else QUICK if arguments.quick else FULL,
         deadline=timing.Deadline(arguments.time_limit),

@@ -91,7 +91,7 @@ def _by_hand(
 ) -> Any:
     """Gradients are taken on each device, and those of copies added up at the end."""
     function = step.function(comm, backward)
-    axes = tuple(axis for axis, _ in step.axes)
+    axes = step.axes.names
 
     def part(*operands: jax.Array) -> Any:
         if not backward:
@@ -99,20 +99,11 @@ def _by_hand(
         loss, gradients = function(*operands)
         pairs = zip(gradients, step.specs, strict=True)
         return total(loss, axes), tuple(
-            total(gradient, _copied_over(spec, axes)) for gradient, spec in pairs
+            total(gradient, step.axes.unnamed(spec)) for gradient, spec in pairs
         )
 
     outs = step.out_specs(backward)
     return jax.jit(per_device(part, mesh, step.specs, outs, check=False))
-
-
-def _copied_over(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
-    named = {axis for entry in spec for axis in _entry(entry)}
-    return tuple(axis for axis in axes if axis not in named)
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _summed(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -120,7 +111,8 @@ def _summed(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _marked(step: Step, mesh: Mesh) -> Marked:
-    return Marked(NamedSharding(mesh, step.rows), NamedSharding(mesh, step.columns))
+    rows, columns = step.axes.rows, step.axes.columns
+    return Marked(NamedSharding(mesh, rows), NamedSharding(mesh, columns))
 
 
 def hosted(pipeline: Any) -> Arm:

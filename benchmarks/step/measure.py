@@ -21,7 +21,7 @@ from benchmarks.step.programs import Step
 from jhost.runtime.profile.hlo_text import parse_module
 from jhost.runtime.profile.origins import Operations
 from jhost.runtime.profile.overlap import device_overlap, mean_overlap
-from jhost.runtime.profile.timeline import timeline
+from jhost.runtime.profile.timeline import Timeline, timeline
 from jhost.runtime.profile.trace import read_trace, record
 
 NORM_AT_MOST, ERROR_AT_MOST = 0.02, 0.2
@@ -40,9 +40,9 @@ def measure(step: Step, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         "layers": step.layers,
         "sequences": step.sequences,
         "length": step.model.sequence,
-        "mesh": dict(step.axes),
+        "mesh": dict(step.axes.sizes),
         "pass": "backward" if backward else "forward",
-        "arms": {arm: {} for arm in plan.arms},
+        "arms": {arm: {} for arm in plan.arms if arm in ARMS},
         "checks": {},
         "explain": {},
     }
@@ -78,7 +78,7 @@ def _all_compiled(
 ) -> dict[str, Any]:
     """The arms that compile; the others are left with an error, or without time."""
     found: dict[str, Any] = {}
-    for arm in plan.arms:
+    for arm in entry["arms"]:
         if plan.deadline.passed():
             entry["arms"][arm] = dict(OUT_OF_TIME)
             continue
@@ -118,7 +118,7 @@ def choices(explanation: jhost.Explanation) -> str:
 
 def _figures(times: timing.Times, step: Step) -> Entry:
     found = times.figures()
-    return found | {"tokens_per_s": 1e3 * step.tokens / found["min_ms"]}
+    return found | {"tokens_per_s": step.tokens_per_s(found["min_ms"])}
 
 
 # --- Whether all compute the same --------------------------------------------------- #
@@ -180,20 +180,25 @@ def _profiled(compiled: Any, call: Callable[[], Any], plan: Plan) -> Entry:
 
 def _parts(compiled: Any, call: Callable[[], Any]) -> dict[str, Any]:
     """What a call spends on a device, in the mean, as `jhost.profile` has it."""
+    found = recorded(compiled, call, "step")
+    devices = [device_overlap(found, number) for number in found.devices]
+    mean = dataclasses.asdict(mean_overlap(devices))
+    del mean["device"]
+    return mean
+
+
+def recorded(compiled: Any, call: Callable[[], Any], name: str) -> Timeline:
+    """What ran for a call of what XLA compiled, of a few in a row."""
     module = parse_module(compiled.as_text() or "")
 
     def calls() -> None:
         jax.block_until_ready([call() for _ in range(_PROFILED_CALLS)])
 
-    found = timeline(
+    return timeline(
         read_trace(record(calls)),
         Operations(module),
         calls=_PROFILED_CALLS,
-        name="step",
+        name=name,
         module=module.name,
         statements=(),
     )
-    devices = [device_overlap(found, number) for number in found.devices]
-    mean = dataclasses.asdict(mean_overlap(devices))
-    del mean["device"]
-    return mean

@@ -24,6 +24,10 @@ HEAD = (
 )
 
 
+PICTURE = "benchmarks-step.svg"
+"""Beside the page."""
+
+
 def stored() -> list[dict[str, Any]]:
     """The runs in benchmarks/results, as they began."""
     runs = [json.loads(file.read_text()) for file in RESULTS.glob("*-step.json")]
@@ -38,19 +42,24 @@ def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
     found = {
         title(run, record): record for run in runs for record in run["measurements"]
     }
-    parts = ["\n".join(map(report.run_line, runs))]
+    parts = ["\n".join(map(report.run_line, runs)), *_picture()]
     for name, record in found.items():
         parts += [f"### {name}", *_parts(record)]
     return "\n\n".join(parts)
 
 
+def _picture() -> list[str]:
+    """The timelines of a step that `benchmarks.timelines` has drawn, if it has."""
+    if not (report.PAGE.parent / PICTURE).exists():
+        return []
+    return [f"![A step on one device, before jhost and with it]({PICTURE})"]
+
+
 def title(run: Mapping[str, Any], record: Record) -> str:
-    mesh = ", ".join(f"{axis} = {size}" for axis, size in record["mesh"].items())
-    processes = run["environment"].get("processes", 1)
-    many = f" in {processes} processes" if processes > 1 else ""
+    mesh, kind = report.mesh_text(run, record), run["environment"]["device_kind"]
     return (
-        f"{record['case']}, {mesh}{many}, {run['environment']['device_kind']}, "
-        f"{report.PASSES[record['pass']]}: {record['layers']} layers, "
+        f"{record['case']}, {mesh}, {kind}, {report.PASSES[record['pass']]}: "
+        f"{record['layers']} layers, "
         f"{record['sequences']} sequences of {record['length']}"
     )
 
@@ -84,7 +93,9 @@ def _row(record: Record, arm: str) -> list[str]:
         f"{entry['min_ms'] / plain:.3f}" if plain else "",
         f"{entry['tokens_per_s']:,.0f}",
         f"{entry['temp_bytes'] / 1e6:,.0f}" if "temp_bytes" in entry else "",
-        f"{entry['lower_s']:.1f} + {entry['compile_s']:.1f}",
+        f"{entry['lower_s']:.1f} + {entry['compile_s']:.1f}"
+        if "compile_s" in entry
+        else "",
         "" if share is None else f"{share:.1%}",
         _verdict(record["checks"].get(arm)),
         record["explain"].get(arm, {}).get("choices", ""),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
+from benchmarks.axes import Axes
 from benchmarks.case import Operand
 from benchmarks.communication import AXIS, Communication
-from benchmarks.layers import Model
+from benchmarks.layers import MODELS, Model
 
 LAYERS = {"written": 4, "scan": 6, "written-checkpoint": 4, "scan-checkpoint": 6}
 """The forms of a program, and how many layers each has unless it is told."""
@@ -30,44 +30,32 @@ class Step:
     form: str
     layers: int
     sequences: int
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
 
     @property
     def name(self) -> str:
         return f"{self.model.name}/{self.form}"
 
     @property
-    def mesh(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes)
-
-    @property
     def tokens(self) -> int:
         return self.sequences * self.model.sequence
 
     @property
-    def _scans(self) -> bool:
+    def scans(self) -> bool:
         return self.form.startswith("scan")
 
     @property
-    def batch(self) -> tuple[str, ...]:
-        """The axes that sequences are split over, and weights are not."""
-        return tuple(axis for axis, _ in self.axes if axis != AXIS)
+    def checkpoints(self) -> bool:
+        return self.form.endswith("checkpoint")
 
-    @property
-    def rows(self) -> P:
-        """The layout of activations between blocks."""
-        return P((*self.batch, AXIS), None)
-
-    @property
-    def columns(self) -> P:
-        """The layout of activations within blocks."""
-        return P(self.batch or None, AXIS)
+    def tokens_per_s(self, milliseconds: float) -> float:
+        return 1e3 * self.tokens / milliseconds
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         """x, then the weights: one after another, or those of all layers stacked."""
-        x = Operand("x", (self.tokens, self.model.hidden), self.rows)
-        if self._scans:
+        x = Operand("x", (self.tokens, self.model.hidden), self.axes.rows)
+        if self.scans:
             return (x, *(_stacked(w, self.layers) for w in _weights(self.model)))
         return (x, *_weights(self.model) * self.layers)
 
@@ -97,9 +85,9 @@ class Step:
         def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             return layers.layer(comm, self.model, (x, *weights)), None
 
-        if self.form.endswith("checkpoint"):
-            layer = jax.checkpoint(layer, prevent_cse=not self._scans)
-        if self._scans:
+        if self.checkpoints:
+            layer = jax.checkpoint(layer, prevent_cse=not self.scans)
+        if self.scans:
             return lambda x, weights: lax.scan(layer, x, weights)[0]
 
         def written(x: jax.Array, weights: Any) -> jax.Array:
@@ -136,22 +124,34 @@ def _stacked(weight: Operand, count: int) -> Operand:
     )
 
 
+SHRINK = 64
+"""For CPUs, where no time means anything."""
+
+
+def sized(name: str, length: int, on_gpu: bool) -> Model:
+    """A model of `MODELS` with sequences of that length, and small on a CPU."""
+    whole = dataclasses.replace(MODELS[name], sequence=length)
+    small = whole.shrunk(1 if on_gpu else SHRINK)
+    return dataclasses.replace(small, attention="cudnn" if on_gpu else "xla")
+
+
 def steps(
     models: Mapping[str, Model],
     forms: Mapping[str, int],
     sequences: int,
-    axes: Mapping[str, int],
+    axes: Axes,
 ) -> list[Step]:
     """Each model in each form.
 
     Raises:
-        ValueError: sequences or heads that a mesh does not divide.
+        ValueError: sequences that a mesh does not divide.
     """
-    batch = math.prod(size for axis, size in axes.items() if axis != AXIS)
-    if sequences % batch:
-        raise ValueError(f"{sequences} sequences cannot be split over {batch} devices")
+    if sequences % axes.groups:
+        raise ValueError(
+            f"{sequences} sequences cannot be split over {axes.groups} devices"
+        )
     return [
-        Step(model, form, count, sequences, tuple(axes.items()))
+        Step(model, form, count, sequences, axes)
         for model in models.values()
         for form, count in forms.items()
     ]
