@@ -82,14 +82,16 @@ def test_predictions_are_near_and_no_choice_loses(
     plain_ms = entries["plain"]["min_ms"]
     (_, predicted), *_ = stream.predicted
     if stream.pipeline == "off":
-        assert 1e3 * predicted == pytest.approx(plain_ms, rel=0.2)
+        assert 1e3 * predicted == pytest.approx(plain_ms, rel=0.15)
         return
     # What is chosen now may have been chosen then, or measured for comparison.
     chosen = "p2p pipeline" in record["explain"]["jhost"]
     p2p = entries.get("jhost" if chosen else "jhost_p2p", {})
     if "min_ms" in p2p:
-        assert 1e3 * predicted == pytest.approx(p2p["min_ms"], rel=0.2)
-        assert p2p["min_ms"] <= 1.02 * plain_ms
+        assert 1e3 * predicted == pytest.approx(p2p["min_ms"], rel=0.15)
+        others = [entries.get(arm, {}) for arm in ("plain", "jhost_off")]
+        best_ms = min(other["min_ms"] for other in others if "min_ms" in other)
+        assert p2p["min_ms"] <= 1.01 * best_ms
 
 
 # Four H200s, NCCL 2.32.3, four layers in a program, p2p asked for: milliseconds of one,
@@ -114,7 +116,7 @@ def test_predictions_by_puts_are_near_and_the_faster_kind_is_chosen(
     copied, put = BY_KIND[name]
     predicted = {kind: 1e3 * each.total for kind, each in found.predicted}
     assert predicted["puts"] == pytest.approx(put, rel=0.1)
-    assert predicted["peer copies"] == pytest.approx(copied, rel=0.2)
+    assert predicted["peer copies"] == pytest.approx(copied, rel=0.15)
     assert found.kind == ("puts" if put < copied else "peer copies")
 
 

@@ -21,16 +21,17 @@ from jhost.lowering.ir.statements import CommunicationKind
 class Link:
     """A way of moving bytes between devices.
 
-    A transfer starts `delay` seconds after its operand is there, takes `latency` beside
-    what `bandwidth` (bytes received per second) makes, and keeps the launching thread
-    busy for `host`, and once in a program for `meet` more for each device, until the
-    threads of all have met.  `between_two` is the bandwidth with which two devices
+    A transfer starts `delay` seconds after its operand is there, and `gap` after one
+    that it queued behind, takes `latency` beside what `bandwidth` (bytes received per
+    second) makes, and keeps the launching thread busy for `host`, and once in a program
+    for `meet` more for each device, until the threads of all have met.  `between_two` is the bandwidth with which two devices
     gather and scatter, if that is less; their all-reduces keep to `bandwidth`.
     `beside_compute`: whether it runs while matmuls fill the device.  `network`: whether
     it leaves the host, and so takes no turns with what stays there.
     """
 
     delay: float = 0.0
+    gap: float = 0.0
     meet: float = 0.0
     latency: float
     bandwidth: float
@@ -110,13 +111,14 @@ class Rates:
 
 
 # Fitted to four blocks in programs on four H200s, NCCL 2.32.3, p2p asked for, in ms
-# (measured, predicted; by peer copies): MLP of an 8B model on 8192 rows 0.873, 0.801
-# (0.866, 0.782), on 4096 0.451, 0.488 (0.410, 0.436), on 2048 0.343, 0.346 (0.422,
-# 0.377), queries, keys and values on 8192 0.321, 0.321 (0.289, 0.256).  The latency has
+# (measured, predicted; by peer copies): MLP of an 8B model on 8192 rows 0.873, 0.787
+# (0.866, 0.782), on 4096 0.451, 0.468 (0.410, 0.436), on 2048 0.343, 0.335 (0.422,
+# 0.377), queries, keys and values on 8192 0.321, 0.315 (0.289, 0.267).  The latency has
 # the two signals around each copy, and what is copied to where NCCL puts from.
 _PUT = Link(
     delay=20e-6,
-    latency=40e-6,
+    gap=12e-6,
+    latency=30e-6,
     bandwidth=383e9,
     # A launch like that of a collective: no thread waits for another.  Measured is only
     # that it is no limit.
@@ -134,6 +136,7 @@ _H200 = Rates(
     # A copy engine's; the host thread waits for those of the other devices.
     permute=Link(
         delay=20e-6,
+        gap=12e-6,
         latency=14e-6,
         bandwidth=383e9,
         host=32e-6,

@@ -144,7 +144,7 @@ class _Clock:
             return
         beside = _beside(task)
         moving = self.moving[task.network]
-        free = moving if beside else self.computing
+        free = moving + task.gap if beside else self.computing
         free = max(free, moving) if task.alone else free
         end = max(free, ready + task.delay) + task.seconds
         self.ends[number] = end

@@ -42,7 +42,7 @@ Path: TypeAlias = tuple[object, ...]
 class Task:
     """One statement of one iteration; `after` are the numbers of those it waits for.
 
-    `seconds` on the device and `host` on its launching thread; `delay` and `meet` are a
+    `seconds` on the device and `host` on its launching thread; `delay`, `gap` and `meet` are a
     link's, as is whether it goes over the `network`.  `alone`: a transfer beside which
     nothing computes; `between`: one between processes.  A `copy` either cuts a part out
     of an array for others, as soon as it can, or puts one in place, when the array is
@@ -53,6 +53,7 @@ class Task:
     host: float
     after: frozenset[int]
     delay: float = 0.0
+    gap: float = 0.0
     meet: float = 0.0
     transfer: bool = False
     network: bool = False
@@ -267,6 +268,7 @@ class _Unrolled(Machine):
             host=link.host,
             after=after,
             delay=link.delay,
+            gap=link.gap,
             meet=link.meet,
             transfer=True,
             network=link.network,

@@ -54,7 +54,7 @@ def test_the_program_is_the_same_but_for_what_is_said_of_it() -> None:
     assert "permutes:\n" not in str(explain_program(copied))
     (said,) = explain_program(put).permutes
     assert str(said) == (
-        "puts, predicted to take 346 us (host 125 us); peer copies 377 us (host 377 us)"
+        "puts, predicted to take 335 us (host 125 us); peer copies 377 us (host 377 us)"
     )
     assert str(explain_program(put)).endswith(f"  permutes:\n    {said}")
     assert ChoosePermutes(COPYING).apply(copied) is copied
