@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from jhost._jax import aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import size_in_bytes
-from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.printer import aval_text, type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.rules.collectives import Written, written_in
+from jhost.lowering.rules.dim_rule import axes_size, shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class CommunicationReport:
         bytes: what each device receives in all.
         chunks: how many pieces it goes in; 1 outside a loop over chunks.
         times: how often it does in a `lax.scan`.
+        within: the line of the `jax.shard_map` in which it was written, if it was; of
+            a ragged one `bytes` is the most that there is room for.
     """
 
     kind: str
@@ -38,14 +42,17 @@ class CommunicationReport:
     bytes: int
     chunks: int
     times: int = 1
+    within: str = ""
 
     def __str__(self) -> str:
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        chunks = ", as written" if self.within else chunks
         times = f", {self.times} times" if self.times > 1 else ""
+        most = "at most " if self.kind == "RaggedAllToAll" else ""
         return (
             f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{bytes_text(self.bytes)} a device{chunks}{times}"
-        )
+            f"{most}{bytes_text(self.bytes)} a device{chunks}{times}"
+        ) + (f" [{self.within}]" if self.within else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +121,7 @@ def _steps(
         match stmt:
             case ir.Compute():
                 yield _computation(program, stmt)
+                yield from _written_in(program, stmt, times)
             case ir.Communicate():
                 yield _communication(program, stmt, repeats, times)
             case ir.For():
@@ -144,6 +152,34 @@ def _computation(program: Program, stmt: ir.Compute) -> Step:
     texts = [f"{n} {name}" if n > 1 else name for name, n in names.items()]
     ins, outs = _typed(program, stmt.ins), _typed(program, stmt.outs)
     return Step(text=", ".join(texts), layout=f"{ins} -> {outs}" if ins else outs)
+
+
+def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step]:
+    """The collectives in a `jax.shard_map`, which is a step of its own."""
+    mesh = dict(program.mesh.shape)
+    for each in stmt.unit.eqns:
+        for found in written_in(each.eqn):
+            yield _as_written(found, source_line(each.eqn), mesh, times)
+
+
+def _as_written(
+    found: Written, where: str, mesh: Mapping[str, int], times: int
+) -> Step:
+    value, most = aval_text(found.source), found.room or found.source
+    layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
+    kind = "AllToAll" if found.kind == "RaggedAllToAll" else found.kind
+    often = times * found.times
+    held = size_in_bytes(shape_of(most), aval_of(most).dtype.itemsize)
+    report = CommunicationReport(
+        kind=found.kind,
+        axes=found.axes,
+        value=layout,
+        bytes=received_bytes(kind, held, axes_size(found.axes, mesh)) * often,
+        chunks=1,
+        times=often,
+        within=where,
+    )
+    return Step(text=str(report), layout=layout, communication=report)
 
 
 def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:

@@ -24,8 +24,9 @@ class Link:
     A transfer starts `delay` seconds after its operand is there, and `gap` after one
     that it queued behind, takes `latency` beside what `bandwidth` (bytes received per
     second) makes, and keeps the launching thread busy for `host`, and once in a program
-    for `meet` more for each device, until the threads of all have met.  `between_two` is the bandwidth with which two devices
-    gather and scatter, if that is less; their all-reduces keep to `bandwidth`.
+    for `meet` more for each device, until the threads of all have met.  `between_two`
+    is the bandwidth with which two devices gather and scatter, if that is less; their
+    all-reduces keep to `bandwidth`.
     `beside_compute`: whether it runs while matmuls fill the device.  `network`: whether
     it leaves the host, and so takes no turns with what stays there.
     """

@@ -42,11 +42,11 @@ Path: TypeAlias = tuple[object, ...]
 class Task:
     """One statement of one iteration; `after` are the numbers of those it waits for.
 
-    `seconds` on the device and `host` on its launching thread; `delay`, `gap` and `meet` are a
-    link's, as is whether it goes over the `network`.  `alone`: a transfer beside which
-    nothing computes; `between`: one between processes.  A `copy` either cuts a part out
-    of an array for others, as soon as it can, or puts one in place, when the array is
-    read.  `inside` is what the bodies of control flow come to.
+    `seconds` on the device and `host` on its launching thread; `delay`, `gap`, `meet`
+    and whether it goes over the `network` are a link's.  `alone`: a transfer beside
+    which nothing computes; `between`: one between processes.  A `copy` either cuts a
+    part out of an array for others, as soon as it can, or puts one in place, when the
+    array is read.  `inside` is what the bodies of control flow come to.
     """
 
     seconds: float

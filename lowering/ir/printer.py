@@ -275,13 +275,13 @@ def _shared_units(body: tuple[ir.Stmt, ...]) -> list[ir.Unit]:
 def _unit_lines(unit: ir.Unit) -> Iterator[str]:
     fresh = _letters()
     names = {var: next(fresh) for var in unit.invars}
-    params = [f"{names[var]}: {_aval_text(var)}" for var in unit.invars]
+    params = [f"{names[var]}: {aval_text(var)}" for var in unit.invars]
     yield f"unit {unit.name}({', '.join(params)}):"
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         call = _eqn_text(eqn, names)
         names.update({var: next(fresh) for var in eqn.outvars})
-        outs = [f"{names[var]}: {_aval_text(var)}" for var in eqn.outvars]
+        outs = [f"{names[var]}: {aval_text(var)}" for var in eqn.outvars]
         yield f"{INDENT}{', '.join(outs)} = {call}"
     yield f"{INDENT}return {', '.join(names[var] for var in unit.outvars)}"
 
@@ -300,7 +300,7 @@ def _eqn_text(eqn: JaxprEqn, names: dict[Var, str]) -> str:
 def _literal_text(literal: Literal) -> str:
     is_number = isinstance(getattr(literal.aval, "dtype", None), np.dtype)
     if shape_of(literal) or not is_number:
-        return _aval_text(literal)
+        return aval_text(literal)
     return str(np.asarray(literal.val)[()])
 
 
@@ -333,7 +333,8 @@ def _dim_text(size: int, dim: ir.Dim) -> str:
     return f"{size}@{axes}{stream}" if dim.axes else f"{size}{stream}"
 
 
-def _aval_text(atom: Any) -> str:
+def aval_text(atom: Any) -> str:
+    """The type of a variable or literal, as `f32[2, 4]`."""
     dtype = getattr(atom.aval, "dtype", "?")
     return f"{_dtype_text(dtype)}[{', '.join(map(str, shape_of(atom)))}]"
 

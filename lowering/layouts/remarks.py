@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
 from jhost._text import bytes_text
-from jhost.lowering.ir.layout import Layout, layout_of, spec_text
+from jhost.lowering.ir.layout import Layout, layout_of, spec_text, used_axes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
+from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
@@ -60,8 +61,9 @@ class LayoutRemarks:
             reason.though_nothing_moves for reason in reasons
         ):
             return None
-        before, after = spec_text(have), f"{spec_text(want)} for {_title(op)}"
-        return layout_remark(name, before, after, moved, _said(reasons), line_of(op))
+        after = f"{self.spec(name, have, want)} for {_title(op)}"
+        reason, where = _said(reasons), line_of(op)
+        return layout_remark(name, spec_text(have), after, moved, reason, where)
 
     def replication(self, number: int) -> ReplicationReport | None:
         """That an operation gathers what it can only work on whole, on all devices."""
@@ -111,9 +113,8 @@ class LayoutRemarks:
             reasons = [_Reason(_READ if read or not made.shape else _UNREAD)]
         before = made_text(made, op)
         where = self.given_at(name) or line_of(op)
-        return layout_remark(
-            name, before, spec_text(rest), moved, _said(reasons), where
-        )
+        after = self.spec(name, have, rest)
+        return layout_remark(name, before, after, moved, _said(reasons), where)
 
     def copy(self, number: int, have: Layout) -> LayoutReport | None:
         """A copy of a value in another layout, which is what the user asked for."""
@@ -124,9 +125,20 @@ class LayoutRemarks:
         if moved == NOTHING:
             return None
         where = self.given_at(name)
-        before, after = spec_text(have), spec_text(rest)
+        before, after = spec_text(have), self.spec(name, have, rest)
         reasons = [*self.given(name)]
         return layout_remark(source, before, after, moved, _said(reasons), where)
+
+    def spec(self, name: str, have: Layout, want: Layout) -> str:
+        """A layout in words; of an exchange with the type, which has the experts' room.
+
+        That is `[groups, experts, capacity, features]` of tokens that go to experts.
+        """
+        pairs = zip(have, want, strict=True)
+        gone = {axis for old, new in pairs for axis in set(old) - set(new)}
+        if gone.isdisjoint(used_axes(want)):
+            return spec_text(want)
+        return f"{spec_text(want)} of {type_text(self.solution.costs.buffers[name])}"
 
     def left_whole(self, number: int) -> LayoutReport | None:
         """That a dim is whole because its axes do not divide it, and nothing moves."""

@@ -317,6 +317,33 @@ def test_vmap_over_a_mesh_axis() -> None:
 # --- Streams ------------------------------------------------------------------------ #
 
 
+def test_what_moves_there_is_explained() -> None:
+    """In the body itself, in loops as often as they go round, and in all branches."""
+
+    def body(x: jax.Array) -> jax.Array:
+        def again(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return lax.ppermute(x, "a", [(0, 1), (1, 0)]), None
+
+        x = lax.scan(again, x, None, length=3)[0]
+        x = lax.cond(True, lambda x: x, lambda x: lax.pmax(x, "a"), x)
+        x = lax.psum_scatter(lax.all_gather(x, "a"), "a")
+        return lax.all_to_all(x, ("a", "b"), 0, 0, tiled=True)
+
+    f = parts(body, P(("a", "b")), out=P(("a", "b")), check_vma=False)
+    rows = jhost.explain(jhost.jit(f, mesh=MESH), jnp.ones((16, 4))).communications
+    assert [(row.kind, row.axes, row.bytes, row.times) for row in rows] == [
+        ("CollectivePermute", ("a",), 3 * 64, 3),
+        ("AllReduce", ("a",), 64, 1),
+        ("AllGather", ("a",), 64, 1),
+        ("ReduceScatter", ("a",), 64, 1),
+        ("AllToAll", ("a", "b"), 48, 1),
+    ]
+    assert all("test_shard_map.py" in row.within for row in rows)
+    assert str(rows[0]).startswith(
+        "CollectivePermute of f32[4, 4] over a: 192 bytes a device, as written, 3 times"
+    )
+
+
 def test_streams_stop_there_and_say_why() -> None:
     mapped = parts(lambda x: x * 2, P(None, "b"), out=P(None, "b"))
 

@@ -94,7 +94,8 @@ def test_two_constraints_in_a_row_are_said_to_be() -> None:
         return shard(shard(x, P("tp", None)), P(None, "tp"))
 
     assert said(f, (8, 8), tp=4) == [
-        "x: P('tp', None) -> P(None, 'tp'): 48 bytes a device; as constrained"
+        "x: P('tp', None) -> P(None, 'tp') of f32[8, 8]: 48 bytes a device; "
+        "as constrained"
     ]
 
 

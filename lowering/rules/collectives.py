@@ -1,0 +1,80 @@
+"""The collectives in the body of a `jax.shard_map`, which stay as they were written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+
+from jhost._jax import shard_map_of
+
+WrittenKind: TypeAlias = Literal[
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
+    "AllToAll",
+    "CollectivePermute",
+    "RaggedAllToAll",
+]
+
+_KINDS: Mapping[str, WrittenKind] = {
+    "all_gather": "AllGather",
+    "all_gather_invariant": "AllGather",
+    "psum": "AllReduce",
+    "psum_invariant": "AllReduce",
+    "pmax": "AllReduce",
+    "pmin": "AllReduce",
+    "reduce_scatter": "ReduceScatter",
+    "all_to_all": "AllToAll",
+    "ppermute": "CollectivePermute",
+    "ragged_all_to_all": "RaggedAllToAll",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A collective that the user wrote: what each device has, and where it may go.
+
+    `room` is the array for what comes, of which there may be less: only the devices
+    know how much, when they run.
+    """
+
+    kind: WrittenKind
+    axes: tuple[str, ...]
+    source: Var
+    room: Var | None
+    times: int
+
+
+def written_in(eqn: JaxprEqn) -> Iterator[Written]:
+    """Those of an equation; of any but a `shard_map` there are none."""
+    if eqn.primitive.name == "shard_map":
+        yield from _in_body(shard_map_of(eqn).body.jaxpr.eqns, 1)
+
+
+def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[Written]:
+    """Those of all branches, of which one is taken."""
+    for eqn in eqns:
+        if eqn.primitive.name in _KINDS:
+            yield _written(eqn, times)
+        bodies = list(jaxprs_in_params(eqn.params))
+        if eqn.params.get("branches_platforms"):  # the last is that of any platform
+            bodies = bodies[-1:]
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for body in bodies:
+            yield from _in_body(body.eqns, times * length)
+
+
+def _written(eqn: JaxprEqn, times: int) -> Written:
+    kind = _KINDS[eqn.primitive.name]
+    axes = eqn.params.get("axis_name", eqn.params.get("axes"))
+    source, *rest = eqn.invars
+    return Written(
+        kind=kind,
+        axes=tuple(axes) if isinstance(axes, tuple | list) else (str(axes),),
+        source=source,
+        room=rest[0] if kind == "RaggedAllToAll" else None,
+        times=times,
+    )
