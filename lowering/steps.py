@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from jhost._jax import aval_of, source_line
+from jhost._jax import NO_LINE, aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
@@ -32,8 +32,9 @@ class CommunicationReport:
         bytes: what each device receives in all.
         chunks: how many pieces it goes in; 1 outside a loop over chunks.
         times: how often it does in a `lax.scan`.
-        within: the line of the `jax.shard_map` in which it was written, if it was; of
-            a ragged one `bytes` is the most that there is room for.
+        written: whether the user wrote it, in a `jax.shard_map`; of a ragged one
+            `bytes` is the most that there is room for.
+        where: the line of that `jax.shard_map`, if it is known.
     """
 
     kind: str
@@ -42,17 +43,18 @@ class CommunicationReport:
     bytes: int
     chunks: int
     times: int = 1
-    within: str = ""
+    written: bool = False
+    where: str = ""
 
     def __str__(self) -> str:
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
-        chunks = ", as written" if self.within else chunks
+        chunks = ", as written" if self.written else chunks
         times = f", {self.times} times" if self.times > 1 else ""
         most = "at most " if self.kind == "RaggedAllToAll" else ""
         return (
             f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
             f"{most}{bytes_text(self.bytes)} a device{chunks}{times}"
-        ) + (f" [{self.within}]" if self.within else "")
+        ) + (f" [{self.where}]" if self.where else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,8 @@ def _as_written(
         bytes=received_bytes(kind, held, axes_size(found.axes, mesh)) * often,
         chunks=1,
         times=often,
-        within=where,
+        written=True,
+        where="" if where == NO_LINE else where,
     )
     return Step(text=str(report), layout=layout, communication=report)
 

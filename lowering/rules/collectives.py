@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal as LiteralValue, Var, jaxprs_in_params
 
 from jhost._jax import shard_map_of
 
@@ -43,8 +43,8 @@ class Written:
 
     kind: WrittenKind
     axes: tuple[str, ...]
-    source: Var
-    room: Var | None
+    source: Var | LiteralValue
+    room: Var | LiteralValue | None
     times: int
 
 
