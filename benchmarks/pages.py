@@ -20,7 +20,7 @@ import jhost
 from benchmarks import cases, figures, layers, report
 from benchmarks.axes import along_tp
 from benchmarks.communication import AXIS, Streamed
-from benchmarks.step import page as steps
+from benchmarks.step import page as steps, predicted as step_predictions
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
@@ -98,8 +98,15 @@ def gain(case: cases.Case) -> Gain:
 
 
 def predicted() -> str:
-    """A table a model: a row a layer, a column a number of tokens."""
-    return "\n\n".join(f"### Llama-3 {m.upper()}\n\n{_gains(m)}" for m in layers.MODELS)
+    """A table a model: a row a layer, a column a number of tokens; and one of steps."""
+    models = [f"### Llama-3 {m.upper()}\n\n{_gains(m)}" for m in layers.MODELS]
+    return "\n\n".join([*models, _STEPS, step_predictions.table()])
+
+
+_STEPS = (
+    "### Training steps\n\nLoss and all gradients of Llama layers, four sequences of "
+    "2048 tokens, cuDNN's attention."
+)
 
 
 def _gains(model: str) -> str:
