@@ -3,6 +3,7 @@
 from jhost import distributed, errors
 from jhost._annotate import serial, shard, stream
 from jhost._api import JitFunction, explain, jit
+from jhost._attention.function import dot_product_attention
 from jhost._calibrate.calibrate import calibrate
 from jhost._calibration import Calibration
 from jhost._call.stages import Compiled, Lowered
@@ -29,6 +30,7 @@ __all__ = [
     "calibrate",
     "compiler_options",
     "distributed",
+    "dot_product_attention",
     "errors",
     "explain",
     "jit",

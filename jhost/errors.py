@@ -94,6 +94,10 @@ class ArgumentError(JhostError, TypeError):
     """An argument of jhost's own has the wrong type."""
 
 
+class OperandsError(JhostError, ValueError):
+    """Arrays that go together have shapes or dtypes that do not fit."""
+
+
 class NoMeshError(JhostError, ValueError):
     """Shardings were given, but no mesh is known."""
 

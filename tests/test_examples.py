@@ -214,16 +214,18 @@ def sends(program: str) -> list[str]:
 def test_keys_and_values_go_around_and_scores_stay_in_chunks(
     run: Run, dumped: Dumped, capsys: Captured
 ) -> None:
-    """Forward and backward; the scores of 512 keys are made 64 at a time."""
-    run("ring_attention.py", ["--pieces", "1"])
+    """Forward and backward; the scores of 1024 keys are made 128 at a time."""
+    run("ring_attention.py", [])
     assert capsys.readouterr().out.startswith("attention: 1 loop")
     forward, *_, backward = programs = dumped()
     permute = "CollectivePermute over sp"
-    assert sends(forward) == [permute] * 2  # keys and values come
-    assert sends(backward) == [permute] * 4  # and their gradients go
-    assert ": f32[2, 3, 64@sp, 64~s0] = " in forward
+    exchanged = 8  # halves of queries, keys, values and results
+    assert sends(forward) == [permute] * (exchanged + 2)  # keys and values come
+    assert sends(backward).count(permute) == len(sends(backward))
+    assert backward.count("shift=7 - i") == 2
+    assert backward.count("shift=i + 1") == 2  # and their gradients go
     for program in programs:
-        assert not re.search(r"[\[ ]512[@~,\]]", program), "one is as long as all keys"
+        assert not re.search(r"[\[ ]1024[@~,\]]", program), "one is as long as all keys"
 
 
 def test_tokens_go_to_their_experts_and_back_in_one_loop(

@@ -23,15 +23,20 @@ from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch: a matmul of `batch` times m, n, k (or none), and memory traffic."""
+    """One launch: a matmul of `batch` times m, n, k (or none), and memory traffic.
+
+    One of several products has more traffic `between` them, which nothing hides.
+    """
 
     traffic: int
     matmul: tuple[int, int, int, int] | None = None
+    between: int = 0
 
     def seconds(self, rates: Rates) -> float:
         """How long it takes: as long as the slower of arithmetic and memory."""
         arithmetic = rates.matmul_seconds(*self.matmul) if self.matmul else 0.0
-        return rates.launch + max(arithmetic, self.traffic / rates.memory)
+        slower = max(arithmetic, self.traffic / rates.memory)
+        return rates.launch + slower + self.between / rates.memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class _Unit:
                 eqn = unit_eqn.eqn
                 read = set(map(self.value, eqn.invars))
                 written = set(map(id, eqn.outvars))
-                kernel = Kernel(self.traffic(read | written), self.matmul(unit_eqn))
+                traffic, matmul = self.traffic(read | written), self.matmul(unit_eqn)
+                kernel = Kernel(traffic, matmul, self.between(unit_eqn))
                 yield Launch(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
             for read, written in self.connected(fusion):
@@ -178,6 +184,11 @@ class _Unit:
         """Batch, m, n and k of a contraction."""
         rule, place = unit_eqn.rule, self.place(unit_eqn)
         return rule.matmul(place) if rule.matmul else matmul_of(rule, place)
+
+    def between(self, unit_eqn: UnitEqn) -> int:
+        """The bytes that a contraction moves between its products."""
+        rule, place = unit_eqn.rule, self.place(unit_eqn)
+        return rule.traffic(place) if rule.traffic else 0
 
     def sizes(self) -> dict[int, int]:
         """The bytes of each value here."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.index import Index, minimum
 from jhost.lowering.loops.chunk import Work
-from jhost.lowering.rules.dim_rule import Causal, DimRule, axes_size
+from jhost.lowering.rules.dim_rule import DimRule, Window, axes_size
 
 
 def rule_of(node: Node) -> DimRule | None:
@@ -16,36 +19,65 @@ def rule_of(node: Node) -> DimRule | None:
     return unit_eqn.rule
 
 
-def causal_of(node: Node, work: Work) -> Causal | None:
+def window_of(node: Node, work: Work) -> Window | None:
     """Which queries see which keys, where a device has both of the same positions."""
     rule = rule_of(node)
-    if rule is None or rule.causal is None:
+    if rule is None or rule.window is None:
         return None
     assert isinstance(node.stmt, ir.Compute)
     (unit_eqn,) = node.stmt.unit.eqns
-    seen = rule.causal
+    seen = rule.window
     same = rule.sizes[seen.queries] == rule.sizes[seen.keys]
     spread = unit_eqn.axes[seen.queries] == work.choice.axes
     return seen if same and spread and work.part(node).factor == seen.keys else None
 
 
-def hidden_steps(work: Work) -> int:
-    """How many of the first steps of a p2p loop work on keys that no query sees.
+@dataclasses.dataclass(frozen=True, slots=True)
+class HiddenSteps:
+    """The `count` steps of a p2p loop behind the first `before`, which are left out."""
 
-    At step k device r has the keys of device r + k, all later than its queries but for
-    those of D - k devices before it, of which a window reaches the nearest.
+    before: int = 0
+    count: int = 0
+
+    def step(self, number: Index) -> Index:
+        """The step that the iteration of that number takes, from 1 on."""
+        if not self.count:
+            return number + 1
+        if not self.before:
+            return number + (1 + self.count)
+        return number + 1 + minimum(number // self.before, 1) * self.count
+
+    def order(self, step: Index) -> Index:
+        """Which of the steps that are taken one of them is; the device's own is 0."""
+        if not self.count:
+            return step
+        if not self.before:
+            return step - self.count
+        return step - minimum(step // (self.before + 1), 1) * self.count
+
+
+def hidden_steps(work: Work) -> HiddenSteps:
+    """The steps of a p2p loop that work on keys that no query sees.
+
+    At step k device r has the keys of device r + k: those of the k-th device behind it,
+    and, of the last k devices, of the one D - k before it.
     """
     devices = axes_size(work.choice.axes, work.mesh)
-    reaches: list[int] = []
+    lefts, rights = list[int](), list[int]()
     for node in work.nodes:
         part, rule = work.part(node), rule_of(node)
         if part.growth >= 1 and any(work.leaves(node.writes[i]) for i in part.writes):
-            return 0
+            return HiddenSteps()
         if rule is None:
             continue
-        seen = causal_of(node, work)
-        if seen is None or seen.window is None:
-            return 0
-        each = rule.sizes[seen.keys] // devices
-        reaches.append(-(-(seen.window - 1) // each))
-    return max(0, devices - 1 - max(1, *reaches)) if reaches else 0
+        window = window_of(node, work)
+        if window is None:
+            return HiddenSteps()
+        each = rule.sizes[window.keys] // devices
+        for reach, side in ((lefts, window.left), (rights, window.right)):
+            reach.append(devices - 1 if side is None else -(-max(side, 0) // each))
+    if not lefts:
+        return HiddenSteps()
+    right = min(max(rights), devices - 1)
+    left = max(lefts) or int(not right)  # a loop has one step at least
+    return HiddenSteps(right, max(0, devices - 1 - left - right))

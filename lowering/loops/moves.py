@@ -33,7 +33,7 @@ class MovingLoop(ChunkLoop):
     """A loop whose chunks are other devices': what an iteration has of them, and moves.
 
     Each shard, of `extent` steps, is cut into `pieces`.  An iteration is about `piece`
-    of the shard of the device `step` further on; the first `hidden` steps are left out.
+    of the shard of the device `step` further on; `hidden` steps are left out.
     """
 
     def __init__(self, work: Work) -> None:
@@ -144,7 +144,7 @@ class MovingLoop(ChunkLoop):
         """Where the part of a sum that comes at this step goes."""
         terms = self.terms_of(stmt, source)
         own = self.step == Constant(0)
-        term = self.slot(terms, self.step if own else self.step - self.hidden)
+        term = self.slot(terms, self.step if own else self.hidden.order(self.step))
         return term if self.pieces == 1 else self.piece_of(term, stmt)
 
     def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
@@ -173,7 +173,7 @@ class MovingLoop(ChunkLoop):
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.work.names.fresh(f"{stmt.out.name}_terms"),
-                shape=(self.devices - self.hidden, *stmt.out.shape),
+                shape=(self.devices - self.hidden.count, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,
             )
@@ -214,7 +214,7 @@ class MovingLoop(ChunkLoop):
     def unit_of_total(self, stmt: ir.Communicate) -> ir.Unit:
         """The sum of all terms of a shard."""
         assert stmt.reducer is not None
-        count = self.devices - self.hidden
+        count = self.devices - self.hidden.count
         return unit_of(
             self.work.names.fresh("total"),
             functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),

@@ -112,12 +112,12 @@ class P2PLoop(MovingLoop):
     @property
     def remote_step(self) -> Index:
         """Whose chunk an iteration works on: that of the device so many further on."""
-        return INDEX // self.pieces + (1 + self.hidden)
+        return self.hidden.step(INDEX // self.pieces)
 
     @property
     def count(self) -> int:
         """The iterations for the chunks of other devices."""
-        return (self.devices - 1 - self.hidden) * self.pieces
+        return (self.devices - 1 - self.hidden.count) * self.pieces
 
     @property
     def remote_piece(self) -> Index:

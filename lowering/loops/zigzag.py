@@ -18,7 +18,7 @@ from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.zigzag import exchanges
-from jhost.lowering.loops.causal import causal_of, rule_of
+from jhost.lowering.loops.causal import rule_of, window_of
 from jhost.lowering.loops.chunk import Work
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.rules.dim_rule import Dims, axes_size
@@ -121,7 +121,7 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
     first, *rest = (replace_buffers(stmt, ordered) for stmt in node.stmts)
     if isinstance(first, ir.Compute):
         (unit_eqn,) = first.unit.eqns
-        if unit_eqn.rule.causal is not None:
+        if unit_eqn.rule.window is not None:
             unit_eqn = dataclasses.replace(unit_eqn, zigzag=devices)
         unit = dataclasses.replace(first.unit, eqns=(unit_eqn,))
         first = dataclasses.replace(first, unit=unit)
@@ -141,8 +141,8 @@ def is_causal(work: Work) -> bool:
 
 
 def _is_triangular(node: Node, work: Work) -> bool:
-    seen = causal_of(node, work)
-    return seen is not None and seen.window is None
+    seen = window_of(node, work)
+    return seen is not None and seen.is_causal
 
 
 def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
@@ -206,7 +206,7 @@ def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
             yield stmt.out.name, stmt.dim
         return
     rule = rule_of(node)
-    queries = None if rule is None or rule.causal is None else rule.causal.queries
+    queries = None if rule is None or rule.window is None else rule.window.queries
     if not isinstance(stmt, ir.Compute) or rule is None:
         return
     for buffers, maps, cut in (

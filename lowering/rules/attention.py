@@ -16,14 +16,19 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import fresh_var
-from jhost.lowering.rules.attention_maps import (
-    Maps,
-    Sizes,
-    heads_first,
-    is_paged,
-    sizes_of,
+from jhost.lowering.rules.attention_kernels import (
+    BIAS,
+    LENGTHS,
+    OFFSETS,
+    STATISTICS,
+    TABLE,
+    KernelBlocks,
+    has_lengths,
+    is_causal,
+    mask_of,
 )
-from jhost.lowering.rules.attention_parts import BIAS, is_causal, weighted
+from jhost.lowering.rules.attention_maps import Maps, Sizes
+from jhost.lowering.rules.attention_parts import weighted
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
@@ -33,22 +38,21 @@ from jhost.lowering.rules.dim_rule import (
     without_factors,
 )
 
+_BNTH = 1  # of JAX's two layouts; the other is BTNH
 
-def _forward_depth(sizes: Sizes) -> int:
+
+def forward_depth(sizes: Sizes) -> int:
     """Queries times keys, and weights times values."""
     return sum(sizes.features)
 
 
-def _backward_depth(sizes: Sizes) -> int:
+def backward_depth(sizes: Sizes) -> int:
     """The scores and three gradients, two of them by what keys and queries have."""
     keys, values = sizes.features
     return 3 * keys + 2 * values
 
 
 # --- In 16 bits ------------------------------------------------------------------- #
-
-# Operands, in the order in which JAX binds them; a result of `score_mod` comes last.
-_LENGTHS, _OFFSETS, _STATISTICS = (4, 5), 6, 10
 
 _FORWARDS = "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"
 
@@ -61,10 +65,10 @@ def attention(eqn: JaxprEqn) -> DimRule:
         return without_factors(eqn, reason)
     # Without statistics parts of the keys cannot be combined.
     cut = len(eqn.outvars) == 2 and _cuts_sequences(eqn)
-    maps = Maps(eqn, cut=(None, "softmax") if cut else None)
-    results = (maps.of_queries(), maps.of_statistics())[: len(eqn.outvars)]
-    combine = weighted(heads_first(eqn))
-    return maps.rule(_operands(maps), results, _forward_depth(maps.sizes), combine)
+    maps = _maps(eqn, cut=(None, "softmax") if cut else None)
+    results = (maps.of_queries(), _of_statistics(maps))[: len(eqn.outvars)]
+    depth, combine = forward_depth(maps.sizes), weighted(maps.heads_first)
+    return maps.rule(_operands(eqn, maps), results, depth, KernelBlocks, combine)
 
 
 @rule("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper")
@@ -74,22 +78,69 @@ def attention_gradients(eqn: JaxprEqn) -> DimRule:
     if reason:
         return without_factors(eqn, reason)
     cut = ("sum", "sum") if _cuts_sequences(eqn) else None
-    maps = Maps(eqn, *_bias_reducers(eqn), cut)
-    operands = _operands(maps)
+    batch, heads = _bias_reducers(eqn)
+    maps = _maps(eqn, batch, heads, cut)
+    operands = _operands(eqn, maps)
     query, key = maps.of_queries(), maps.of_keys()
-    operands[_STATISTICS : _STATISTICS + 3] = maps.of_statistics(), query, query
+    operands[STATISTICS : STATISTICS + 3] = _of_statistics(maps), query, query
     results = (query, key, key, operands[BIAS])[: len(eqn.outvars)]
-    return maps.rule(operands, results, _backward_depth(maps.sizes))
+    return maps.rule(operands, results, backward_depth(maps.sizes), KernelBlocks)
 
 
-def _operands(maps: Maps) -> list[Dims]:
-    shapes = [shape_of(v) for v in maps.eqn.invars]
+def _maps(
+    eqn: JaxprEqn,
+    batch: Reducer | None = None,
+    heads: Reducer | None = None,
+    cut: tuple[Reducer | None, Reducer] | None = None,
+) -> Maps:
+    sizes = _sizes_of(eqn)
+    window = eqn.params.get("sliding_window_length")
+    return Maps(
+        sizes,
+        heads_first=_heads_first(eqn),
+        batch=None if _is_paged(eqn) else (batch,),
+        heads=heads,
+        cut=cut,
+        left=window - 1 if window and is_causal(eqn) else None,
+        right=0 if is_causal(eqn) else None,
+        counts=is_causal(eqn) or has_lengths(eqn),
+    )
+
+
+def _sizes_of(eqn: JaxprEqn) -> Sizes:
+    """The sizes of an equation, whichever its layout."""
+    query, key, value = (shape_of(v) for v in eqn.invars[:3])
+    features = query[3], value[3]
+    if _heads_first(eqn):
+        return Sizes(query[:1], query[1], query[2], key[1], key[2], features)
+    return Sizes(query[:1], query[2], query[1], key[2], key[1], features)
+
+
+def _heads_first(eqn: JaxprEqn) -> bool:
+    return eqn.params["layout"] == _BNTH
+
+
+def _is_paged(eqn: JaxprEqn) -> bool:
+    """Whether keys and values are blocks, of which a table says whose they are."""
+    return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
+
+
+def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
+    """The maps of what all kernels take; what is not there is empty."""
+    shapes = [shape_of(v) for v in eqn.invars]
     operands: list[Dims] = [(None,) * len(shape) for shape in shapes]
     operands[:3] = maps.of_queries(), maps.of_keys(), maps.of_keys()
-    operands[BIAS] = maps.of_bias(shapes[BIAS])
-    for position in _LENGTHS:
-        operands[position] = maps.of_lengths(shapes[position])
+    if len(shapes[BIAS]) == 4:
+        operands[BIAS] = maps.of_scores(shapes[BIAS])
+    for position in LENGTHS:
+        if shapes[position] == maps.sizes.B:
+            operands[position] = maps.batch
     return operands
+
+
+def _of_statistics(maps: Maps) -> Dims:
+    """The map of the logarithms of what the rows of scores were divided by."""
+    return *maps.batch, maps.heads, maps.queries
 
 
 def _bias_reducers(eqn: JaxprEqn) -> tuple[Reducer | None, Reducer | None]:
@@ -97,18 +148,24 @@ def _bias_reducers(eqn: JaxprEqn) -> tuple[Reducer | None, Reducer | None]:
     if len(eqn.outvars) < 4:
         return None, None
     batch, heads, *_ = shape_of(eqn.invars[BIAS])
-    sizes = sizes_of(eqn)
+    sizes = _sizes_of(eqn)
     return (
-        None if batch == sizes.B else "sum",
+        None if (batch,) == sizes.B else "sum",
         None if heads == sizes.N else "sum",
     )
 
 
 def _cuts_sequences(eqn: JaxprEqn) -> bool:
-    """Whether parts of sequences can be worked on: not where their lengths count."""
-    unmasked = eqn.params["mask_type"].name == "NO_MASK"
-    seen_whole = unmasked and not eqn.params["sliding_window_length"]
-    return (seen_whole or is_causal(eqn)) and not is_paged(eqn)
+    """Whether parts of sequences can be worked on.
+
+    The gradient of a bias would have in it what they make behind a length, and a query
+    with a window may see no key before one.
+    """
+    if _is_paged(eqn) or (has_lengths(eqn) and eqn.params["variadic_args"][1]):
+        return False
+    whole = mask_of(eqn) in ("NO_MASK", "PADDING", "PADDING_CAUSAL")
+    windowed = eqn.params["sliding_window_length"]
+    return mask_of(eqn) == "CAUSAL" or (whole and not windowed)
 
 
 def for_parts(eqn: JaxprEqn) -> JaxprEqn:
@@ -117,9 +174,9 @@ def for_parts(eqn: JaxprEqn) -> JaxprEqn:
         return eqn
     if _whole_reason(eqn) or not _cuts_sequences(eqn):
         return eqn
-    sizes, (found,) = sizes_of(eqn), eqn.outvars
+    sizes, (found,) = _sizes_of(eqn), eqn.outvars
     statistics = found.aval.update(
-        shape=(sizes.B, sizes.N, sizes.T), dtype=np.dtype(np.float32)
+        shape=(*sizes.B, sizes.N, sizes.T), dtype=np.dtype(np.float32)
     )
     return eqn.replace(
         outvars=[found, fresh_var(statistics)],
@@ -134,7 +191,7 @@ def _whole_reason(eqn: JaxprEqn) -> str:
     # The wrapper has the function, the kernel its jaxpr.
     if eqn.params.get("score_mod") or eqn.params.get("score_mod_jaxpr"):
         return "the function of the scores was written for all of them"
-    if len(shape_of(eqn.invars[_OFFSETS])) == 2:
+    if len(shape_of(eqn.invars[OFFSETS])) == 2:
         return "sequences are packed, and their offsets are those in the whole"
     return ""
 
@@ -147,26 +204,28 @@ def _whole_reason(eqn: JaxprEqn) -> str:
 @rule("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper")
 def attention_fp8(eqn: JaxprEqn) -> DimRule:
     """The largest magnitudes of scores and results come between the two others."""
-    maps = Maps(eqn, "max", "max")
+    maps = _maps(eqn, "max", "max")
     query, key = maps.of_queries(), maps.of_keys()
-    results = [query, *map(_whole, eqn.outvars[1:3]), maps.of_statistics()]
+    results = [query, *map(_whole, eqn.outvars[1:3]), _of_statistics(maps)]
     return maps.rule(
         [query, key, key, *map(_whole, eqn.invars[3:])],
         results[: len(eqn.outvars)],
-        _forward_depth(maps.sizes),
+        forward_depth(maps.sizes),
+        KernelBlocks,
     )
 
 
 @rule("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper")
 def attention_fp8_gradients(eqn: JaxprEqn) -> DimRule:
     """The largest magnitudes of all gradients, and of the scores', come last."""
-    maps = Maps(eqn, "max", "max")
+    maps = _maps(eqn, "max", "max")
     query, key = maps.of_queries(), maps.of_keys()
-    operands = [query, key, key, query, query, maps.of_statistics()]
+    operands = [query, key, key, query, query, _of_statistics(maps)]
     return maps.rule(
         [*operands, *map(_whole, eqn.invars[6:])],
         [query, key, key, *map(_whole, eqn.outvars[3:])],
-        _backward_depth(maps.sizes),
+        backward_depth(maps.sizes),
+        KernelBlocks,
     )
 
 

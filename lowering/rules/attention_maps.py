@@ -1,17 +1,16 @@
-"""The maps of cuDNN's attention: which dims follow batches, heads and sequences."""
+"""The maps of attention: which dims follow batches, heads and sequences."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.attention_parts import Blocks, is_causal, keys_seen
+from jhost.lowering.rules.attention_parts import Blocks
 from jhost.lowering.rules.dim_rule import (
-    Causal,
     Combine,
     DimRule,
     Dims,
@@ -19,18 +18,18 @@ from jhost.lowering.rules.dim_rule import (
     Factors,
     Place,
     Reducer,
-    shape_of,
+    Window,
+    part_shape,
 )
 
-_BNTH = 1  # of JAX's two layouts; the other is BTNH
-_TABLE = 8  # the place of a page table among the operands
+MakeBlocks: TypeAlias = Callable[..., Blocks]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """What JAX's letters stand for, of queries (T) and keys (S), and their features."""
 
-    B: int
+    B: tuple[int, ...]
     N: int
     T: int
     K: int
@@ -38,132 +37,126 @@ class Sizes:
     features: tuple[int, int]
 
 
-def sizes_of(eqn: JaxprEqn) -> Sizes:
-    """The sizes of an equation, whichever its layout."""
-    query, key, value = (shape_of(v) for v in eqn.invars[:3])
-    if not heads_first(eqn):
-        query, key = (_swapped(shape) for shape in (query, key))
-    features = query[3], value[3]
-    return Sizes(query[0], query[1], query[2], key[1], key[2], features)
-
-
-def _swapped(shape: Sequence[Any]) -> tuple[Any, ...]:
-    first, second, third, last = shape
-    return first, third, second, last
-
-
-def heads_first(eqn: JaxprEqn) -> bool:
-    """Whether heads stand before the sequence."""
-    return eqn.params["layout"] == _BNTH
-
-
 class Maps:
-    """The maps of one equation: the factors are the batch and groups of heads.
+    """The maps of one equation: the factors are batches and groups of heads.
 
     A group are the heads of queries that share one of keys and values.  Where `cut`
-    says how each is reduced, the sequences of queries and of keys are two more.
+    says how each is reduced, the sequences of queries and of keys are two more.  A
+    `batch` without reducers is whole.  A query sees keys `left` and `right` of its own
+    position, or all of them there; if anything `counts` positions, parts know theirs.
     """
 
     def __init__(
         self,
-        eqn: JaxprEqn,
-        batch: Reducer | None = None,
+        sizes: Sizes,
+        *,
+        heads_first: bool = False,
+        batch: Sequence[Reducer | None] | None = None,
         heads: Reducer | None = None,
         cut: tuple[Reducer | None, Reducer] | None = None,
+        left: int | None = None,
+        right: int | None = None,
+        counts: bool = False,
     ) -> None:
-        self.eqn, self.sizes, self.factors = eqn, sizes_of(eqn), Factors()
-        self.batch = None
-        if not is_paged(eqn):
-            self.batch = FactorDim(self.factors.new(self.sizes.B, batch))
-        self.group = self.sizes.N // self.sizes.K
-        self.shared = FactorDim(self.factors.new(self.sizes.K, heads))
+        self.sizes, self.heads_first, self.factors = sizes, heads_first, Factors()
+        self.left, self.right, self.counts = left, right, counts
+        self.batch: Dims = (None,) * len(sizes.B)
+        if batch is not None:
+            pairs = zip(sizes.B, batch, strict=True)
+            self.batch = tuple(FactorDim(self.factors.new(*pair)) for pair in pairs)
+        self.group = sizes.N // max(sizes.K, 1)
+        self.shared = FactorDim(self.factors.new(sizes.K, heads))
         self.heads = FactorDim(self.shared.factor, self.group)
         self.queries = self.keys = None
         if cut is not None:
-            self.queries = FactorDim(self.factors.new(self.sizes.T, cut[0]))
-            self.keys = FactorDim(self.factors.new(self.sizes.S, cut[1]))
+            self.queries = FactorDim(self.factors.new(sizes.T, cut[0]))
+            self.keys = FactorDim(self.factors.new(sizes.S, cut[1]))
 
     def of_queries(self) -> Dims:
         """The map of queries, of what they find, and of the cotangents of both."""
-        return self._in_layout((self.batch, self.heads, self.queries, None))
+        return self._in_layout(self.heads, self.queries)
 
     def of_keys(self) -> Dims:
         """The map of keys, of values, and of their cotangents."""
-        return self._in_layout((self.batch, self.shared, self.keys, None))
+        return self._in_layout(self.shared, self.keys)
 
-    def of_statistics(self) -> Dims:
-        """The map of the logarithms of what the rows of scores were divided by."""
-        return self.batch, self.heads, self.queries
-
-    def of_bias(self, shape: Sequence[int]) -> Dims:
-        """The map of a bias, which a size of 1 stretches; one that is not is empty."""
+    def of_scores(self, shape: Sequence[int]) -> Dims:
+        """The map of what each score has, which a size of 1 stretches."""
+        sizes = self.sizes
         followed = zip(
-            (self.batch, self.heads, self.queries, self.keys),
+            (*self.batch, self.heads, self.queries, self.keys),
             shape,
-            (self.sizes.B, self.sizes.N, self.sizes.T, self.sizes.S),
-            strict=len(shape) > 1,
+            (*sizes.B, sizes.N, sizes.T, sizes.S),
+            strict=True,
         )
         return tuple(dim if size == full else None for dim, size, full in followed)
-
-    def of_lengths(self, shape: Sequence[int]) -> Dims:
-        """The map of a length for each sequence; where there are none, it is empty."""
-        return (self.batch if shape == (self.sizes.B,) else None,)
 
     def rule(
         self,
         operands: Sequence[Dims],
         results: Sequence[Dims],
         depth: int,
+        blocks: MakeBlocks,
         combine: Combine | None = None,
     ) -> DimRule:
         """The rule, with the work of a product of that depth for each head."""
 
         def matmul(place: Place) -> tuple[int, int, int, int]:
-            heads = self.group * place.size(self.shared.factor)
-            batch = self.sizes.B if self.batch is None else place.size(0)
-            rows, columns = (
-                _positions(place, dim, size)
-                for dim, size in (
-                    (self.queries, self.sizes.T),
-                    (self.keys, self.sizes.S),
-                )
-            )
-            seen = keys_seen(self.eqn, rows, columns)
-            return batch * heads, len(rows), seen, depth
+            return *self.scores(place), depth
 
         made = self.factors.rule(operands, results)
         made = dataclasses.replace(made, matmul=matmul)
-        return self._in_blocks(made, combine) if self.queries else made
+        return self._in_blocks(made, blocks, combine) if self.queries else made
 
-    def _in_blocks(self, made: DimRule, combine: Combine | None) -> DimRule:
-        """The rule on parts of the sequences, which a causal mask counts."""
+    def scores(self, place: Place) -> tuple[int, int, int]:
+        """How many are made at a place: heads of all batches, queries, keys of each."""
+        batch = part_shape(self.batch, self.sizes.B, place)
+        times = math.prod(batch) * self.group * place.size(self.shared.factor)
+        rows = _positions(place, self.queries, self.sizes.T)
+        columns = _positions(place, self.keys, self.sizes.S)
+        return times, len(rows), keys_seen(rows, columns, self.left, self.right)
+
+    def _in_blocks(
+        self, made: DimRule, blocks: MakeBlocks, combine: Combine | None
+    ) -> DimRule:
+        """The rule on parts of the sequences, which a window counts."""
         assert self.queries is not None
         assert self.keys is not None
         queries, keys = self.queries.factor, self.keys.factor
-        blocks = Blocks(
-            queries=queries,
-            keys=keys,
-            sizes=(self.sizes.T, self.sizes.S),
-            operands=made.operands,
-            results=made.results,
-            combine=combine,
-        )
+        window = Window(queries=queries, keys=keys, left=self.left, right=self.right)
         return dataclasses.replace(
             made,
-            rebind=blocks,
-            counted=frozenset({queries, keys} if is_causal(self.eqn) else ()),
-            causal=self._causal(queries, keys) if is_causal(self.eqn) else None,
+            rebind=blocks(
+                window=window,
+                sizes=(self.sizes.T, self.sizes.S),
+                operands=(*made.operands, (self.queries,), (self.keys,)),
+                results=made.results,
+                combine=combine,
+            ),
+            counted=frozenset({queries, keys} if self.counts else ()),
+            window=None if window.sees_all else window,
             unsharded=frozenset({keys}),
             combine=combine,
             reason="loops put parts of the keys together, and no communication",
         )
 
-    def _causal(self, queries: int, keys: int) -> Causal:
-        window = self.eqn.params["sliding_window_length"] or None
-        return Causal(queries=queries, keys=keys, window=window)
+    def _in_layout(self, heads: FactorDim, sequence: FactorDim | None) -> Dims:
+        dims = (heads, sequence) if self.heads_first else (sequence, heads)
+        return *self.batch, *dims, None
 
-    def _in_layout(self, dims: Dims) -> Dims:
-        return dims if heads_first(self.eqn) else _swapped(dims)
+
+def keys_seen(
+    queries: np.ndarray, keys: np.ndarray, left: int | None, right: int | None
+) -> int:
+    """How many of the keys at some positions queries at others see, on the average."""
+    ordered = np.sort(keys)
+    first, last = 0, len(keys)
+    if left is not None:
+        first = np.searchsorted(ordered, queries - left)
+    if right is not None:
+        last = np.searchsorted(ordered, queries + right, side="right")
+    seen = np.broadcast_to(np.maximum(last - first, 0), queries.shape)
+    return int(np.ceil(np.mean(seen))) if len(queries) else 0
 
 
 def _positions(place: Place, dim: FactorDim | None, size: int) -> np.ndarray:
@@ -173,10 +166,3 @@ def _positions(place: Place, dim: FactorDim | None, size: int) -> np.ndarray:
     starts, here = place.starts(dim.factor), place.size(dim.factor)
     local = np.arange(here // len(starts))
     return np.concatenate([start + local for start in starts])
-
-
-def is_paged(eqn: JaxprEqn) -> bool:
-    """Whether keys and values are blocks, of which a table says whose they are."""
-    if "fp8" in eqn.primitive.name:
-        return False
-    return len(shape_of(eqn.invars[_TABLE])) == 4

@@ -4,17 +4,18 @@ What queries find among some of the keys comes with the logarithms of the sums o
 rows' exponentials, by which such parts are weighted (FlashAttention, Dao et al. 2022,
 section 3.1).  A backward has the logarithms for all keys, and its parts are added up.
 
-A kernel counts queries and keys from the first that it gets, so parts of what a causal
-mask leaves are worked on in square blocks: one is hidden, and not computed; or it is
-seen whole; or the diagonal is its own.  Where that makes too many blocks, and at the
-far edge of a sliding window, the mask becomes a bias.
+Parts of what a causal mask leaves are worked on in square blocks: one is hidden, and
+not computed; or it is seen whole; or the diagonal is its own.  Where that makes too
+many blocks, and at the far edge of a sliding window, keys are masked one by one.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,27 +26,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.dim_rule import Combine, Dims, Place, bind
+from jhost.lowering.rules.dim_rule import Combine, Dims, Place, Window
 
 _MOST_BLOCKS = 64
-BIAS = 3
-"""Its place among the operands of all kernels."""
-
-
-def is_causal(eqn: JaxprEqn) -> bool:
-    """Whether each query sees the keys up to its own position."""
-    return eqn.params["mask_type"].name == "CAUSAL"
-
-
-def keys_seen(eqn: JaxprEqn, queries: np.ndarray, keys: np.ndarray) -> int:
-    """How many of the keys at some positions queries at others see, on the average."""
-    if "mask_type" not in eqn.params or not is_causal(eqn):
-        return len(keys)
-    ordered = np.sort(keys)
-    seen = np.searchsorted(ordered, queries, side="right")
-    if window := eqn.params.get("sliding_window_length"):
-        seen -= np.searchsorted(ordered, queries - window, side="right")
-    return int(np.ceil(np.mean(seen))) if len(queries) else 0
 
 
 @functools.cache
@@ -69,31 +52,53 @@ def weighted(heads_first: bool) -> Combine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """The rebind of a kernel that is cut along the factors `queries` and `keys`.
+class Blocks(abc.ABC):
+    """The rebind of attention that is cut along the factors of a `window`.
 
-    `sizes` are those of the whole; `operands` and `results` map its values.  Parts of
-    the keys make one by `combine`; without, and along queries, they are added up.
+    `sizes` are those of the whole; `operands` and `results` map its values.  The last
+    operands are where queries and keys stand in the whole, in ascending order.  Parts
+    of the keys make one by `combine`; without, and along queries, they are added up.
     """
 
-    queries: int
-    keys: int
+    window: Window
     sizes: tuple[int, int]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     combine: Combine | None = None
 
+    @abc.abstractmethod
+    def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """On operands that stand to each other as those of the whole do."""
+
+    @abc.abstractmethod
+    def unmasked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """On queries that see all of the keys, as far as the window goes."""
+
+    @abc.abstractmethod
+    def masked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """On any, by where each query and each key stands."""
+
+    def whole(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """On all queries and all keys."""
+        return self.as_it_is(eqn, args)
+
     def __call__(
         self, eqn: JaxprEqn, args: Sequence[Any], place: Place
     ) -> Sequence[Any]:
-        here = place.size(self.queries), place.size(self.keys)
-        if not is_causal(eqn) or here == self.sizes:
-            return bind(eqn, args)
-        outs = self.on_parts(eqn, args, place)
+        positions = map(place.positions, (self.queries, self.keys))
+        outs = self.on_parts(eqn, [*args, *positions], place)
         if place.accumulator is not None:
             return outs  # which takes them as wide as they are
         dtypes = [aval_of(var).dtype for var in eqn.outvars]
         return [*map(lax.convert_element_type, outs, dtypes)]
+
+    @property
+    def queries(self) -> int:
+        return self.window.queries
+
+    @property
+    def keys(self) -> int:
+        return self.window.keys
 
     def cut(
         self, args: Sequence[Any], factor: int, start: int, size: int
@@ -110,18 +115,17 @@ class Blocks:
     ) -> Sequence[Any]:
         """What the parts of queries and keys give, by where they stand in the whole."""
         both = self.queries, self.keys
-        here, starts = tuple(map(place.size, both)), tuple(map(place.starts, both))
+        here = tuple(map(place.size, both))
+        if here == self.sizes:
+            return self.whole(eqn, args)
+        if self.window.sees_all:
+            return self.as_it_is(eqn, args)
         if self.sizes == tuple(size * place.zigzag for size in here):
-            return self.halves(eqn, args, here[0] // 2, starts[0][0] - starts[1][0])
-        stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
-        side = math.gcd(*stretches)
-        if math.prod(size // side for size in here) > _MOST_BLOCKS:
-            rows, columns = map(place.positions, both)
-            return _masked(eqn, args, rows[:, None] - columns)
-        rows, columns = (
-            [start + at for start in each for at in range(0, stretch, side)]
-            for each, stretch in zip(starts, stretches, strict=True)
-        )
+            first, *_ = map(operator.sub, *map(place.starts, both))
+            return self.halves(eqn, args, here[0] // 2, first)
+        side, rows, columns = self.blocks(place)
+        if not side:
+            return self.masked(eqn, args)
         parts = [
             self.row(
                 eqn, self.cut(args, self.queries, n * side, side), row, columns, side
@@ -129,6 +133,35 @@ class Blocks:
             for n, row in enumerate(rows)
         ]
         return self.along(self.queries, parts)
+
+    def blocks(self, place: Place) -> tuple[int, list[Any], list[Any]]:
+        """The side of the blocks, and where those of queries and of keys begin.
+
+        The side is 0 where there are none, or too many.
+        """
+        both = self.queries, self.keys
+        starts, here = [*map(place.starts, both)], [*map(place.size, both)]
+        stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
+        side = math.gcd(*stretches)
+        count = math.prod(size // max(side, 1) for size in here)
+        if self.window.right != 0 or not 0 < count <= _MOST_BLOCKS:
+            return 0, [], []
+        rows, columns = (
+            [start + at for start in each for at in range(0, stretch, side)]
+            for each, stretch in zip(starts, stretches, strict=True)
+        )
+        return side, rows, columns
+
+    def seen(self, args: Sequence[Any]) -> Any:
+        """Which queries see which keys, as far as the window goes."""
+        *_, rows, columns = args
+        behind = rows[:, None] - columns
+        seen = jnp.ones(behind.shape, bool)
+        if (left := self.window.left) is not None:
+            seen &= behind <= left
+        if (right := self.window.right) is not None:
+            seen &= behind >= -right
+        return seen
 
     def halves(
         self, eqn: JaxprEqn, args: Sequence[Any], half: int, distance: Any
@@ -141,13 +174,15 @@ class Blocks:
 
         def late_queries(*args: Any) -> list[Any]:
             queries = self.cut(args, self.queries, half, half)
-            return self.beside_nothing(self.queries, _unmasked(eqn, queries), last=True)
+            return self.beside_nothing(
+                self.queries, self.unmasked(eqn, queries), last=True
+            )
 
         def early_keys(*args: Any) -> list[Any]:
             keys = self.cut(args, self.keys, 0, half)
-            return self.beside_nothing(self.keys, _unmasked(eqn, keys), last=False)
+            return self.beside_nothing(self.keys, self.unmasked(eqn, keys), last=False)
 
-        branches = [late_queries, early_keys, lambda *args: bind(eqn, args)]
+        branches = [late_queries, early_keys, lambda *args: self.as_it_is(eqn, args)]
         return lax.switch(_case(distance), branches, *args)
 
     def beside_nothing(
@@ -188,21 +223,19 @@ class Blocks:
         """
         branches = [
             lambda *args: self.nothing(eqn, args),
-            lambda *args: _unmasked(eqn, args),
-            lambda *args: bind(eqn, args),
+            lambda *args: self.unmasked(eqn, args),
+            lambda *args: self.as_it_is(eqn, args),
         ]
         case = _case(distance)
-        if window := eqn.params["sliding_window_length"]:
-            local = np.arange(side)
-            distances = distance + local[:, None] - local
-            branches.append(lambda *args: _masked(eqn, args, distances))
-            far = jnp.where(distance - side + 1 < window, 3, 0)
-            case = jnp.where((case == 1) & (distance + side > window), far, case)
+        if (left := self.window.left) is not None:
+            branches.append(lambda *args: self.masked(eqn, args))
+            far = jnp.where(distance - side < left, 3, 0)
+            case = jnp.where((case == 1) & (distance + side > left + 1), far, case)
         return lax.switch(case, branches, *args)
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """What a hidden block gives."""
-        shapes = jax.eval_shape(lambda *args: _unmasked(eqn, args), *args)
+        shapes = jax.eval_shape(lambda *args: self.unmasked(eqn, args), *args)
         return self.nothing_like(shapes)
 
     def nothing_like(self, results: Sequence[Any]) -> list[Any]:
@@ -241,25 +274,3 @@ def _dim_of(dims: Dims, factor: int) -> int | None:
 def _sum(parts: Sequence[Any]) -> Any:
     wide = parts[0].dtype if parts[0].dtype.itemsize >= 4 else np.float32
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])
-
-
-def _unmasked(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
-    masks: Any = type(eqn.params["mask_type"])
-    none = masks["NO_MASK"]
-    return bind(eqn, args, mask_type=none, sliding_window_length=None, **changed)
-
-
-def _masked(eqn: JaxprEqn, args: Sequence[Any], distances: Any) -> list[Any]:
-    """The kernel with a bias that hides keys, by how far queries stand behind them."""
-    window = eqn.params["sliding_window_length"]
-    seen = distances >= 0
-    if window:
-        seen &= distances < window
-    dtype = args[0].dtype
-    # As large as JAX's own for masks: cuDNN subtracts two such numbers.
-    least = -(2 << 14) if dtype == np.float16 else -(2 << 40)
-    bias = jnp.where(seen, 0, jnp.asarray(least, dtype))[None, None]
-    has_bias, has_gradient = eqn.params["variadic_args"]
-    args = [*args]
-    args[BIAS] = args[BIAS] + bias if has_bias else bias
-    return _unmasked(eqn, args, variadic_args=(True, has_gradient))

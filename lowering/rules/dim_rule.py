@@ -5,8 +5,8 @@ A rule names the *factors* of an equation, its independent indices in the einsum
 None, which means that the dim must be whole.  Sharding, resharding and streams all
 read this one table; nothing else knows primitives.  The rules themselves stand in
 `elementwise.py`, `shape.py`, `contract.py`, `ragged.py`, `along.py`, `index.py`,
-`gather.py`, `scatter.py`, `random.py`, `attention.py`, `partitioning.py` and
-`shard_map.py`; `table.py` has them all.
+`gather.py`, `scatter.py`, `random.py`, `attention.py`, `written_attention.py`,
+`partitioning.py` and `shard_map.py`; `table.py` has them all.
 """
 
 from __future__ import annotations
@@ -146,15 +146,26 @@ def bind_same(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Causal:
-    """The factors of queries and keys: each query sees keys up to its own position.
+class Window:
+    """The factors of queries and keys of which each query sees those near it alone.
 
-    With a `window` it sees no more than so many, its own the last of them.
+    So far `left` and `right` of its own position, or all of them there.
     """
 
     queries: int
     keys: int
-    window: int | None = None
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether each query sees all keys."""
+        return self.left is None and self.right is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees all keys up to its own position, and no other."""
+        return self.left is None and self.right == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,11 +178,12 @@ class DimRule:
     names.  `counted` are the factors whose positions in the whole it asks for,
     `picked` those of which indices pick single steps, `updates` those along which
     updates of one value are reduced, and `unsharded` those that loops cut and no mesh
-    axis.  `causal` says which factors are those of queries and of keys that not all
+    axis.  `window` says which factors are those of queries and of keys that not all
     queries see.  `combine` makes one of two parts' results by "softmax".
     `opaque` marks the rule of an equation without factors, and `reason` says why it has
     none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
-    that multiplies matrices inside: what its work comes to, as batch, m, n and k.
+    that multiplies matrices inside: what its work comes to, as batch, m, n and k;
+    `traffic` is what it moves to memory and back in between, in bytes.
     `pinned` has the mesh axes of each factor where the equation says them itself: no
     others will do.
     """
@@ -185,11 +197,12 @@ class DimRule:
     picked: frozenset[int] = frozenset()
     updates: frozenset[int] = frozenset()
     unsharded: frozenset[int] = frozenset()
-    causal: Causal | None = None
+    window: Window | None = None
     combine: Combine | None = None
     opaque: bool = False
     reason: str = ""
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
+    traffic: Callable[[Place], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
 
     @property

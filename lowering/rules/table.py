@@ -16,6 +16,7 @@ from jhost.lowering.rules import (
     scatter,
     shape,
     shard_map,
+    written_attention,
 )
 from jhost.lowering.rules.attention import for_parts
 from jhost.lowering.rules.dim_rule import (
@@ -49,4 +50,5 @@ __all__ = [
     "scatter",
     "shape",
     "shard_map",
+    "written_attention",
 ]

@@ -82,7 +82,7 @@ class UnitPlace:
         return [
             self._position(factor, first + group * apart + step)
             for group in range(groups)
-            for step in range(0, size, stretch)
+            for step in range(0, size or 1, stretch or 1)  # an empty one is one
         ]
 
     @property

@@ -1,13 +1,16 @@
-"""A block around cuDNN's attention, compiled for H200s: the kernel works on parts."""
+"""Attention, compiled for H200s: cuDNN's kernel, and what is written out, on parts."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -80,46 +83,67 @@ def test_kernels_of_devices_and_chunks(
 
 
 def ring(
-    mesh: Any, tokens: int, causal: bool
+    mesh: Any, tokens: int, attention: Callable[..., jax.Array], **how: Any
 ) -> tuple[Callable[..., jax.Array], list[tuple[int, ...]], P]:
     """Attention whose keys go around, the shapes that it takes, and their layout."""
     rows = P(None, "tp")
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k = jhost.stream(k, 1)
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, implementation="cudnn"
-        )
+        return attention(q, jhost.stream(k, 1), v, **how)
 
     settings: dict[str, Any] = {"in_shardings": rows, "out_shardings": rows}
     hosted = jhost.jit(attend, mesh=mesh, pipeline="p2p", **settings)
     return hosted, [(1, tokens, heads, SIZE) for heads in (HEADS, SHARED, SHARED)], rows
 
 
-@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_keys_go_around_beside_kernels(h200s: MakeH200s, causal: bool) -> None:
-    """Each way what comes at a step is under way beside a kernel of another."""
-    mesh = h200s({"tp": 4})
-    hosted, shapes, rows = ring(mesh, 4 * SEQUENCE, causal)
-    *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
+cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+LENGTHS = {"key_value_seq_lengths": np.array([3000], np.int32)}
 
+
+def exchanged(mesh: Any, hosted: Any, shapes: Any, rows: P) -> str:
+    """What XLA makes of keys that go around both ways, each beside what multiplies."""
+    *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
     schedule = parse_schedule(text)
     assert {c.kind for c in schedule.communications} == {"CollectivePermute"}
     assert len(schedule.communications) == 12, schedule
     assert not exposed(schedule, "CollectivePermute"), schedule
+    return text
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+@pytest.mark.parametrize(
+    ("how", "each"),
+    [({}, 1), ({"is_causal": True}, 2), (LENGTHS, 1)],
+    ids=["all", "causal", "lengths"],
+)
+def test_keys_go_around_beside_kernels(
+    h200s: MakeH200s, how: dict[str, Any], each: int
+) -> None:
+    """Each way what comes at a step is under way beside a kernel of another."""
+    mesh = h200s({"tp": 4})
+    text = exchanged(mesh, *ring(mesh, 4 * SEQUENCE, cudnn, **how))
     # Each device's own part stands on the diagonal; others are seen whole, or hidden.
     part = f"bf16[1,{SEQUENCE},{HEADS},{SIZE}]"
-    count = 1 + 3 * (2 if causal else 1)
     for name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
-        assert kernels(text, name) == [part] * count
+        assert kernels(text, name) == [part] * (1 + 3 * each)
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+def test_keys_go_around_beside_what_is_written_out(h200s: MakeH200s) -> None:
+    """The largest array is that of a chunk's scores; none are kept."""
+    mesh = h200s({"tp": 4})
+    hosted, shapes, rows = ring(mesh, 4 * SEQUENCE, jhost.dot_product_attention)
+    text = exchanged(mesh, hosted, shapes, rows)
+    found = re.findall(r"\w+\[([\d,]+)\]", text)
+    sizes = {math.prod(map(int, shape.split(","))) for shape in found}
+    assert max(sizes) == HEADS * SEQUENCE**2
 
 
 @pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
 def test_long_causal_sequences_are_in_zigzag_order(h200s: MakeH200s) -> None:
     """A step's kernel is of late queries, or of early keys, or a device's own."""
     mesh, part = h200s({"tp": 4}), 8 * SEQUENCE
-    hosted, shapes, rows = ring(mesh, 4 * part, causal=True)
+    hosted, shapes, rows = ring(mesh, 4 * part, cudnn, is_causal=True)
     *_, text = compile_both_ways(hosted, mesh, shapes, (rows,) * 3, rows)
 
     schedule = parse_schedule(text)

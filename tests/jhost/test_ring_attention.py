@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import chex
@@ -14,6 +15,7 @@ from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from tests.jhost import plain_attention
 from tests.lowering.on_mesh import on
 from tests.lowering.rules.reference_attention import as_with_cudnn
 
@@ -55,8 +57,12 @@ def with_gradients(f: Callable[..., jax.Array], *args: jax.Array) -> Any:
 def assert_as_plain(f: Callable[..., Any], plain: Any, *args: jax.Array) -> None:
     found, wanted = (with_gradients(each, *args) for each in (f, plain))
     chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
+    assert_close(found, wanted)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    """In 16 bits, where parts are rounded before they are combined."""
     found, wanted = jax.tree.map(lambda x: x.astype(np.float32), (found, wanted))
-    # In 16 bits, and parts are rounded before they are combined.
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
 
@@ -101,6 +107,22 @@ def test_keys_go_around_in_one_loop_each_way(
     kinds = {row.kind for row in explanation.communications}
     collectives = {"AllGather", "ReduceScatter"}
     assert kinds == ({"CollectivePermute"} if pipeline == "p2p" else collectives)
+
+
+@pytest.mark.parametrize("mask", ["all", "causal"])
+def test_lengths_are_those_of_the_whole(mask: str) -> None:
+    """Of no keys, some, and all; no kernel is given a length of 0."""
+    lengths = {
+        "query_seq_lengths": jnp.array([32, 19], np.int32),
+        "key_value_seq_lengths": jnp.array([0, 13], np.int32),
+    }
+    f, args = ring(attention(**MASKS[mask], **lengths)), operands(32)
+    plain = partial(plain_attention.attention, **MASKS[mask], **lengths)
+    wide = [x.astype(np.float32) for x in args]
+    y, pull = jax.vjp(plain, *wide[:-1])
+    assert_close(with_gradients(f, *args), (y, pull(wide[-1])))
+    kinds = {row.kind for row in jhost.explain(f, *args[:3]).communications}
+    assert kinds == {"CollectivePermute"}
 
 
 def test_statements_say_how_parts_are_combined() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.interpreters import mlir
 
@@ -36,7 +37,16 @@ def _scores(q: Any, k: Any, bias: Any, lengths: Any, params: dict[str, Any]) -> 
             shape[position] = at.size
             inside = at.reshape(shape) < length.reshape(-1, 1, 1, 1, 1)
             mask &= inside
-    return jnp.where(mask, scores, -1e9)
+    return jnp.where(mask, scores, -np.inf)
+
+
+def _of_no_length(lengths: Any, params: dict[str, Any]) -> Any:
+    """By sequence: no number for a length of 0, for which nothing is known of cuDNN."""
+    name = getattr(params.get("mask_type"), "name", "")
+    if "PADDING" not in name:
+        return jnp.zeros((1, 1, 1, 1))
+    none = (lengths[0] == 0) | (lengths[1] == 0)
+    return jnp.where(none, np.nan, 0).reshape(-1, 1, 1, 1)
 
 
 def _attend(
@@ -48,11 +58,13 @@ def _attend(
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     q, k, v, bias = (x.astype(jnp.float32) for x in (q, k, v, bias))
     scores = _scores(q, k, bias, lengths, params)
-    weights = jax.nn.softmax(scores)
+    sums = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(sums), 0, sums))
     found = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(*q.shape[:3], -1)
     if params["layout"] == 1:
         found = found.swapaxes(1, 2)
-    sums = jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[0], q.shape[2], -1)
+    found += _of_no_length(lengths, params)
+    sums = sums.reshape(q.shape[0], q.shape[2], -1)
     return found.astype(dtype), sums, weights
 
 
@@ -78,6 +90,7 @@ def _backward(*args: Any, **params: Any) -> list[Any]:
         return _scores(query, key, bias, args[4:6], params)
 
     made, pull = jax.vjp(scores, query, key, bias)
+    sums = jnp.where(jnp.isneginf(sums), 0, sums)  # a row that nothing was found in
     weights = jnp.exp(made - sums.reshape(*made.shape[:-1], 1))
     found, cotangent = grouped(found), grouped(cotangent)
     rows = jnp.einsum("btkgh,btkgh->bkgt", found, cotangent)[..., None]
@@ -87,6 +100,7 @@ def _backward(*args: Any, **params: Any) -> list[Any]:
     gradients = [of_query, of_key, of_values]
     if params["layout"] == 1:
         gradients = [x.swapaxes(1, 2) for x in gradients]
+    gradients = [x + _of_no_length(args[4:6], params) for x in gradients]
     gradients = [*gradients, of_bias][: 3 + params["variadic_args"][1]]
     return [x.astype(a.dtype) for x, a in zip(gradients, args, strict=False)]
 

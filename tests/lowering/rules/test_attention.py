@@ -102,18 +102,24 @@ def test_batches_and_heads_attend_apart(
     stretched = [bias is not None and bias[dim] == 1 for dim in range(2)]
     heads = tuple("sum" if lacks else None for lacks in stretched)
     assert rule.reducers[:2] == heads
-    assert rule.reducers[2:] == (() if "PADDING" in mask else ("sum", "sum"))
+    assert rule.reducers[2:] == (() if bias and "PADDING" in mask else ("sum", "sum"))
     assert rule.contracts
 
 
 @pytest.mark.parametrize("blocks", [64, 0], ids=["in blocks", "by a bias"])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("mask", "window"), [("CAUSAL", None), ("CAUSAL", 3), ("PADDING_CAUSAL", None)]
+)
 def test_parts_of_a_mask_are_the_mask(
-    window: int | None, blocks: int, check_rule: CheckRule, monkeypatch: Any
+    mask: str,
+    window: int | None,
+    blocks: int,
+    check_rule: CheckRule,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(attention_parts, "_MOST_BLOCKS", blocks)
     args = operands(False, None)
-    settings = params(False, None, "CAUSAL") | {"sliding_window_length": window}
+    settings = params(False, None, mask) | {"sliding_window_length": window}
     forward = CUDNN._dot_product_attention_fwd_p_wrapper.bind
     backward = CUDNN._dot_product_attention_bwd_p_wrapper.bind
     with jax.disable_jit():  # no branch is compiled
@@ -124,7 +130,7 @@ def test_parts_of_a_mask_are_the_mask(
 
 
 @pytest.mark.parametrize(
-    ("mask", "window"), [("NO_MASK", 3), ("PADDING", None), ("ALIBI", None)]
+    ("mask", "window"), [("NO_MASK", 3), ("PADDING_CAUSAL", 3), ("ALIBI", None)]
 )
 def test_sequences_are_whole_where_parts_cannot_tell_what_is_seen(
     mask: str, window: int | None

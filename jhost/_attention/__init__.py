@@ -1,0 +1,1 @@
+"""Attention that keeps no scores: the function, its primitives, what they compute."""

@@ -1,0 +1,192 @@
+"""Dim rules of `jhost.dot_product_attention`, which is written out in JAX.
+
+They are those of cuDNN's kernels (`attention.py`), but parts know where they stand:
+windows and lengths are those of the whole, and segments come along as keys do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._attention import written_out
+from jhost._attention.written_out import Settings, width
+from jhost._jax import aval_of
+from jhost.lowering.rules.attention import backward_depth, forward_depth
+from jhost.lowering.rules.attention_maps import Maps, Sizes
+from jhost.lowering.rules.attention_parts import Blocks, weighted
+from jhost.lowering.rules.dim_rule import (
+    Combine,
+    DimRule,
+    Dims,
+    Place,
+    Reducer,
+    rule,
+    shape_of,
+)
+
+
+@rule("dot_product_attention")
+def attention(eqn: JaxprEqn) -> DimRule:
+    """What queries find, and the logarithms of their rows' sums."""
+    maps = _maps(eqn, cut=(None, "softmax"))
+    results, depth = _of_results(maps), forward_depth(maps.sizes)
+    combine = weighted(heads_first=True)  # as the sums stand
+    return _rule(eqn, maps, written_out.attention, (), results, depth, combine)
+
+
+@rule("dot_product_attention_jvp")
+def attention_jvp(eqn: JaxprEqn) -> DimRule:
+    """The tangents of both, to which parts of the keys add."""
+    maps = _maps(eqn, cut=(None, "sum"))
+    operands, results = _operands(eqn, maps), _of_results(maps)
+    more = [*results, *(operands[number] for number in eqn.params["argnums"])]
+    depth = backward_depth(maps.sizes)
+    return _rule(eqn, maps, written_out.attention_jvp, more, results, depth)
+
+
+@rule("dot_product_attention_vjp")
+def attention_vjp(eqn: JaxprEqn) -> DimRule:
+    """The gradient of a bias is summed over all that it was stretched over."""
+    maps = _maps(eqn, _bias_reducers(eqn), cut=("sum", "sum"))
+    operands, given = _operands(eqn, maps), _of_results(maps)
+    results = [operands[number] for number in eqn.params["argnums"]]
+    depth = backward_depth(maps.sizes)
+    more = [*given, *given][: len(eqn.invars) - len(operands)]
+    return _rule(eqn, maps, written_out.attention_vjp, more, results, depth)
+
+
+def _rule(
+    eqn: JaxprEqn,
+    maps: Maps,
+    compute: Callable[..., list[Any]],
+    more: Sequence[Dims],
+    results: Sequence[Dims],
+    depth: int,
+    combine: Combine | None = None,
+) -> DimRule:
+    """The rule, with the scores that its products leave in memory for each other."""
+    operands = [*_operands(eqn, maps), *more]
+    blocks = partial(WrittenBlocks, compute=compute)
+    made = maps.rule(operands, results, depth, blocks, combine)
+    rebind = cast(WrittenBlocks, made.rebind)
+    dtype = aval_of(eqn.invars[0]).dtype
+    # XLA's kernels move a score three times as it is made, and two or three as a weight,
+    # beside their products: by times on an H200 (docs/attention.md).
+    each = 3 * width(dtype).itemsize + (3 if more else 2) * dtype.itemsize
+
+    def matmul(place: Place) -> tuple[int, int, int, int]:
+        times, rows, seen = maps.scores(place)
+        return times, rows, rebind.made(place) if seen else 0, depth
+
+    def traffic(place: Place) -> int:
+        return math.prod(matmul(place)[:3]) * each
+
+    return dataclasses.replace(made, matmul=matmul, traffic=traffic)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenBlocks(Blocks):
+    """Runs `compute`, which masks keys by where they stand."""
+
+    compute: Callable[..., list[Any]]
+
+    def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        *args, rows, columns = args
+        return self.compute(*args, positions=(rows, columns), **eqn.params)
+
+    def unmasked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        return self.as_it_is(eqn, args)
+
+    def made(self, place: Place) -> int:
+        """For how many keys a query's scores are made, on the average: by blocks."""
+        side, rows, columns = self.blocks(place)
+        here = place.size(self.queries), place.size(self.keys)
+        if not side or here == self.sizes:
+            return here[1]
+        hidden = self.is_hidden(np.subtract.outer(rows, columns), side)
+        return math.ceil(here[1] * np.mean(~hidden))
+
+    def masked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        return self.unless(~jnp.any(self.seen(args)), eqn, args)
+
+    def block(
+        self, eqn: JaxprEqn, args: Sequence[Any], distance: Any, side: int
+    ) -> list[Any]:
+        return self.unless(self.is_hidden(distance, side), eqn, args)
+
+    def is_hidden(self, distance: Any, side: int) -> Any:
+        """Of a block whose first query stands so far behind its first key."""
+        left = self.window.left
+        far = False if left is None else distance - side >= left
+        return (distance < 0) | far
+
+    def unless(self, hidden: Any, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """Nothing is computed where all keys are hidden."""
+        return lax.cond(
+            hidden,
+            lambda *args: self.nothing(eqn, args),
+            lambda *args: self.as_it_is(eqn, args),
+            *args,
+        )
+
+
+def _maps(
+    eqn: JaxprEqn,
+    reducers: Sequence[Reducer | None] = (),
+    *,
+    cut: tuple[Reducer | None, Reducer],
+) -> Maps:
+    settings: Settings = eqn.params["settings"]
+    (*sizes, T, N, H), (*_, S, K, _) = (shape_of(v) for v in eqn.invars[:2])
+    *batch, heads = reducers or (None,) * (len(sizes) + 1)
+    return Maps(
+        Sizes(tuple(sizes), N, T, K, S, (H, H)),
+        batch=batch,
+        heads=heads,
+        cut=cut,
+        left=settings.left,
+        right=settings.right,
+        counts=settings.counts,
+    )
+
+
+def _of_results(maps: Maps) -> list[Dims]:
+    """Of what queries find, and of the sums."""
+    found = maps.of_queries()
+    return [found, found[:-1]]
+
+
+def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
+    """The maps of queries, keys, values and what masks them."""
+    settings: Settings = eqn.params["settings"]
+    queries, keys = maps.of_queries(), maps.of_keys()
+    of: dict[str, Dims] = {
+        "query_seq_lengths": maps.batch,
+        "key_value_seq_lengths": maps.batch,
+        "query_segment_ids": (*maps.batch, maps.queries),
+        "key_value_segment_ids": (*maps.batch, maps.keys),
+    }
+    shapes = map(shape_of, eqn.invars[3:])
+    named = zip(settings.more, shapes, strict=False)  # others follow
+    more = (of[name] if name in of else maps.of_scores(s) for name, s in named)
+    return [queries, keys, keys, *more]
+
+
+def _bias_reducers(eqn: JaxprEqn) -> list[Reducer | None]:
+    """Over batches and over heads: where the gradient of a bias lacks them."""
+    bias = eqn.params["settings"].bias
+    *full, _, heads, _ = shape_of(eqn.invars[0])
+    full.append(heads)
+    if bias not in eqn.params["argnums"]:
+        return [None] * len(full)
+    pairs = zip(shape_of(eqn.invars[bias]), full, strict=False)  # not over sequences
+    return [None if size == most else "sum" for size, most in pairs]
