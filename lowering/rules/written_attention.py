@@ -79,8 +79,8 @@ def _rule(
     made = maps.rule(operands, results, depth, blocks, combine)
     rebind = cast(WrittenBlocks, made.rebind)
     dtype = aval_of(eqn.invars[0]).dtype
-    # XLA's kernels move a score three times as it is made, and two or three as a weight,
-    # beside their products: by times on an H200 (docs/attention.md).
+    # XLA's kernels move a score three times as it is made, and two or three times as a
+    # weight, beside their products: by times on an H200 (docs/attention.md).
     each = 3 * width(dtype).itemsize + (3 if more else 2) * dtype.itemsize
 
     def matmul(place: Place) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from tests.jhost import plain_attention
-from tests.jhost.derived import programs
+from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import on
 
 ROWS, SP4 = P(None, "sp"), {"sp": 4}
@@ -256,6 +256,33 @@ def test_in_a_scan_over_layers(again: bool) -> None:
     wanted = gradients(layers(plain(is_causal=True)))
     chex.assert_trees_all_close(gradients(f), wanted, rtol=1e-10)
     assert jhost.explain(f, x, w).loops == 1
+
+
+def test_rows_of_whole_sequences_go_through_a_block_in_one_loop() -> None:
+    def block(attend: Any) -> Any:
+        def of(x: Any, into: Any, out: Any) -> Any:
+            y = (x @ into).reshape(*x.shape[:2], -1, 4, SIZE)  # two queries, key, value
+            q = y[:, :, :, :2].reshape(*x.shape[:2], -1, SIZE)
+            found = attend(q, y[:, :, :, 2], y[:, :, :, 3], is_causal=True)
+            return jhost.stream(found.reshape(*x.shape[:2], -1) @ out, 0)
+
+        return of
+
+    x, into = array(8, 6, 16), array(16, 4 * 4 * SIZE, seed=1)
+    out = array(4 * 2 * SIZE, 16, seed=2)
+    specs = P("tp"), P(None, "tp"), P("tp")
+    options: dict[str, Any] = {"pipeline": "p2p", "compiler_options": None}
+    f = jhost.jit(
+        block(jhost.dot_product_attention), **on({"tp": 4}, specs, P("tp"), **options)
+    )
+    found, wanted = (
+        vjp(g)(np.ones(x.shape), x, into, out)
+        for g in (f, block(plain_attention.attention))
+    )
+    chex.assert_trees_all_close(found, wanted, rtol=1e-10)
+    explanation = jhost.explain(f, x, into, out)
+    assert explanation.loops == 1
+    assert all(moved.chunks > 1 for moved in explanation.communications)
 
 
 def test_batched_and_of_second_order() -> None:
