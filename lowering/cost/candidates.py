@@ -202,6 +202,7 @@ class Trial:
             self.rates,
             in_body=self.part.in_body,
             in_pieces=self.part.in_pieces,
+            carried=self.part.carried,
             followed=True,
         )
         total, compute = predicted.total, predicted.compute

@@ -19,6 +19,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
+from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.alone import alone, layouts_in_whole, section
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.stack_less import StackLess
@@ -31,13 +32,19 @@ _LAYERS = 3
 class Part:
     """A program to weigh the marks of those numbers in, maybe `in_body` of a scan.
 
-    What is handed from layer to layer may be `in_pieces`.
+    What is handed from layer to layer may be `in_pieces`; params are `carried` from
+    layer to layer, each where the layer before it has the result of that name.
     """
 
     program: Program
     numbers: Sequence[int]
     in_body: bool = False
     in_pieces: AbstractSet[str] = frozenset()
+    carried: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+def _made(body: Sequence[Stmt]) -> list[Buffer]:
+    return [buffer for stmt in body for buffer in touched(stmt)[1]]
 
 
 def _border(program: Program) -> set[str]:
@@ -81,7 +88,26 @@ class Parts:
             numbers=[n for n, m in enumerate(part.marks) if any(m is a for a in alike)],
             in_body=place > 0,
             in_pieces=_border(part) - _border(body),
+            carried={} if layer is None else self.carried(place, layer, part),
         )
+
+    def carried(self, place: int, layer: range, part: Program) -> Mapping[str, str]:
+        """The params of a layer's part that the layer before it makes, if it is alike.
+
+        Each with the result that the layer itself makes in its stead.
+        """
+        body, start = self.programs[place].body, layer.start - len(layer)
+        if start not in (0, *self.borders[place]):
+            return {}
+        before, here = (_made(body[n : n + len(layer)]) for n in (start, layer.start))
+        alike = {
+            one.name: other.name
+            for one, other in zip(before, here, strict=False)
+            if (one.shape, one.dtype) == (other.shape, other.dtype)
+        }
+        results = {result.name for result in part.results}
+        read = (param.name for param in part.params)
+        return {name: alike[name] for name in read if alike.get(name) in results}
 
     @functools.cached_property
     def layouts(self) -> list[Mapping[str, Layout]]:

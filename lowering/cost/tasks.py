@@ -7,8 +7,8 @@ that made what it reads, and those before it on its stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
+from typing import Literal, TypeAlias
 
 from jhost.lowering.cost.kernels import (
     Kernel,
@@ -18,6 +18,7 @@ from jhost.lowering.cost.kernels import (
     read_by_contraction,
     steps_for,
 )
+from jhost.lowering.cost.places import Places
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
@@ -33,9 +34,6 @@ from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.verify.state import StreamKey
-
-Path: TypeAlias = tuple[object, ...]
-"""A buffer's name, then the aliases that lead to a part of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +72,18 @@ def unrolled(
     *,
     in_body: bool = False,
     in_pieces: AbstractSet[str] = frozenset(),
+    carried: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """The tasks of a program, in its order; a body in it is one."""
-    return _Unrolled(program, rates, predict, in_body, in_pieces).tasks
+    """The tasks of a program, in its order; a body in it is one.
+
+    If params are `carried` from results of those names, it is followed by itself.
+    """
+    walk = _Unrolled(program, rates, predict, in_body, in_pieces, carried or {})
+    walk.run(program.body)
+    if carried:
+        walk.places.carry(carried)
+        walk.run(program.body)
+    return walk.tasks
 
 
 class _Unrolled(Machine):
@@ -89,6 +96,7 @@ class _Unrolled(Machine):
         predict: Predict,
         in_body: bool,
         in_pieces: AbstractSet[str],
+        carried: Mapping[str, str],
     ) -> None:
         super().__init__(program.mesh.shape)
         self.in_body = in_body
@@ -98,8 +106,7 @@ class _Unrolled(Machine):
         # No device does more than the last one, whose queries see most keys.
         self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
-        self.aliases: dict[str, tuple[Path, ir.Select]] = {}
-        self.writers: dict[Any, dict[Path, int]] = {}
+        self.places = Places()
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
@@ -110,24 +117,23 @@ class _Unrolled(Machine):
             for stmt in ir.walk(program.body)
             if isinstance(stmt, ir.Communicate)
         }
-        self.run(program.body)
+        self.sent |= {result for name, result in carried.items() if name in self.sent}
 
     def run(self, body: Sequence[ir.Stmt]) -> None:
         for stmt in body:
             match stmt:
                 case ir.Allocate(buffer=buffer):
-                    self.writers[buffer.name] = {}
+                    self.places.allocate(buffer.name)
                 case ir.For():
                     self.loop(stmt)
                 case ir.If(predicate=predicate, then=then, otherwise=otherwise):
                     known = not isinstance(predicate, ir.Buffer)
                     holds = not known or evaluate(predicate, self.at)
                     self.run(then if holds else otherwise)
-                case ir.Select():
-                    key = (stmt.dim, evaluate(stmt.index, self.at))
-                    self.aliases[stmt.out.name] = (*self.place(stmt.source), key), stmt
+                case ir.Select(index=index):
+                    self.places.select(stmt, evaluate(index, self.at))
                 case ir.Set(out=out, source=source):
-                    made = self.cut(source, self.makers(source))
+                    made = self.cut(source, self.places.makers(source))
                     self.hand_on(out, made)
                     self.put(out, made)
                 case ir.Compute():
@@ -151,12 +157,12 @@ class _Unrolled(Machine):
         """The stages of the iterations, in the order in which they are issued."""
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
-        for turn in turns(loop, self.memory):
+        for turn in turns(loop, self.places.memory):
             i = self.at[LoopIndex(loop.index)] = turn.iteration
             aliases, writers, in_flight = own[i]
             with (
-                set_aside(self.aliases, aliases),
-                set_aside(self.writers, writers),
+                set_aside(self.places.aliases, aliases),
+                set_aside(self.places.writers, writers),
                 set_aside(self.in_flight, in_flight),
             ):
                 self.run(turn.body)
@@ -175,7 +181,7 @@ class _Unrolled(Machine):
         task = Task(
             seconds=inside.total,
             host=inside.host,
-            after=frozenset[int]().union(*map(self.makers, stmt.ins)),
+            after=frozenset[int]().union(*map(self.places.makers, stmt.ins)),
             meet=max(map(self.meeting, stmt.bodies)),
             inside=inside,
         )
@@ -218,7 +224,7 @@ class _Unrolled(Machine):
         outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}
         made = {
-            id(var): self.makers(buffer)
+            id(var): self.places.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
         steps = steps_for(stmt, self.mesh, self.at, urgent)
@@ -240,14 +246,14 @@ class _Unrolled(Machine):
         times = 1 + any(each.rule.matmul is not None for each in stmt.unit.eqns)
         work += [Kernel(times * _size(buffer)) for buffer in sums]
         read = [*stmt.ins, *sums]
-        after = self.chain().union(*map(self.makers, read))
+        after = self.chain().union(*map(self.places.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
         task = Task(seconds=seconds, host=self.rates.host * len(work), after=after)
         self.add(task, stmt.outs)
         self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: ir.Communicate) -> None:
-        after = self.cut(stmt.source, self.chain() | self.makers(stmt.source))
+        after = self.cut(stmt.source, self.chain() | self.places.makers(stmt.source))
         self.in_flight[stmt.name] = number = len(self.tasks)
         self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
         self.put(stmt.out, frozenset({number}))
@@ -279,37 +285,14 @@ class _Unrolled(Machine):
         self.add(task, [out])
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
-        for buffer in outs:
-            root, *_ = place = self.place(buffer)
-            if len(place) == 1:
-                self.writers[root] = {}
-            self.writers.setdefault(root, {})[place] = len(self.tasks)
+        self.places.write(outs, len(self.tasks))
         self.tasks.append(task)
 
     def hand_on(self, out: ir.Buffer, makers: frozenset[int]) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
         self.add(Task(seconds=0.0, host=0.0, after=makers), [out])
 
-    # --- Which memory --------------------------------------------------------- #
-
-    def place(self, buffer: ir.Buffer) -> Path:
-        found = self.aliases.get(buffer.name)
-        return found[0] if found else (buffer.name,)
-
-    def memory(self, name: str) -> object | None:
-        """The memory that a name stands for, if anything has been written to it."""
-        if name in self.aliases:
-            return self.aliases[name][0][0]
-        return name if name in self.writers else None
-
-    def makers(self, buffer: ir.Buffer) -> frozenset[int]:
-        """The tasks that wrote what `buffer` holds, or a part of it."""
-        root, *_ = place = self.place(buffer)
-        return frozenset(
-            task
-            for written, task in self.writers.get(root, {}).items()
-            if all(a == b for a, b in zip(written, place, strict=False))
-        )
+    # --- Copies --------------------------------------------------------------- #
 
     def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place.
@@ -368,7 +351,8 @@ class _Unrolled(Machine):
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         """Which part of an array a buffer is, if it is one."""
-        (root, *_), alias = self.aliases.get(buffer.name, ((None,), None))
+        root, *_ = self.places.of(buffer.name)
+        _, alias = self.places.aliases.get(buffer.name, (None, None))
         return None if root in self.in_pieces else alias
 
 

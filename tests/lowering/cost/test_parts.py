@@ -67,8 +67,11 @@ def parts_of(fun: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Program]
     return [part.program for part in held(fun, *shapes)]
 
 
-def layers_loss(*operands: jax.Array) -> jax.Array:
-    return jnp.sum(written_out(6)(*operands))
+def gradients(layers: int) -> Callable[..., Any]:
+    def loss(*operands: jax.Array) -> jax.Array:
+        return jnp.sum(written_out(layers)(*operands))
+
+    return jax.grad(loss, argnums=(0, 1, 2))
 
 
 def work(program: Program) -> int:
@@ -90,7 +93,7 @@ def test_of_layers_written_out_one_is_weighed(layers: int) -> None:
 
 
 def test_a_backward_has_layers_of_its_own() -> None:
-    parts = parts_of(jax.grad(layers_loss, argnums=(0, 1, 2)), *OPERANDS)
+    parts = parts_of(gradients(6), *OPERANDS)
     assert max(map(work, parts)) <= 2 * 6  # forward 3 a layer, backward 6
 
 
@@ -99,8 +102,7 @@ def test_a_layer_hands_on_what_is_kept_of_it() -> None:
     rates = rates_of("NVIDIA H200")
     assert rates is not None
     following = passes(settings=StreamDefaults(), streams=4, strict=False)
-    gradients = jax.grad(layers_loss, argnums=(0, 1, 2))
-    for part in held(gradients, *OPERANDS, pipeline="p2p"):
+    for part in held(gradients(6), *OPERANDS, pipeline="p2p"):
         border = (*part.program.params, *part.program.results)
         wide = [b.name for b in border if b.shape == (ROWS, HIDDEN)]
         assert len(wide) == 1
@@ -109,6 +111,36 @@ def test_a_layer_hands_on_what_is_kept_of_it() -> None:
         lowered = run_passes(part.program, (*following.layouts, *following.loops))
         apart = predict(lowered, rates, in_pieces=part.in_pieces)
         assert apart.compute < predict(lowered, rates).compute
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "off"),
+    [(written_out, "p2p", 1e-9), (gradients, "p2p", 0.02), (gradients, None, 0.02)],
+)
+def test_a_layer_takes_what_one_more_adds_to_a_program(
+    layers: Callable[[int], Callable[..., Any]], pipeline: Any, off: float
+) -> None:
+    """Its last transfers go beside what the next layer begins with."""
+    rates = rates_of("NVIDIA H200")
+    assert rates is not None
+    settings = StreamDefaults(pipeline=pipeline)
+    following = passes(settings=settings, streams=4, strict=False)
+
+    def seconds(program: Program, **how: Any) -> float:
+        program = run_passes(program, (*following.layouts, *following.loops))
+        return predict(program, rates, **how).total
+
+    parts = held(layers(6), *OPERANDS, pipeline=pipeline)
+    parts.sort(key=lambda part: work(part.program))
+    passed = {work(part.program): part for part in parts}  # forward, and backward
+    in_row = sum(
+        seconds(part.program, in_pieces=part.in_pieces, carried=part.carried)
+        for part in passed.values()
+    )
+    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in OPERANDS]
+    wholes = [built(layers(count), *arrays, tp=4) for count in (5, 4)]
+    more, fewer = (seconds(settings.applied_to(whole)) for whole in wholes)
+    assert in_row == pytest.approx(more - fewer, rel=off)
 
 
 def test_a_body_is_weighed_by_itself() -> None:
