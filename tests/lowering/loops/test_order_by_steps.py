@@ -39,12 +39,12 @@ def whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bent(x: jax.Array) -> jax.Array:
     """An activation with a derivative of its own, and no constants as large as it."""
-    return x * x
+    return x * lax.stop_gradient(x)
 
 
 def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     y = jhost.stream(bent(x @ up) @ down, axis=0)
-    return jhost.shard(jnp.clip(y, -3, 3), P("tp"))
+    return jhost.shard(jnp.where(jnp.abs(y) < 4, y, 1), P("tp"))  # small integers
 
 
 def gradients(f: Callable[..., Any], count: int = 3) -> Callable[..., Any]:
