@@ -38,6 +38,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry_prng_impl
 from jax.sharding import PartitionSpec
 
+from jhost._jax.computations import (
+    def_jvp as def_jvp,
+    def_transpose as def_transpose,
+    define_primitive as define_primitive,
+    varying_alike as varying_alike,
+    without_last_dim as without_last_dim,
+)
 from jhost._jax.eqns import (
     Atom as Atom,
     ClosedJaxpr as ClosedJaxpr,
@@ -75,15 +82,10 @@ from jhost._jax.manual import (
 from jhost._jax.primitives import (
     BatchParams as BatchParams,
     def_impl as def_impl,
-    def_jvp as def_jvp,
     def_split as def_split,
-    def_transpose as def_transpose,
     define_call_primitive as define_call_primitive,
     define_marker_primitive as define_marker_primitive,
-    define_primitive as define_primitive,
     register_lowering as register_lowering,
-    varying_alike as varying_alike,
-    without_last_dim as without_last_dim,
 )
 from jhost._jax.processes import (
     Coordination as Coordination,
