@@ -2,9 +2,9 @@
 
 Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
 here alone: primitives stand in `primitives.py`, the rules that split a call in two in
-`split.py`, new equations and programs in `eqns.py`, the user's lines in `lines.py`,
-bodies of `jax.shard_map` in `manual.py`, this process among others in `processes.py`,
-and what 0.10 lacks in `v010.py`.
+`split.py`, new equations and programs in `eqns.py`, those of scans in `scans.py`, the
+user's lines in `lines.py`, bodies of `jax.shard_map` in `manual.py`, this process among
+others in `processes.py`, and what 0.10 lacks in `v010.py`.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -55,7 +55,6 @@ from jhost._jax.eqns import (
     new_jaxpr as new_jaxpr,
     resized_var as resized_var,
     rewritten as rewritten,
-    scan_counts as scan_counts,
     with_each_eqn as with_each_eqn,
     with_operand_names as with_operand_names,
     without_dead_code as without_dead_code,
@@ -92,6 +91,12 @@ from jhost._jax.processes import (
     backend_is_up as backend_is_up,
     coordination as coordination,
     process_number as process_number,
+)
+from jhost._jax.scans import (
+    is_scan as is_scan,
+    scan_counts as scan_counts,
+    scan_like as scan_like,
+    stacked_var as stacked_var,
 )
 from jhost._jax.split import (
     Derivation as Derivation,

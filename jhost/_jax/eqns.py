@@ -118,14 +118,6 @@ def _with_each_inside(
     return eqn if same else eqn.replace(params=params)
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried."""
-    if "num_consts" in eqn.params:  # up to 0.10
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
-    return consts, carry
-
-
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The program without equations that no result or effect depends on.
 

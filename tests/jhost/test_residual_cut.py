@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,85 @@ def test_a_policy_says_itself_what_is_saved() -> None:
     assert str(forward).count("sin(") == 2
 
 
+# --- Scans -------------------------------------------------------------------------- #
+
+LAYERS = 3
+STACKED = (LAYERS, 8, 32), (LAYERS, 8, 32), (LAYERS, 32, 8)
+ROWS, STACKS = P("tp"), (P(None, None, "tp"), P(None, None, "tp"), P(None, "tp"))
+
+
+def swiglu(x: Array, weights: Sequence[Array]) -> Array:
+    gate, up, down = weights
+    return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def layers(x: Array, *weights: Array) -> Array:
+    return jax.lax.scan(lambda c, w: (swiglu(c, w), None), x, weights)[0]
+
+
+def stacked(fun: Callable[..., Any], **more: Any) -> list[str]:
+    """The types of what the forward of `fun` stacks for its backward alone."""
+    hosted = jhost.jit(
+        fun, **on({"tp": 4}, (ROWS, *STACKS), ROWS, pipeline="off", **more)
+    )
+    args = [array(*shape, seed=n) for n, shape in enumerate((X, *STACKED))]
+    forward, *_ = backward(hosted, *args)
+    return sorted(f"{r.dtype}{list(r.shape)}" for r in forward.results[1:])
+
+
+LEAST = ["float32[3, 16, 8]", "float32[3, 16, 8]", "float32[3, 4, 8]"]
+"""The products of the gate and of the other matrix, and the rows of each layer."""
+
+
+def test_a_scan_stacks_no_more_than_a_layer_would_hand_over() -> None:
+    assert stacked(layers) == LEAST
+
+
+def test_scans_in_scans_and_in_calls_are_cut_alike() -> None:
+    def halves(x: Array, *weights: Array) -> Array:
+        def step(c: Array, number: Array) -> tuple[Array, None]:
+            return jax.jit(layers)(c * number, *weights), None
+
+        return jax.lax.scan(step, x, jnp.arange(2.0))[0]
+
+    assert stacked(halves) == [each.replace("[", "[2, ") for each in LEAST]
+
+
+def test_what_a_scan_stacks_for_the_user_is_not_stacked_twice() -> None:
+    def f(x: Array, *weights: Array) -> Array:
+        def step(c: Array, w: Any) -> tuple[Array, Array]:
+            product = c @ w[0]
+            return c + jnp.sin(product) @ w[2], product
+
+        x, products = jax.lax.scan(step, x, weights)
+        return x + jnp.sum(products**2)
+
+    assert stacked(f) == LEAST[1:]
+
+
+def test_what_does_not_change_in_a_scan_is_not_stacked() -> None:
+    def f(x: Array, w: Array) -> Array:
+        def step(c: Array, _: None) -> tuple[Array, None]:
+            return jnp.sin(c @ jnp.exp(w)) @ jnp.exp(w).T, None
+
+        return jax.lax.scan(step, x, None, length=LAYERS)[0]
+
+    assert handed_over(f, X, W) == ["float32[3, 4, 8]", "float32[3, 16, 8]"]
+
+
+def test_a_policy_says_what_a_scan_stacks() -> None:
+    policy = jax.checkpoint_policies.save_only_these_names("saved")
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x: Array, w: Any) -> tuple[Array, None]:
+        return x + checkpoint_name(jnp.sin(x @ w[0]), "saved") ** 2 @ w[2], None
+
+    def f(x: Array, *weights: Array) -> Array:
+        return jax.lax.scan(layer, x, weights)[0]
+
+    assert stacked(f) == LEAST[1:]
+
+
 # --- Any function ------------------------------------------------------------------- #
 
 UNARY = [jnp.negative, jnp.abs, lambda v: v * v, lambda v: 2 * v + 1]
@@ -101,11 +182,14 @@ BINARY = [jnp.add, jnp.multiply, jnp.maximum, lambda a, b: jnp.where(a > b, a, b
 
 
 @st.composite
-def formulas(draw: st.DrawFn) -> list[tuple[Any, list[int]]]:
-    """Steps, each a function and which of the values before it takes."""
+def formulas(draw: st.DrawFn, first: int = 1) -> list[tuple[Any, list[int]]]:
+    """Steps, each a function and which of the values before it takes.
+
+    Before the first step there are those numbered from 0 to `first`.
+    """
     steps: list[tuple[Any, list[int]]] = []
     for number in range(draw(st.integers(1, 8))):
-        before = st.integers(0, number + 1)
+        before = st.integers(0, number + first)
         if draw(st.booleans()):
             steps.append((draw(st.sampled_from(UNARY)), [draw(before)]))
         else:
@@ -129,3 +213,79 @@ def test_gradients_of_any_formula_are_exact(formula: list[tuple[Any, Any]]) -> N
     )
     for one, other in zip(given, wanted, strict=True):
         assert jnp.array_equal(one, other)
+
+
+@st.composite
+def scans(draw: st.DrawFn) -> dict[str, Any]:
+    """A scan of a formula: the numbers of what it carries on and of what it stacks."""
+    formula = draw(formulas(first=3))
+    last = len(formula) + 3
+    return {
+        "formula": formula,
+        "carried": last,
+        "stacked": draw(st.lists(st.integers(0, last), max_size=2)),
+        "reverse": draw(st.booleans()),
+        "called": draw(st.booleans()),
+        "twice": draw(st.booleans()),
+    }
+
+
+def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
+    def step(c: Array, x: Array, w: Array) -> tuple[Array, list[Array]]:
+        values = [c, x, c @ w, (x + 1) @ w]
+        for fun, operands in drawn["formula"]:
+            values.append(fun(*(values[n] for n in operands)) % 64)
+        return values[drawn["carried"]], [values[n] for n in drawn["stacked"]]
+
+    def f(xs: Array, w: Array) -> Array:
+        body = jax.jit(step) if drawn["called"] else step
+
+        def through(c: Array) -> Array:
+            c, ys = jax.lax.scan(
+                lambda c, x: body(c, x, w), c, xs, reverse=drawn["reverse"]
+            )
+            return c + sum((jnp.sum(y, 0) for y in ys), jnp.zeros(()))
+
+        first = through(jnp.ones_like(xs[0]))
+        return through(first % 64) if drawn["twice"] else first
+
+    return f
+
+
+@hypothesis.given(scans())
+def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
+    f = scanning(drawn)
+    specs = (P(None, "tp"), P(None, None)), P("tp")
+    hosted = jhost.jit(
+        f, **on({"tp": 4}, *specs, pipeline="off", compiler_options=None)
+    )
+
+    def pulled(fun: Callable[..., Array], *args: Array) -> Any:
+        return jax.jit(jax.grad(lambda *xs: jnp.sum(fun(*xs)), (0, 1)))(*args)
+
+    with jax.enable_x64(True):  # squares of squares leave what float32 has exactly
+        args = [a.astype(float) for a in (array(2, 8, 8), array(8, 8, seed=1) % 2)]
+        chex.assert_trees_all_close(pulled(hosted, *args), pulled(f, *args), rtol=1e-9)
+
+
+DERIVATIVES: dict[str, Callable[[Any], Any]] = {
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+    "grad of grad": lambda f: jax.vmap(
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
+    ),
+    "tangents of grad": lambda f: lambda x: jax.jvp(jax.vmap(jax.grad(f)), (x,), (x,)),
+    "checkpoint": lambda f: jax.vmap(jax.grad(jax.checkpoint(f))),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=list(DERIVATIVES))
+def test_derivatives_of_what_a_scan_stacks(derivative: Callable[[Any], Any]) -> None:
+    weights = [0.1 * array(*shape, seed=n) for n, shape in enumerate(STACKED, 1)]
+    hosted = jhost.jit(layers, **on({"tp": 4}, (ROWS, *STACKS), ROWS, pipeline="p2p"))
+    rows = 0.1 * array(2, *X)
+
+    def loss(fun: Callable[..., Array]) -> Callable[[Array], Array]:
+        return lambda x: jnp.sum(jnp.sin(fun(x, *weights)))
+
+    given, wanted = (derivative(loss(fun))(rows) for fun in (hosted, layers))
+    chex.assert_trees_all_close(given, wanted, rtol=1e-4, atol=1e-6)

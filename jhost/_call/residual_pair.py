@@ -1,0 +1,97 @@
+"""The two programs of a split, and what goes from one to the other, by variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from jhost._jax import Residual, Split, rewritten
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_plain_calls
+
+Handed = tuple[tuple[Var, Var], ...]
+"""Values of the first program, each with the operand of the second that it is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """What is `handed` is neither among the results of the first nor the second's own.
+
+    A policy of the user's may have chosen what is handed.
+    """
+
+    first: FlatJaxpr
+    second: FlatJaxpr
+    handed: Handed
+    by_policy: bool
+
+    def with_eqns(
+        self, first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], handed: Handed
+    ) -> Pair:
+        """The pair with other equations, and other values between them."""
+        return dataclasses.replace(
+            self,
+            first=dataclasses.replace(self.first, eqns=tuple(first)),
+            second=dataclasses.replace(self.second, eqns=tuple(second)),
+            handed=handed,
+        )
+
+
+def pair_of(split: Split) -> Pair:
+    """The programs of a split, with no plain calls in them."""
+    first, second = map(inline_plain_calls, (split.first, split.second))
+    handed: list[tuple[Var, Var]] = []
+    own: list[Var] = []
+    count = len(split.residuals)
+    for residual, operand in zip(split.residuals, second.invars, strict=False):
+        if residual.constant is not None:
+            own.append(operand)
+        elif residual.result is not None:
+            handed.append((first.outvars[residual.result], operand))
+        else:
+            handed.append((first.invars[residual.given or 0], operand))
+    results = _not_handed(first.outvars, split)
+    return Pair(
+        dataclasses.replace(first, outvars=results),
+        dataclasses.replace(second, invars=(*own, *second.invars[count:])),
+        tuple(handed),
+        split.by_policy,
+    )
+
+
+def _not_handed(outvars: Sequence[Var], split: Split) -> tuple[Var, ...]:
+    """The results that are the program's own, and those that are no residuals."""
+    residuals = {residual.result for residual in split.residuals}
+    numbers = range(len(outvars))
+    return tuple(outvars[n] for n in numbers if n < split.kept or n not in residuals)
+
+
+def split_of(pair: Pair, like: Split) -> Split:
+    """The split that a pair made of another one is."""
+    first, second = pair.first, pair.second
+    kept, others = first.outvars[: like.kept], first.outvars[like.kept :]
+    values = [value for value, _ in pair.handed]
+    made = [v for v in dict.fromkeys(values) if v not in (*first.invars, *kept)]
+    results = [*kept, *made, *others]
+
+    def source(value: Var) -> Residual:
+        if value in first.invars:
+            return Residual(given=first.invars.index(value))
+        return Residual(result=results.index(value))
+
+    constants = [r for r in like.residuals if r.constant is not None]
+    operands = [operand for _, operand in pair.handed]
+    return dataclasses.replace(
+        like,
+        first=rewritten(
+            like.first, invars=first.invars, outvars=results, eqns=first.eqns
+        ),
+        second=rewritten(
+            like.second,
+            invars=[*operands, *second.invars],
+            outvars=second.outvars,
+            eqns=second.eqns,
+        ),
+        residuals=(*map(source, values), *constants),
+    )

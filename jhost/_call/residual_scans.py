@@ -1,0 +1,244 @@
+"""Scans of the first program hand the least to those of the second, slice by slice.
+
+JAX has the scan of a forward stack all that its backward reads, such as the six inner
+values of a SwiGLU.  The bodies of two such scans are a pair of programs as well: what
+is cheap to compute again of fewer slices is computed by the body that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost._call.residual_pair import Pair
+from jhost._jax import (
+    fresh_var,
+    is_scan,
+    rewritten,
+    scan_counts,
+    scan_like,
+    stacked_var,
+)
+from jhost.lowering.frontend.inline_calls import inline_plain_calls
+
+Least: TypeAlias = Callable[[Pair, Sequence[int]], Pair]
+"""A pair, and the bytes that it costs to hand on each operand -> with the least."""
+
+
+def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: Least) -> Pair:
+    """The two programs with the least between any two scans of theirs.
+
+    Args:
+        pair: the programs.
+        cost: the bytes that it takes to hand on a variable of the first.
+        least: what makes the least of the bodies.
+    """
+    for here in _scans(pair.first.eqns):
+        for there in _scans(pair.second.eqns):
+            if handed := _handed(pair, here, there):
+                scans = _Scans(pair, here, there, handed)
+                bodies = least(scans.bodies(), scans.costs(cost))
+                pair = scans.joined(bodies)
+    return pair
+
+
+def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
+    """Where scans stand; one with effects stays as it is."""
+    return [n for n, eqn in enumerate(eqns) if is_scan(eqn) and not eqn.effects]
+
+
+def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
+    """The results of a scan that are for another alone, by the operands of that one.
+
+    The one stacks them, and the other reads their slices, once.
+    """
+    stacking, reading = pair.first.eqns[here], pair.second.eqns[there]
+    if stacking.params["length"] != reading.params["length"]:
+        return {}
+    _, count = scan_counts(stacking)
+    ys = {y: n for n, y in enumerate(stacking.outvars) if n >= count}
+    first = sum(scan_counts(reading))
+    xs = {x: n for n, x in enumerate(reading.invars[first:], first)}
+    reads, reads_there = _reads(pair.first), _reads(pair.second)
+    return {
+        xs[operand]: ys[value]
+        for value, operand in pair.handed
+        if value in ys and not reads[value]
+        if operand in xs and reads_there[operand] == 1
+    }
+
+
+def _reads(program: Any) -> Counter[Any]:
+    """How often each variable is read."""
+    atoms: Iterable[Any] = (atom for eqn in program.eqns for atom in eqn.invars)
+    read = Counter(atom for atom in atoms if not isinstance(atom, Literal))
+    read.update(program.outvars)
+    return read
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scans:
+    """A scan of the first program that stacks values for a scan of the second.
+
+    They are its results with the numbers that `handed` has by those of the operands of
+    the other.
+    """
+
+    pair: Pair
+    here: int
+    there: int
+    handed: Mapping[int, int]
+
+    @property
+    def stacking(self) -> JaxprEqn:
+        return self.pair.first.eqns[self.here]
+
+    @property
+    def reading(self) -> JaxprEqn:
+        return self.pair.second.eqns[self.there]
+
+    @property
+    def kept(self) -> list[int]:
+        """The results of the one scan that are not for the other alone."""
+        handed = set(self.handed.values())
+        return [n for n in range(len(self.stacking.outvars)) if n not in handed]
+
+    @property
+    def left(self) -> list[int]:
+        """The operands of the other scan that are not from the one."""
+        return [n for n in range(len(self.reading.invars)) if n not in self.handed]
+
+    def bodies(self) -> Pair:
+        one = inline_plain_calls(self.stacking.params["jaxpr"])
+        other = inline_plain_calls(self.reading.params["jaxpr"])
+        results = tuple(one.outvars[n] for n in self.kept)
+        operands = tuple(other.invars[n] for n in self.left)
+        return Pair(
+            dataclasses.replace(one, outvars=results),
+            dataclasses.replace(other, invars=operands),
+            tuple((one.outvars[y], other.invars[x]) for x, y in self.handed.items()),
+            self.pair.by_policy,
+        )
+
+    def costs(self, cost: Callable[[Var], int]) -> list[int]:
+        """The bytes an iteration that it costs to hand on each operand of the one.
+
+        Only what is carried changes, and has to be stacked.
+        """
+        consts, count = scan_counts(self.stacking)
+        length = max(1, self.stacking.params["length"])
+        costs: list[int] = []
+        params = self.stacking.params["jaxpr"].in_avals
+        for atom, inside in zip(self.stacking.invars, params, strict=True):
+            if consts <= len(costs) < consts + count:
+                costs.append(inside.size * inside.dtype.itemsize)
+            else:
+                whole = 0 if isinstance(atom, Literal) else cost(atom)
+                costs.append(math.ceil(whole / length))
+        return costs
+
+    def joined(self, bodies: Pair) -> Pair:
+        """The two programs with scans of these bodies."""
+        stack = _Stack(self.stacking, self.kept, bodies)
+        taken = [stack.taken(value, inside) for value, inside in bodies.handed]
+        gone = {self.reading.invars[n] for n in self.handed}
+        handed = [each for each in self.pair.handed if each[1] not in gone]
+        handed += [(t.whole, t.operand) for t in taken if isinstance(t.operand, Var)]
+        return self.pair.with_eqns(
+            _with(self.pair.first.eqns, self.here, stack.scan()),
+            _with(self.pair.second.eqns, self.there, self.taking(taken, bodies)),
+            tuple(handed),
+        )
+
+    def taking(self, taken: Sequence[_Taken], bodies: Pair) -> JaxprEqn:
+        """The other scan, of the body that takes these instead of what it took.
+
+        New constants come before the old ones, and new slices behind those: there JAX
+        has what its transpose does not differentiate by.
+        """
+        scan, body = self.reading, bodies.second
+        first, count = scan_counts(scan)
+        old = dict(zip(self.left, body.invars, strict=True))
+        consts = [(t.operand, t.inside) for t in taken if not t.sliced]
+        consts += [(scan.invars[n], var) for n, var in old.items() if n < first]
+        carry = [var for n, var in old.items() if first <= n < first + count]
+        xs = [(scan.invars[n], var) for n, var in old.items() if n >= first + count]
+        xs += [(t.operand, t.inside) for t in taken if t.sliced]
+        inside = [*(var for _, var in consts), *carry, *(var for _, var in xs)]
+        return scan_like(
+            scan,
+            rewritten(
+                scan.params["jaxpr"],
+                invars=inside,
+                outvars=body.outvars,
+                eqns=body.eqns,
+            ),
+            consts=[atom for atom, _ in consts],
+            xs=[atom for atom, _ in xs],
+            ys=scan.outvars[count:],
+        )
+
+
+def _with(eqns: Sequence[JaxprEqn], place: int, eqn: JaxprEqn) -> list[JaxprEqn]:
+    return [*eqns[:place], eqn, *eqns[place + 1 :]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a body has of the first program: all of it in each iteration, or a slice.
+
+    It is `whole` there, `operand` in the second program, and `inside` in the body.
+    """
+
+    whole: Any
+    operand: Any
+    inside: Var
+    sliced: bool
+
+
+class _Stack:
+    """A scan with another body, which stacks what the body of the other one takes."""
+
+    def __init__(self, old: JaxprEqn, kept: Sequence[int], bodies: Pair) -> None:
+        first, (consts, count) = bodies.first, scan_counts(old)
+        self.old, self.body, self.carried = old, first, first.outvars[:count]
+        self.constants = dict(zip(first.invars, old.invars[:consts], strict=False))
+        sliced = slice(consts + count, None)
+        self.slices = dict(zip(first.invars[sliced], old.invars[sliced], strict=True))
+        outside = [old.outvars[n] for n in kept[count:]]
+        self.ys = list(zip(first.outvars[count:], outside, strict=True))
+
+    def taken(self, value: Var, inside: Var) -> _Taken:
+        sliced = value not in self.constants
+        whole = self.stacked(value) if sliced else self.constants[value]
+        operand = whole if isinstance(whole, Literal) else fresh_var(whole.aval)
+        return _Taken(whole, operand, inside, sliced)
+
+    def stacked(self, value: Var) -> Any:
+        """What has all slices of a value; the scan stacks it if nothing has."""
+        there: dict[Var, Any] = {**self.slices, **dict(self.ys)}
+        if value not in there:
+            there[value] = stacked_var(value, self.old.params["length"])
+            self.ys.append((value, there[value]))
+        return there[value]
+
+    def scan(self) -> JaxprEqn:
+        consts, count = scan_counts(self.old)
+        body = rewritten(
+            self.old.params["jaxpr"],
+            invars=self.body.invars,
+            outvars=[*self.carried, *(value for value, _ in self.ys)],
+            eqns=self.body.eqns,
+        )
+        return scan_like(
+            self.old,
+            body,
+            consts=self.old.invars[:consts],
+            xs=self.old.invars[consts + count :],
+            ys=[y for _, y in self.ys],
+        )

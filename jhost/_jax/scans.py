@@ -1,0 +1,68 @@
+"""Equations of `lax.scan`: their operands by kind, and scans made of others."""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from jax._src import core
+from jax.extend.core import JaxprEqn, Var
+
+from jhost._jax.eqns import Atom, ClosedJaxpr
+
+
+def is_scan(eqn: JaxprEqn) -> bool:
+    """Whether it is a `scan`, or one of a vjp, which from 0.12 on JAX calls a node."""
+    return getattr(eqn.primitive, "prim", eqn.primitive).name == "scan"
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried."""
+    if "num_consts" in eqn.params:  # up to 0.10
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+    return consts, carry
+
+
+def stacked_var(var: Var, length: int) -> Var:
+    """A variable for what a scan makes of `var` of its body in so many iterations."""
+    return Var(core.unmapped_leading_aval(length, var.aval))
+
+
+def scan_like(
+    eqn: JaxprEqn,
+    body: ClosedJaxpr,
+    *,
+    consts: Sequence[Atom],
+    xs: Sequence[Atom],
+    ys: Sequence[Var],
+) -> JaxprEqn:
+    """A scan that carries what `eqn` carries, of a body with other operands.
+
+    Operands and results of the body are in the order of the scan's: constants, what is
+    carried, and slices; what is carried, and slices.
+    """
+    first, count = scan_counts(eqn)
+    carry, carried = eqn.invars[first : first + count], eqn.outvars[:count]
+    if "num_consts" in eqn.params:  # up to 0.10
+        counts: dict[str, Any] = {"num_consts": len(consts)}
+    else:
+        flat: Any = import_module("jax._src.flattree")
+        nones = map(flat.nones, (len(consts), len(xs), len(ys)))
+        _, kept, _ = eqn.params["ft_in"].unpack()
+        of_consts, of_xs, of_ys = nones
+        made, _ = eqn.params["ft_out"].unpack()
+        counts = {
+            "ft_in": flat.pack((of_consts, kept, of_xs)),
+            "ft_out": flat.pack((made, of_ys)),
+        }
+    return eqn.replace(
+        invars=[*consts, *carry, *xs],
+        outvars=[*carried, *ys],
+        params={**eqn.params, **counts, "jaxpr": body},
+    )
