@@ -19,14 +19,9 @@ from jax.extend.core import Primitive
 
 from jhost import errors
 from jhost._jax.eqns import ClosedJaxpr
-from jhost._jax.split import (
-    Derivation,
-    Refine,
-    Rename,
-    Split,
-    operand_names,
-    register_split_rules,
-)
+from jhost._jax.linearization import register_linearization
+from jhost._jax.partial_evaluation import register_partial_evaluation
+from jhost._jax.split import Derivation, Refine, Rename, Split, operand_names
 
 
 class BatchParams(Protocol):
@@ -55,7 +50,7 @@ def define_call_primitive(name: str) -> Primitive:
         from jhost._jax import v010  # what it imports is gone from 0.11 on
 
         v010.register_call_primitive_rules(prim)
-    register_split_rules(prim, _as_it_is, _same_params)
+    _register_split(prim, _as_it_is, _same_params)
     rule = partial_eval.dce_rules[prim]
     partial_eval.dce_rules[prim] = partial(_without_dead_code, rule)
     checkify.error_checks[prim] = partial(_checkify_call, prim)
@@ -83,12 +78,17 @@ def _same_params(params: Mapping[str, Any], *_: Any) -> dict[str, Any]:
     return dict(params)
 
 
+def _register_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
+    register_linearization(prim, refine, rename)
+    register_partial_evaluation(prim, refine, rename)
+
+
 def def_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
     """Sets what is made of the two programs that differentiation makes of a call.
 
     `rename` gives the other parameters of these, and of all that JAX derives.
     """
-    register_split_rules(prim, refine, rename)
+    _register_split(prim, refine, rename)
     derived: list[tuple[dict[Any, Any], Derivation]] = [
         (ad.fancy_transposes, "backward"),
         (batching.fancy_primitive_batchers, "batched"),

@@ -29,7 +29,7 @@ _util: Any = import_module("jax._src.util")
 def register_call_primitive_rules(prim: Primitive) -> None:
     """Gives `prim`, whose program is its parameter `call_jaxpr`, the rules of a call.
 
-    The rules by which a call is split in two stand in `_jax/split.py`.
+    The rules by which a call is split in two are the same on every JAX.
 
     Args:
         prim: a new primitive; its implementation evaluates the program.

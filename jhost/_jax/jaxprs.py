@@ -1,0 +1,83 @@
+"""What there is to ask of a traced program, and how it is evaluated."""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax import lax
+from jax._src import core
+from jax._src.core import ShapedArray
+from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry_prng_impl
+
+from jhost._jax.eqns import Atom, ClosedJaxpr
+
+
+def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a program, equation by equation."""
+    return core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
+    """Arrays with the weak types of `avals`, of which a memory in between knows none.
+
+    A value of weak type takes on the dtype of what it is combined with.
+    """
+    return tuple(
+        lax.convert_element_type_p.bind(
+            value, new_dtype=value.dtype, weak_type=True, sharding=None
+        )
+        if aval.weak_type and not core.typeof(value).weak_type
+        else value
+        for value, aval in zip(values, avals, strict=True)
+    )
+
+
+def arg_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """The user's name of each operand, as `params['w']`; empty if there is none."""
+    return jaxpr.debug_info.safe_arg_names(len(jaxpr.invars))
+
+
+def result_paths(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    """The tree path of each result, as `result[0]`; empty if it is not known."""
+    return jaxpr.debug_info.safe_result_paths(len(jaxpr.outvars))
+
+
+def function_name(jaxpr: ClosedJaxpr) -> str:
+    """The name of the function that a program was traced from."""
+    return jaxpr.debug_info.func_name
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+    """The type of an operand or result that is an array; `TypeError` if it is not."""
+    aval = atom.aval
+    if not isinstance(aval, ShapedArray):
+        raise TypeError(f"expected an array, got {aval}")
+    return aval
+
+
+def is_array(atom: Atom) -> bool:
+    """Whether an operand or result is an array; it may be a reference to one."""
+    return isinstance(atom.aval, ShapedArray)
+
+
+# --- Random numbers ---------------------------------------------------------------- #
+
+
+def makes_threefry_keys(keys: Atom) -> bool:
+    """Whether keys are those of JAX's own generator, each of which stands for itself.
+
+    Of a batch of other keys, JAX may draw all that it wants with the first.
+    """
+    return aval_of(keys).dtype._impl is threefry_prng_impl
+
+
+def hashes_positions(eqn: JaxprEqn) -> bool:
+    """Whether each number drawn by an equation depends on its key and place alone."""
+    partitionable = bool(eqn.ctx.threefry_partitionable)
+    return partitionable and makes_threefry_keys(eqn.invars[0])

@@ -1,0 +1,175 @@
+"""Functions traced as `jax.jit` does it, and what is being traced now."""
+
+# JAX's private functions are partly untyped; what leaves this module is typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from jax._src import api_util, core
+from jax._src.core import ShapedArray
+from jax._src.interpreters import ad, batching, partial_eval
+from jax.sharding import PartitionSpec
+
+from jhost._jax.eqns import ClosedJaxpr
+
+if TYPE_CHECKING:
+    from jaxlib._jax.pytree import PyTreeDef  # the public name has no type
+else:
+    from jax.tree_util import PyTreeDef
+
+Nums: TypeAlias = int | Sequence[int] | None
+Names: TypeAlias = str | Iterable[str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A function traced on one set of arguments; the trees leave static ones out."""
+
+    jaxpr: ClosedJaxpr  # its operands are `consts`, then `args`; it has no consts
+    consts: tuple[Any, ...]  # may hold tracers of outer transforms
+    args: tuple[Any, ...]  # the leaves of `in_tree`
+    donated: tuple[bool, ...]  # for each of `args`
+    in_tree: PyTreeDef  # of the pair of positional and keyword arguments
+    out_tree: PyTreeDef
+    out_types: tuple[PartitionSpec, ...] | None = None  # the specs in results' types
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    static_argnums: Nums = None,
+    static_argnames: Names = None,
+    donate_argnums: Nums = None,
+    donate_argnames: Names = None,
+) -> Traced:
+    """Traces a function as `jax.jit` does, with what it closes over as operands.
+
+    Arguments are arrays, tracers or `jax.ShapeDtypeStruct`s.  JAX's cache of traces is
+    used: the same function on the same types gives the same jaxpr object.
+
+    >>> import jax.numpy as jnp
+    >>> traced = trace(lambda x, y: {"sum": x + y}, (1.0, jnp.ones(2)), {})
+    >>> arg_names(traced.jaxpr), result_paths(traced.jaxpr)
+    (('x', 'y'), ("result['sum']",))
+    """
+    fun = _weakly_referable(fun)
+    static = static_arguments(fun, static_argnums, static_argnames)
+    jitted = jax.jit(
+        fun,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    traced = jitted.trace(*args, **kwargs)
+    # `jit` keeps arrays as consts of the jaxpr, but if one of them is a tracer, all
+    # are operands already and their values stand aside, in `_consts`.
+    jaxpr, consts = partial_eval.separate_consts(traced.jaxpr)
+    leaves, in_tree = jax.tree.flatten(static.without(args, kwargs))
+    return Traced(
+        jaxpr=jaxpr,
+        consts=(*consts, *traced._consts),
+        args=tuple(leaves),
+        donated=tuple(info.donated for info in jax.tree.leaves(traced.args_info)),
+        in_tree=in_tree,
+        out_tree=traced.out_tree,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StaticArguments:
+    """Which arguments are static, by position and by name, each given or inferred.
+
+    A negative position counts from the last argument of a call.
+    """
+
+    nums: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def positions(self, count: int) -> frozenset[int]:
+        """The static ones of `count` positional arguments."""
+        return frozenset(num % count for num in self.nums if -count <= num < count)
+
+    def without(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are not static."""
+        static = self.positions(len(args))
+        return (
+            tuple(arg for i, arg in enumerate(args) if i not in static),
+            {name: arg for name, arg in kwargs.items() if name not in self.names},
+        )
+
+
+def static_arguments(
+    fun: Callable[..., Any], static_argnums: Nums, static_argnames: Names
+) -> StaticArguments:
+    """What `jax.jit` makes of the two, and refuses of them."""
+    signature = api_util.fun_signature(fun)
+    *_, nums, names = api_util.resolve_argnums(
+        fun, signature, None, None, static_argnums, static_argnames
+    )
+    return StaticArguments(tuple(nums), tuple(names))
+
+
+def forget_traces(fun: Callable[..., Any]) -> None:
+    """Drops what `trace` keeps of a function."""
+    jitted: Any = jax.jit(_weakly_referable(fun))
+    jitted.clear_cache()
+
+
+def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX caches traces by a weak reference, which not every callable can have."""
+    try:
+        weakref.ref(fun)
+        hash(fun)
+    except TypeError:
+        return partial(fun)
+    return fun
+
+
+def is_tracing(*values: Any) -> bool:
+    """Whether any of the values is a tracer, of whatever transform."""
+    # By type: every call asks this, and a tree may have thousands of leaves.
+    return any(issubclass(kind, core.Tracer) for kind in set(map(type, values)))
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value is a reference to an array, that can be written to."""
+    may_be = isinstance(value, core.Ref | core.Tracer)
+    return may_be and not isinstance(core.typeof(value), ShapedArray)
+
+
+# These hand the primal computation on to the trace below them as it happens.
+_TRANSPARENT = (core.EvalTrace, ad.JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
+
+
+def under_outer_trace() -> bool:
+    """Whether a call made now becomes part of a program that is compiled as a whole.
+
+    True inside `jit`, `scan`, `shard_map`, `make_jaxpr` and `checkpoint`, where XLA
+    takes no options for a part.  False at top level, and inside `jvp`, `grad`,
+    `linearize` and `vmap` called there.  A `jax.jit` with `compiler_options` fails in
+    `linearize`, and up to 0.11 in `grad`, all the same: its tangent program is staged.
+    A call primitive does not: its implementation runs both programs, on arrays.
+
+    >>> seen = []
+    >>> def f(x):
+    ...     seen.append(under_outer_trace())
+    ...     return x
+    >>> _ = f(1.0), jax.grad(f)(1.0), jax.jit(f)(1.0)
+    >>> seen
+    [False, False, True]
+    """
+    stack = core.unsafe_get_trace_stack(core.trace_ctx.trace)
+    return not all(isinstance(trace, _TRANSPARENT) for trace in stack)
