@@ -55,7 +55,8 @@ def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
 def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
     """The results of a scan that are for another alone, by the operands of that one.
 
-    The one stacks them, and the other reads their slices, once.
+    The one stacks them, and the other reads their slices, once; nothing else of the
+    second program has them.
     """
     stacking, reading = pair.first.eqns[here], pair.second.eqns[there]
     if stacking.params["length"] != reading.params["length"]:
@@ -65,11 +66,11 @@ def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
     first = sum(scan_counts(reading))
     xs = {x: n for n, x in enumerate(reading.invars[first:], first)}
     reads, reads_there = _reads(pair.first), _reads(pair.second)
+    shared = {v for v, x in pair.handed if x not in xs or reads_there[x] > 1}
     return {
-        xs[operand]: ys[value]
-        for value, operand in pair.handed
-        if value in ys and not reads[value]
-        if operand in xs and reads_there[operand] == 1
+        xs[x]: ys[value]
+        for value, x in pair.handed
+        if value in ys and value not in shared and not reads[value]
     }
 
 

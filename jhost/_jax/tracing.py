@@ -58,6 +58,7 @@ def trace(
     used: the same function on the same types gives the same jaxpr object.
 
     >>> import jax.numpy as jnp
+    >>> from jhost._jax import arg_names, result_paths
     >>> traced = trace(lambda x, y: {"sum": x + y}, (1.0, jnp.ones(2)), {})
     >>> arg_names(traced.jaxpr), result_paths(traced.jaxpr)
     (('x', 'y'), ("result['sum']",))

@@ -7,15 +7,19 @@ that made what it reads, and those before it on its stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from typing import Literal, TypeAlias
 
+from jhost.lowering.cost.copies import (
+    Copies,
+    bytes_of,
+    copy_of,
+    written_in_pieces,
+)
 from jhost.lowering.cost.kernels import (
     Kernel,
     handed_on,
     kernels,
-    made_by_contraction,
-    read_by_contraction,
     steps_for,
 )
 from jhost.lowering.cost.places import Places
@@ -23,9 +27,7 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
-from jhost.lowering.ir.effects import read_whole
-from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate, leaves
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart
@@ -110,8 +112,11 @@ class _Unrolled(Machine):
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
-        self.in_pieces = in_pieces | _in_pieces(program)
-        self.stacked = {b.name for b in program.results} if in_body else set[str]()
+        self.copies = Copies(
+            self.places,
+            in_pieces=in_pieces | written_in_pieces(program),
+            stacked={b.name for b in program.results} if in_body else set(),
+        )
         self.sent = {
             stmt.source.name
             for stmt in ir.walk(program.body)
@@ -240,11 +245,11 @@ class _Unrolled(Machine):
 
     def in_turn(self, stmt: ir.Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
-        work = [*kernels(stmt, self.mesh, self.at), *self.copies(stmt)]
+        work = [*kernels(stmt, self.mesh, self.at), *self.copies.of(stmt)]
         sums = [stmt.outs[number] for number in accumulators(stmt)]
         # A matmul adds in place, and reads what it adds to; a kernel does not.
         times = 1 + any(each.rule.matmul is not None for each in stmt.unit.eqns)
-        work += [Kernel(times * _size(buffer)) for buffer in sums]
+        work += [Kernel(times * bytes_of(buffer)) for buffer in sums]
         read = [*stmt.ins, *sums]
         after = self.chain().union(*map(self.places.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
@@ -267,7 +272,7 @@ class _Unrolled(Machine):
         after: frozenset[int] = frozenset(),
     ) -> None:
         devices = axes_size(axes, self.mesh)
-        received = received_bytes(kind, _size(source), devices)
+        received = received_bytes(kind, bytes_of(source), devices)
         link = self.rates.link(kind, axes)
         task = Task(
             seconds=link.seconds(kind, received, devices),
@@ -294,83 +299,21 @@ class _Unrolled(Machine):
 
     # --- Copies --------------------------------------------------------------- #
 
-    def copies(self, stmt: ir.Compute) -> Iterator[Kernel]:
-        """Contractions neither write into a part of an array nor read one in place.
-
-        What is read in the pieces in which it is written never is one array.  Pieces of
-        known places are put together when it is first read as one.
-        """
-        for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
-            alias = self.alias(buffer)
-            by_rank = heavy and alias is not None and _by_rank(alias)
-            if by_rank or self.is_put_together(buffer):
-                yield _copy(buffer)
-        for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
-            alias = self.alias(buffer)
-            if heavy and alias is not None and _by_rank(alias):
-                yield _copy(buffer)
-
     def cut(self, source: ir.Buffer, after: frozenset[int]) -> frozenset[int]:
         """The tasks that make `source`; with a copy, if it is a device's part."""
-        if not self.is_part_by_rank(source):
+        if not self.copies.is_part_by_rank(source):
             return after
         self.add(self.copy("cut", source, after), [])
         return frozenset({len(self.tasks) - 1})
 
     def put(self, out: ir.Buffer, after: frozenset[int]) -> None:
         """A copy of what those tasks brought, if it has a place in an array."""
-        if self.is_part_by_rank(out) or self.is_put_together(out):
+        copies = self.copies
+        if copies.is_part_by_rank(out) or copies.is_put_together(out):
             self.add(self.copy("put", out, after), [out])
 
     def copy(
         self, kind: Literal["cut", "put"], part: ir.Buffer, after: frozenset[int]
     ) -> Task:
-        seconds, host = _copy(part).seconds(self.rates), self.rates.host
+        seconds, host = copy_of(part).seconds(self.rates), self.rates.host
         return Task(seconds=seconds, host=host, after=after, copy=kind)
-
-    def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
-        """Whether no transfer or copy reaches it in place.
-
-        Parts of an all-to-all's other dim, that is: those of the dim in chunks are in
-        the rates, which were fitted to what loops took that make and move them.
-        """
-        alias = self.alias(buffer)
-        if alias is None or alias.source.dims[alias.dim].stream:
-            return False
-        return _by_rank(alias)
-
-    def is_put_together(self, buffer: ir.Buffer) -> bool:
-        """Whether it is a piece, at a known place, of what is read as one array.
-
-        The copy by which a scan stacks a result takes that from its pieces.
-        """
-        alias = self.alias(buffer)
-        if alias is None or alias.drop or _by_rank(alias):
-            return False
-        return alias.source.name not in self.stacked
-
-    def alias(self, buffer: ir.Buffer) -> ir.Select | None:
-        """Which part of an array a buffer is, if it is one."""
-        root, *_ = self.places.of(buffer.name)
-        _, alias = self.places.aliases.get(buffer.name, (None, None))
-        return None if root in self.in_pieces else alias
-
-
-def _in_pieces(program: Program) -> set[str]:
-    """What is written part by part and not read as a whole."""
-    stmts = ir.walk(program.body)
-    made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
-    return made - read_whole(program)
-
-
-def _by_rank(alias: ir.Select) -> bool:
-    """Whether a device's part is known only when it runs."""
-    return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
-
-
-def _copy(buffer: ir.Buffer) -> Kernel:
-    return Kernel(2 * _size(buffer))
-
-
-def _size(buffer: ir.Buffer) -> int:
-    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)

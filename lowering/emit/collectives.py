@@ -14,7 +14,7 @@ from jax import lax
 from jhost.lowering.ir.ranks import AtRanks, Ranks
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.ir.transfers import Transfer
-from jhost.lowering.rules.dim_rule import COMBINE, Reducer
+from jhost.lowering.rules.reducers import COMBINE, Reducer
 
 _EXTREMA: Mapping[Reducer, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
 

@@ -30,7 +30,7 @@ from jhost.lowering.ir.statements import (
     Unit,
     While,
 )
-from jhost.lowering.rules.dim_rule import COMBINE
+from jhost.lowering.rules.reducers import COMBINE
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
 OnDevices: TypeAlias = Callable[..., Any]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jhost.lowering.ir.statements import Compute
-from jhost.lowering.rules.dim_rule import COMBINE, factors_of
+from jhost.lowering.rules.dim_rule import factors_of
+from jhost.lowering.rules.reducers import COMBINE
 
 
 def accumulators(stmt: Compute) -> list[int]:

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from jhost._primitives import Spec
 from jhost.lowering.ir.statements import Buffer, Dim
-from jhost.lowering.rules.dim_rule import Reducer, axes_size
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.rules.reducers import Reducer
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim, the mesh axes that shard it, major first."""

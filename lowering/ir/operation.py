@@ -9,14 +9,9 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    Dims,
-    Factors,
-    Reducer,
-    axes_size,
-    factors_of,
-)
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.dim_rule import DimRule, Dims, axes_size, factors_of
+from jhost.lowering.rules.reducers import Reducer
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""

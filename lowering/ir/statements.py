@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jhost.lowering.ir.index import Constant, Index
-from jhost.lowering.rules.dim_rule import DimRule, Reducer
+from jhost.lowering.rules.dim_rule import DimRule
+from jhost.lowering.rules.reducers import Reducer
 
 if TYPE_CHECKING:
     from jhost.lowering.ir.program import Program

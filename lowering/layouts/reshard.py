@@ -25,7 +25,8 @@ from jhost.lowering.ir.layout import (
     used_axes,
 )
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.rules.dim_rule import Reducer, axes_size
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.rules.reducers import Reducer
 
 StepKind: TypeAlias = Literal[
     "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather", "SwapAxes"

@@ -24,7 +24,8 @@ from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.loops.causal import hidden_steps
 from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
 from jhost.lowering.loops.collective import chunk_size
-from jhost.lowering.rules.dim_rule import COMBINE, Reducer, axes_size
+from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.rules.reducers import COMBINE, Reducer
 from jhost.lowering.streams.parts import Access
 from jhost.lowering.units.make import unit_of
 

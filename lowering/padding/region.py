@@ -33,13 +33,9 @@ from jhost.lowering.ir.statements import (
     Set,
     Stmt,
 )
-from jhost.lowering.rules.dim_rule import (
-    Dims,
-    Factors,
-    Reducer,
-    axes_size,
-    factors_of,
-)
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.dim_rule import Dims, axes_size, factors_of
+from jhost.lowering.rules.reducers import Reducer
 
 Key: TypeAlias = tuple[int, int] | tuple[str, int]
 """What is padded: a factor of the statement of that number, or a dim of a value whose

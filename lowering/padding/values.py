@@ -24,7 +24,8 @@ from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
 from jhost.lowering.padding.region import Ask, Operands, PaddedRegion, plan_region
-from jhost.lowering.rules.dim_rule import Dims, Reducer, identity, shape_of
+from jhost.lowering.rules.dim_rule import Dims, shape_of
+from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.units.make import computes_of
 
 _Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]

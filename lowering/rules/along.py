@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.dim_rule import DimRule, along, leading, rule, shape_of
+from jhost.lowering.rules.building import along, leading
+from jhost.lowering.rules.dim_rule import DimRule, rule, shape_of
 
 # --- Along one dim or a few --------------------------------------------------- #
 

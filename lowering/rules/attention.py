@@ -29,14 +29,8 @@ from jhost.lowering.rules.attention_kernels import (
 )
 from jhost.lowering.rules.attention_maps import Maps, Sizes
 from jhost.lowering.rules.attention_parts import weighted
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    Dims,
-    Reducer,
-    rule,
-    shape_of,
-    without_factors,
-)
+from jhost.lowering.rules.dim_rule import DimRule, Dims, rule, shape_of, without_factors
+from jhost.lowering.rules.reducers import Reducer
 
 _BNTH = 1  # of JAX's two layouts; the other is BTNH
 

@@ -10,17 +10,17 @@ from typing import TypeAlias
 import numpy as np
 
 from jhost.lowering.rules.attention_parts import Blocks
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     Combine,
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
-    Reducer,
     Window,
     part_shape,
 )
+from jhost.lowering.rules.reducers import Reducer
 
 MakeBlocks: TypeAlias = Callable[..., Blocks]
 

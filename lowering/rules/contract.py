@@ -8,19 +8,18 @@ from typing import Any, TypeAlias
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jhost.lowering.rules.building import Factors, without
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
-    Reducer,
     bind,
     bind_same,
     rule,
     shape_of,
-    without,
 )
+from jhost.lowering.rules.reducers import Reducer
 
 DotNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]

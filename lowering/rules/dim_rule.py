@@ -6,73 +6,20 @@ None, which means that the dim must be whole.  Sharding, resharding and streams 
 read this one table; nothing else knows primitives.  The rules themselves stand in
 `elementwise.py`, `shape.py`, `contract.py`, `ragged.py`, `along.py`, `index.py`,
 `gather.py`, `scatter.py`, `random.py`, `attention.py`, `written_attention.py`,
-`partitioning.py` and `shard_map.py`; `table.py` has them all.
+`partitioning.py` and `shard_map.py`, and are written down with `building.py`;
+`table.py` has them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 
-Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or", "softmax"]
-"""How parts of a reduced factor become one; by "softmax", results together."""
-
-COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
-    "sum": lax.add,
-    "prod": lax.mul,
-    "max": lax.max,
-    "min": lax.min,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
-"""How reducers combine two values each; and and or are bitwise on integers."""
-
-
-def identity(reducer: Reducer, dtype: np.dtype) -> Any:
-    """The scalar that changes nothing where it is combined with another."""
-    match reducer:
-        case "sum" | "or":
-            value: Any = 0
-        case "prod":
-            value = 1
-        case "and":
-            value = -1 if jnp.issubdtype(dtype, jnp.signedinteger) else _most(dtype)
-        case "max":
-            value = _least(dtype)
-        case "min":
-            value = _most(dtype)
-        case "softmax":
-            raise AssertionError(
-                "no scalar is neutral among results that belong together"
-            )
-    return np.asarray(value).astype(dtype)[()]
-
-
-def _least(dtype: np.dtype) -> Any:
-    if dtype == np.bool_:
-        return False
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).min
-    # Some narrow floats have no infinity.
-    return -np.inf if _has_infinity(dtype) else jnp.finfo(dtype).min
-
-
-def _most(dtype: np.dtype) -> Any:
-    if dtype == np.bool_:
-        return True
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).max
-    return np.inf if _has_infinity(dtype) else jnp.finfo(dtype).max
-
-
-def _has_infinity(dtype: np.dtype) -> bool:
-    return bool(np.isinf(np.asarray(np.inf).astype(dtype)))
+from jhost.lowering.rules.reducers import Reducer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,7 +235,7 @@ def known_primitives() -> frozenset[str]:
     return ruled_primitives() | frozenset(_opaque)
 
 
-# --- Building rules ----------------------------------------------------------- #
+# --- Shapes ------------------------------------------------------------------- #
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -306,87 +253,6 @@ def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
         opaque=True,
         reason=reason,
     )
-
-
-class Factors:
-    """Collects the factors of a rule while its maps are written down."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.reducers: list[Reducer | None] = []
-
-    def new(self, size: int, reducer: Reducer | None = None) -> int:
-        """A new factor."""
-        self.sizes.append(size)
-        self.reducers.append(reducer)
-        return len(self.sizes) - 1
-
-    def dims(self, shape: Sequence[int], whole: Container[int] = ()) -> Dims:
-        """A new factor for each dim of `shape` that is not among the `whole` ones."""
-        return tuple(
-            None if dim in whole else FactorDim(self.new(size))
-            for dim, size in enumerate(shape)
-        )
-
-    def rule(
-        self,
-        operands: Sequence[Sequence[FactorDim | None]],
-        results: Sequence[Sequence[FactorDim | None]],
-        rebind: Rebind = bind_same,
-        pinned: Sequence[tuple[str, ...]] | None = None,
-    ) -> DimRule:
-        """The finished rule."""
-        return DimRule(
-            sizes=tuple(self.sizes),
-            reducers=tuple(self.reducers),
-            operands=tuple(tuple(dims) for dims in operands),
-            results=tuple(tuple(dims) for dims in results),
-            rebind=rebind,
-            pinned=None if pinned is None else tuple(pinned),
-        )
-
-
-def along(eqn: JaxprEqn, axes: Container[int], sizes: str | None = None) -> DimRule:
-    """The rule of an equation that works along `axes`, which stay whole.
-
-    Its values share the other dims; they may lack `axes`, or be scalars.  `sizes`
-    names the parameter that has a size a dim.
-    """
-    factors = Factors()
-    dims = factors.dims(shape_of(eqn.invars[0]), whole=axes)
-    kept = without(dims, axes)
-    by_rank: dict[int, Dims] = {0: (), len(kept): kept, len(dims): dims}
-    return factors.rule(
-        [by_rank[len(shape_of(v))] for v in eqn.invars],
-        [by_rank[len(shape_of(v))] for v in eqn.outvars],
-        rebind_local(sizes, dims) if sizes else bind_same,
-    )
-
-
-def leading(eqn: JaxprEqn, rank: int) -> DimRule:
-    """The rule of an equation that repeats itself over the first `rank` dims."""
-    factors = Factors()
-    batch = factors.dims(shape_of(eqn.invars[0])[:rank])
-
-    def dims(atom: Any) -> Dims:
-        return batch + (None,) * (len(shape_of(atom)) - rank)
-
-    return factors.rule([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
-
-
-def without(dims: Dims, removed: Container[int]) -> Dims:
-    """`dims` less those at the positions `removed`."""
-    return tuple(dim for position, dim in enumerate(dims) if position not in removed)
-
-
-def rebind_local(parameter: str, dims: Dims) -> Rebind:
-    """The rebind of equations whose `parameter` has the sizes of `dims`."""
-
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        sizes = part_shape(dims, eqn.params[parameter], place)
-        return bind(eqn, args, **{parameter: sizes})
-
-    return rebind
 
 
 def part_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:

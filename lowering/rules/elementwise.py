@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
-    Factors,
     Place,
     rule,
     shape_of,

@@ -16,19 +16,18 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors, without
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
-    Factors,
     Place,
     Rebind,
-    Reducer,
     bind,
     part_shape,
     rule,
     shape_of,
-    without,
 )
+from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.rows import (
     MODES,
     Rows,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.dim_rule import DimRule, along, rule, shape_of
+from jhost.lowering.rules.building import along
+from jhost.lowering.rules.dim_rule import DimRule, rule, shape_of
 from jhost.lowering.rules.rows import differing
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.dim_rule import Reducer
+from jhost.lowering.rules.reducers import Reducer
 
 OperandSet: TypeAlias = frozenset[int]
 """Operands, by position, over whose reduction together an equation distributes."""

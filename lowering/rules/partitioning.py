@@ -19,11 +19,11 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jhost._jax import ClosedJaxpr, aval_of, evaluate, rewritten
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
     part_shape,
     rule,

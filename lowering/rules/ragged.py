@@ -18,17 +18,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.contract import DotNumbers, product, rebind_product
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
-    Reducer,
     rule,
     shape_of,
 )
+from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.work import matmul_of
 

@@ -21,14 +21,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from jhost._jax import hashes_positions, makes_threefry_keys
+from jhost.lowering.rules.building import Factors, leading
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
     factors_of,
-    leading,
     part_shape,
     rule,
     shape_of,

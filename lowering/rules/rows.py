@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jhost.lowering.rules.dim_rule import Dims, FactorDim, Factors, Place, Reducer
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.dim_rule import Dims, FactorDim, Place
+from jhost.lowering.rules.reducers import Reducer
 
 MODES = frozenset(
     {

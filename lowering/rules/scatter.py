@@ -17,19 +17,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors, without
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
-    Reducer,
     bind,
-    identity,
     rule,
     shape_of,
-    without,
 )
+from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.rules.rows import (
     MODES,
     Rows,

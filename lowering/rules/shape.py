@@ -10,14 +10,12 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jhost.lowering.rules.building import Factors, along, rebind_local
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
-    Factors,
     Place,
-    along,
     part_shape,
-    rebind_local,
     rule,
     shape_of,
 )

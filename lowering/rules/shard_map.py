@@ -24,11 +24,11 @@ from jhost._jax import (
     without_mesh,
     without_types,
 )
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Factors,
     Place,
     bind,
     rule,

@@ -23,15 +23,8 @@ from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import Maps, Sizes
 from jhost.lowering.rules.attention_parts import Blocks, weighted
-from jhost.lowering.rules.dim_rule import (
-    Combine,
-    DimRule,
-    Dims,
-    Place,
-    Reducer,
-    rule,
-    shape_of,
-)
+from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Place, rule, shape_of
+from jhost.lowering.rules.reducers import Reducer
 
 
 @rule("dot_product_attention")

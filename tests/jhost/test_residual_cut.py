@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost._call.residual_cut import hand_over_least
+from jhost._jax import Residual, Split, evaluate
 from tests.jhost.derived import backward, programs
 from tests.lowering.on_mesh import on
 from tests.lowering.traced import array
@@ -173,6 +175,26 @@ def test_a_policy_says_what_a_scan_stacks() -> None:
         return jax.lax.scan(layer, x, weights)[0]
 
     assert stacked(f) == LEAST[1:]
+
+
+def test_what_a_scan_stacks_for_more_than_another_scan_stays() -> None:
+    """Two operands of the second program may be one result of the first."""
+
+    def first(x: Array) -> tuple[Array, Array]:
+        return jax.lax.scan(lambda c, row: (c + row, jnp.sin(c) * row), x[0], x)
+
+    def second(sliced: Array, whole: Array, t: Array) -> Array:
+        total, _ = jax.lax.scan(lambda c, row: (c * row, None), t, sliced)
+        return total + jnp.sum(whole)
+
+    x, t = array(3, 8), array(8, seed=1)
+    handed = Residual(result=1)
+    ys = first(x)[1]
+    programs = jax.make_jaxpr(first)(x), jax.make_jaxpr(second)(ys, ys, t)
+    split = hand_over_least(Split(*programs, (handed, handed), kept=1))
+    (_, *made), (residual,) = evaluate(split.first, [x]), split.residuals
+    (result,) = evaluate(split.second, [[None, *made][residual.result or 0], t])
+    chex.assert_trees_all_close(result, second(ys, ys, t), rtol=1e-6)
 
 
 # --- Any function ------------------------------------------------------------------- #

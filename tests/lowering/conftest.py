@@ -17,14 +17,8 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jhost.lowering.rules.dim_rule import (
-    DimRule,
-    Dims,
-    FactorDim,
-    Reducer,
-    bind,
-    factors_of,
-)
+from jhost.lowering.rules.dim_rule import DimRule, Dims, FactorDim, bind, factors_of
+from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.table import rule_of
 
 # Public modules with primitives of their own that `import jax` does not load.

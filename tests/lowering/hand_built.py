@@ -27,7 +27,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     Stream,
 )
-from jhost.lowering.rules.dim_rule import Reducer
+from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.units.make import unit_of
 from jhost.lowering.verify.program import verify
 

@@ -26,7 +26,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     Wait,
 )
-from jhost.lowering.rules.dim_rule import Reducer
+from jhost.lowering.rules.reducers import Reducer
 from tests.lowering.hand_built import (
     I,
     buffer,

@@ -20,7 +20,7 @@ from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
-from jhost.lowering.rules.dim_rule import COMBINE, Reducer
+from jhost.lowering.rules.reducers import COMBINE, Reducer
 from jhost.lowering.rules.table import distributes
 from tests.lowering.on_mesh import communications, each_size, exact, on, program_of, tp
 from tests.lowering.traced import array, built, loops, remarks, work

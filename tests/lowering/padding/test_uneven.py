@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
-from jhost.lowering.rules.dim_rule import COMBINE, Reducer, identity
+from jhost.lowering.rules.reducers import COMBINE, Reducer, identity
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, on, program_of, tp
 from tests.lowering.traced import array, loops, notes

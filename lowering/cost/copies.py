@@ -1,0 +1,94 @@
+"""What XLA copies beside kernels: parts of arrays that are not worked on in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set as AbstractSet
+
+from jhost.lowering.cost.kernels import (
+    Kernel,
+    made_by_contraction,
+    read_by_contraction,
+)
+from jhost.lowering.cost.places import Places
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.effects import read_whole
+from jhost.lowering.ir.index import Rank, leaves
+from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.program import Program
+
+
+class Copies:
+    """Asked in the order in which a program runs, whose `places` are those so far.
+
+    What is `in_pieces` never is one array, and a scan stacks what is `stacked`.
+    """
+
+    def __init__(
+        self, places: Places, *, in_pieces: AbstractSet[str], stacked: AbstractSet[str]
+    ) -> None:
+        self.places = places
+        self.in_pieces = in_pieces
+        self.stacked = stacked
+
+    def of(self, stmt: ir.Compute) -> Iterator[Kernel]:
+        """Contractions neither write into a part of an array nor read one in place.
+
+        What is read in the pieces in which it is written never is one array.  Pieces of
+        known places are put together when it is first read as one.
+        """
+        for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
+            alias = self.alias(buffer)
+            by_rank = heavy and alias is not None and _by_rank(alias)
+            if by_rank or self.is_put_together(buffer):
+                yield copy_of(buffer)
+        for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
+            alias = self.alias(buffer)
+            if heavy and alias is not None and _by_rank(alias):
+                yield copy_of(buffer)
+
+    def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
+        """Whether no transfer or copy reaches it in place.
+
+        Parts of an all-to-all's other dim, that is: those of the dim in chunks are in
+        the rates, which were fitted to what loops took that make and move them.
+        """
+        alias = self.alias(buffer)
+        if alias is None or alias.source.dims[alias.dim].stream:
+            return False
+        return _by_rank(alias)
+
+    def is_put_together(self, buffer: ir.Buffer) -> bool:
+        """Whether it is a piece, at a known place, of what is read as one array.
+
+        The copy by which a scan stacks a result takes that from its pieces.
+        """
+        alias = self.alias(buffer)
+        if alias is None or alias.drop or _by_rank(alias):
+            return False
+        return alias.source.name not in self.stacked
+
+    def alias(self, buffer: ir.Buffer) -> ir.Select | None:
+        """Which part of an array a buffer is, if it is one."""
+        root, *_ = self.places.of(buffer.name)
+        _, alias = self.places.aliases.get(buffer.name, (None, None))
+        return None if root in self.in_pieces else alias
+
+
+def written_in_pieces(program: Program) -> set[str]:
+    """What is written part by part and not read as a whole."""
+    stmts = ir.walk(program.body)
+    made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
+    return made - read_whole(program)
+
+
+def _by_rank(alias: ir.Select) -> bool:
+    """Whether a device's part is known only when it runs."""
+    return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
+
+
+def copy_of(buffer: ir.Buffer) -> Kernel:
+    return Kernel(2 * bytes_of(buffer))
+
+
+def bytes_of(buffer: ir.Buffer) -> int:
+    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
