@@ -11,9 +11,9 @@ import jax
 from jhost import _text
 from jhost._tuning import Environment, TunedProgram, Tuning
 from jhost._version import __version__
-from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import Tuned, Tunings
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import AnyMesh
 

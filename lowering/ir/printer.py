@@ -7,13 +7,8 @@ tp) or `8~s0` (cut into chunks by stream s0).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh
+from typing import TYPE_CHECKING
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import written
@@ -25,12 +20,18 @@ from jhost.lowering.ir.marks import (
     StreamChoice,
     StreamRequest,
 )
-from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.ir.unit_printer import (
+    INDENT,
+    eqn_text,
+    is_inline,
+    shared_units,
+    type_text,
+    unit_lines,
+)
 
 if TYPE_CHECKING:
     from jhost.lowering.ir.program import Program
 
-INDENT = "  "
 _COMBINE = {
     "sum": "+=",
     "prod": "*=",
@@ -40,17 +41,6 @@ _COMBINE = {
     "or": "|=",
     "softmax": "softmax=",
 }
-# Parameters that say what an equation does and that its types do not show.
-_SHOWN_PARAMS = (
-    "axes",
-    "axis",
-    "dimension",
-    "permutation",
-    "start_indices",
-    "limit_indices",
-    "reverse",
-    "y",
-)
 
 
 def program_lines(
@@ -67,9 +57,9 @@ def program_lines(
     yield ""
     yield from _body_lines(body, {buffer.name for buffer in params}, INDENT)
     yield f"{INDENT}return {_names(results)}".rstrip()
-    for unit in _shared_units(body):
+    for unit in shared_units(body):
         yield ""
-        yield from _unit_lines(unit)
+        yield from unit_lines(unit)
 
 
 def _inner_lines(what: str, program: Program, indent: str) -> Iterator[str]:
@@ -81,8 +71,8 @@ def _inner_lines(what: str, program: Program, indent: str) -> Iterator[str]:
     known = {buffer.name for buffer in program.params}
     yield from _body_lines(program.body, known, inner)
     yield f"{inner}return {_names(program.results)}".rstrip()
-    for unit in _shared_units(program.body):
-        yield from (f"{inner}{line}" for line in _unit_lines(unit))
+    for unit in shared_units(program.body):
+        yield from (f"{inner}{line}" for line in unit_lines(unit))
 
 
 def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
@@ -125,16 +115,6 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
             return f"if {shown}:"
         case ir.Scan() | ir.While() | ir.Cond():
             return _control_text(stmt, known)
-
-
-def type_text(buffer: ir.Buffer) -> str:
-    """The type of a buffer, as `f32[2@tp, 4]`."""
-    dims = zip(buffer.shape, buffer.dims, strict=True)
-    text = f"{_dtype_text(buffer.dtype)}[{', '.join(_dim_text(n, d) for n, d in dims)}]"
-    if buffer.partial:
-        reductions = [f"{reducer} {axis}" for axis, reducer in buffer.partial]
-        text += f" partial({', '.join(reductions)})"
-    return text
 
 
 def stream_text(stream: ir.Stream) -> str:
@@ -190,9 +170,9 @@ def _select_parts(stmt: ir.Select) -> Iterator[str]:
 def _compute_text(stmt: ir.Compute, known: Collection[str]) -> str:
     ins = [buffer.name for buffer in stmt.ins]
     # A program that breaks this is printed all the same: the verifier's note.
-    if _is_inline(stmt.unit) and len(ins) == len(stmt.unit.invars):
+    if is_inline(stmt.unit) and len(ins) == len(stmt.unit.invars):
         names = dict(zip(stmt.unit.invars, ins, strict=True))
-        call = _eqn_text(stmt.unit.eqns[0].eqn, names)
+        call = eqn_text(stmt.unit.eqns[0].eqn, names)
     else:
         call = f"compute {stmt.unit.name}({', '.join(ins)})"
     target = _target(stmt.outs, known, stmt.reducer and _COMBINE[stmt.reducer])
@@ -259,88 +239,9 @@ def _mark_text(mark: Mark) -> str:
     return f"jhost.shard({mark.buffer}, {spec_text(mark.spec)})"
 
 
-# --- Units -------------------------------------------------------------------- #
-
-
-def _is_inline(unit: ir.Unit) -> bool:
-    """Whether a unit is one equation, which then stands in its statement."""
-    return len(unit.eqns) == 1 and tuple(unit.eqns[0].eqn.outvars) == unit.outvars
-
-
-def _shared_units(body: tuple[ir.Stmt, ...]) -> list[ir.Unit]:
-    units = [stmt.unit for stmt in ir.walk(body) if isinstance(stmt, ir.Compute)]
-    return list({unit.name: unit for unit in units if not _is_inline(unit)}.values())
-
-
-def _unit_lines(unit: ir.Unit) -> Iterator[str]:
-    fresh = _letters()
-    names = {var: next(fresh) for var in unit.invars}
-    params = [f"{names[var]}: {aval_text(var)}" for var in unit.invars]
-    yield f"unit {unit.name}({', '.join(params)}):"
-    for unit_eqn in unit.eqns:
-        eqn = unit_eqn.eqn
-        call = _eqn_text(eqn, names)
-        names.update({var: next(fresh) for var in eqn.outvars})
-        outs = [f"{names[var]}: {aval_text(var)}" for var in eqn.outvars]
-        yield f"{INDENT}{', '.join(outs)} = {call}"
-    yield f"{INDENT}return {', '.join(names[var] for var in unit.outvars)}"
-
-
-def _eqn_text(eqn: JaxprEqn, names: dict[Var, str]) -> str:
-    parts = [
-        _literal_text(v) if isinstance(v, Literal) else names[v] for v in eqn.invars
-    ]
-    shown = [
-        name for name in _SHOWN_PARAMS if eqn.params.get(name) not in (None, False)
-    ]
-    parts += [f"{name}={eqn.params[name]}" for name in shown]
-    return f"{eqn.primitive.name}({', '.join(parts)})"
-
-
-def _literal_text(literal: Literal) -> str:
-    is_number = isinstance(getattr(literal.aval, "dtype", None), np.dtype)
-    if shape_of(literal) or not is_number:
-        return aval_text(literal)
-    return str(np.asarray(literal.val)[()])
-
-
-def _letters() -> Iterator[str]:
-    """a, b, ..., z, aa, ab, ..."""
-    for length in itertools.count(1):
-        for letters in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=length):
-            yield "".join(letters)
-
-
-# --- Types -------------------------------------------------------------------- #
-
-
 def _typed(buffer: ir.Buffer) -> str:
     return f"{buffer.name}: {type_text(buffer)}"
 
 
 def _names(buffers: Sequence[ir.Buffer]) -> str:
     return ", ".join(buffer.name for buffer in buffers)
-
-
-def mesh_text(mesh: AbstractMesh) -> str:
-    axes = [f"{axis}={size}" for axis, size in mesh.shape.items()]
-    return f" on {', '.join(axes)}" if axes else ""
-
-
-def _dim_text(size: int, dim: ir.Dim) -> str:
-    axes = dim.axes[0] if len(dim.axes) == 1 else f"({', '.join(dim.axes)})"
-    stream = f"~{dim.stream}" if dim.stream else ""
-    return f"{size}@{axes}{stream}" if dim.axes else f"{size}{stream}"
-
-
-def aval_text(atom: Any) -> str:
-    """The type of a variable or literal, as `f32[2, 4]`."""
-    dtype = getattr(atom.aval, "dtype", "?")
-    return f"{_dtype_text(dtype)}[{', '.join(map(str, shape_of(atom)))}]"
-
-
-def _dtype_text(dtype: Any) -> str:
-    name = str(getattr(dtype, "name", dtype))
-    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        name = name.replace(long, short)
-    return name

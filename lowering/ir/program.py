@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from jax.sharding import AbstractMesh
 
 from jhost.lowering.ir.marks import Mark
-from jhost.lowering.ir.printer import mesh_text, program_lines
+from jhost.lowering.ir.printer import program_lines
 from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import Buffer, Stmt, node
+from jhost.lowering.ir.unit_printer import mesh_text
 
 
 @node

@@ -1,50 +1,22 @@
 """Give every value a layout: which mesh axes shard its dims on every device.
 
-`solve_layouts` decides; this pass writes the decisions into the program.  Buffers get
-their local shapes, and where a value must change its layout stands a `Reshard`, which
-`convert_to_communications` turns into communications.
+`solve_layouts` decides, and `Rewriter` writes the decisions into the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable
 from typing import ClassVar, TypeAlias
 
-from jhost._jax import fresh_var
-from jhost.lowering.ir.bodies import with_bodies
-from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
-from jhost.lowering.ir.marks import BarrierMark, Mark, ShardMark
-from jhost.lowering.ir.names import Names
-from jhost.lowering.ir.operation import Operation
+from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.statements import (
-    Buffer,
-    Compute,
-    Cond,
-    ControlFlow,
-    Reshard,
-    Scan,
-    Set,
-    Stmt,
-    While,
-)
+from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.layouts.hidden_dims import one_way_each, streamed_dims
-from jhost.lowering.layouts.levels import Crossing, Level, flattened, local_name
+from jhost.lowering.layouts.levels import Level, flattened
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.reshard import StepKind, plan_reshard
+from jhost.lowering.layouts.rewriter import Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
-
-_RESHARDED: Mapping[StepKind, str] = {
-    "AllGather": "gathered",
-    "AllReduce": "reduced",
-    "ReduceScatter": "scattered",
-    "AllToAll": "exchanged",
-    "Select": "part",
-    "SwapAxes": "swapped",
-}
-
 
 Solutions: TypeAlias = dict[Hashable, Solution]
 """Solutions by all that they depend on."""
@@ -70,7 +42,7 @@ class PropagateLayouts:
         solution = solve_program(program, self.known)
         marks = shardings_of(solution.level)
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
-        return _Rewriter(solution.level, solution, remarks).rewrite()
+        return Rewriter(solution.level, solution, remarks).rewrite()
 
 
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:
@@ -103,233 +75,3 @@ def shardings_of(level: Level) -> dict[str, ShardMark]:
         for mark in each.program.marks
         if isinstance(mark, ShardMark)
     }
-
-
-class _Rewriter:
-    """Writes the layouts of one level into its program, and those of its bodies."""
-
-    def __init__(
-        self, level: Level, solution: Solution, explain: LayoutRemarks
-    ) -> None:
-        self.program, self.prefix = level.program, level.prefix
-        self.level = level
-        self.solution = solution
-        self.explain = explain
-        self.remarks: list[Remark | None] = []
-        self.mesh = dict(self.program.mesh.shape)
-        self.names = Names.of(self.program)
-        self.body: list[Stmt] = []
-        self.buffers: dict[str, Buffer] = {}
-        self.resharded: dict[tuple[str, Layout], Buffer] = {}
-        self.produced: dict[str, str] = {}
-        kept = {self.prefix + result.name for result in self.program.results}
-        kept |= {
-            self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
-        }
-        numbers = (step for step in level.steps if isinstance(step, int))
-        makers = (op for op in map(solution.operations.__getitem__, numbers))
-        self.fills = {
-            op.outs[0]: op
-            for op in makers
-            if op.makes_any_part and op.outs[0] not in kept
-        }
-
-    def rewrite(self, leaves: Sequence[int] | None = None) -> Program:
-        """The program with local shapes, and a `Reshard` wherever a layout changes.
-
-        Results of a body are as they leave it, by the operations `leaves`.
-        """
-        params = tuple(self.at_rest(param) for param in self.program.params)
-        for stmt, step in zip(self.program.body, self.level.steps, strict=True):
-            if isinstance(step, Crossing):
-                assert isinstance(stmt, Scan | While | Cond)
-                self.control_flow(stmt, step)
-            elif isinstance(stmt, Set):
-                assert step is not None
-                self.copy(step, stmt)
-            elif isinstance(stmt, Compute):
-                assert step is not None
-                if self.fills.keys().isdisjoint(self.solution.operations[step].outs):
-                    self.compute(step, stmt)
-        if leaves is None:
-            names = (self.prefix + result.name for result in self.program.results)
-            results = tuple(self.buffers[name] for name in names)
-        else:
-            results = tuple(self.leaving(number) for number in leaves)
-        return dataclasses.replace(
-            self.program,
-            params=params,
-            results=results,
-            body=tuple(self.body),
-            marks=tuple(self.marks()),
-            remarks=(*self.program.remarks, *filter(None, self.remarks)),
-        )
-
-    # --- Control flow --------------------------------------------------------- #
-
-    def control_flow(self, stmt: ControlFlow, crossing: Crossing) -> None:
-        """`stmt` on operands as its bodies want them, its bodies rewritten."""
-        ins = [
-            tuple(self.required(number) for number in enters)
-            for enters in crossing.enters
-        ]
-        bodies = [
-            _Rewriter(level, self.solution, self.explain).rewrite(leaves)
-            for level, leaves in zip(crossing.levels, crossing.leaves, strict=True)
-        ]
-        leaving = crossing.leaves[0 if isinstance(stmt, Cond) else -1]
-        outs, moved = self.results(leaving, stmt.outs)
-        self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
-        self.body.extend(moved)
-
-    def leaving(self, number: int) -> Buffer:
-        """A result of a body, in the layout in which it leaves it."""
-        return self.required(number)
-
-    def required(self, number: int) -> Buffer:
-        """The one operand of an operation, in the layout that it wants."""
-        return self.operand(number, 0, self.solution.wanted(number))
-
-    def marks(self) -> Iterator[Mark]:
-        """The marks: a barrier's on what it makes, a fill's on all made of it."""
-        for mark in self.program.marks:
-            names, value = [mark.buffer], self.prefix + mark.buffer
-            if isinstance(mark, BarrierMark):
-                names = [self.produced.get(mark.buffer, mark.buffer)]
-            if value in self.fills:
-                made = self.resharded.items()
-                names = [copy.name for (name, _), copy in made if name == value]
-            yield from (dataclasses.replace(mark, buffer=name) for name in names)
-
-    def at_rest(self, buffer: Buffer) -> Buffer:
-        """`buffer` in the layout that the solution gives it."""
-        name = self.prefix + buffer.name
-        placed = self.place(buffer, self.solution.layouts[name])
-        self.buffers[name] = placed
-        return placed
-
-    def place(
-        self, buffer: Buffer, layout: Layout, partial: Partial = (), name: str = ""
-    ) -> Buffer:
-        return dataclasses.replace(
-            buffer,
-            name=name or buffer.name,
-            shape=local_shape(buffer.shape, layout, self.mesh),
-            dims=dims_of(layout),
-            partial=partial,
-        )
-
-    def copy(self, number: int, stmt: Set) -> None:
-        """A copy, of what an operation has had moved there if there is such a value."""
-        name, out = self.prefix + stmt.source.name, self.at_rest(stmt.out)
-        source = self.resharded.get((name, layout_of(out)), self.buffers[name])
-        self.remarks.append(self.explain.copy(number, layout_of(source)))
-        alike = layout_of(source) == layout_of(out) and not source.partial
-        kind = Set if alike else Reshard
-        self.body.append(kind(out=out, source=source))
-
-    def compute(self, number: int, stmt: Compute) -> None:
-        op, assignment = (
-            self.solution.operations[number],
-            self.solution.assignments[number],
-        )
-        said = len(self.remarks)
-        ins = tuple(
-            self.operand(number, position, op.required(position, assignment))
-            for position in range(len(stmt.ins))
-        )
-        outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
-        if not any(self.remarks[said:]):
-            self.remarks.append(self.explain.left_whole(number))
-        self.remarks.append(self.explain.replication(number))
-        (unit_eqn,) = stmt.unit.eqns
-        unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
-        unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
-        self.body.append(dataclasses.replace(stmt, unit=unit, ins=ins, outs=outs))
-        self.body.extend(moved)
-
-    def results(
-        self, numbers: Sequence[int], buffers: Sequence[Buffer]
-    ) -> tuple[tuple[Buffer, ...], list[Reshard]]:
-        """Results as the operations of those numbers make them, on the way to rest."""
-        outs: list[Buffer] = []
-        moved: list[Reshard] = []
-        for number, buffer in zip(numbers, buffers, strict=True):
-            op = self.solution.operations[number]
-            position = op.outs.index(self.prefix + buffer.name)
-            rest = self.at_rest(buffer)
-            assignment = self.solution.assignments[number]
-            produced = self.place(buffer, *op.produced(position, assignment))
-            if op.hands_on:
-                produced = rest
-            if produced != rest:
-                suffix = "partial" if produced.partial else "produced"
-                name = self.names.fresh(f"{buffer.name}_{suffix}")
-                produced = dataclasses.replace(produced, name=name)
-                self.produced[buffer.name] = name
-                moved.append(Reshard(out=rest, source=produced))
-                self.remarks.append(self.explain.result(number, position, produced))
-            outs.append(produced)
-        return tuple(outs), moved
-
-    def operand(self, number: int, position: int, layout: Layout) -> Buffer:
-        """An operand in `layout`, made or copied once however many read it so."""
-        value = self.solution.operations[number].ins[position]
-        if (value, layout) in self.resharded:
-            return self.resharded[value, layout]
-        if value in self.fills:
-            target = self.made(self.fills[value], layout)
-        elif (have := layout_of(source := self.buffers[value])) == layout:
-            return source
-        else:
-            (*_, last) = plan_reshard(have, layout, (), self.mesh)
-            name = local_name(value)
-            name = self.names.fresh(f"{name}_{_RESHARDED[last.kind]}")
-            whole = self.solution.costs.buffers[value]
-            target = self.place(whole, layout, name=name)
-            self.body.append(Reshard(out=target, source=source))
-            self.remarks.append(self.explain.operand(number, position, have))
-        self.resharded[value, layout] = target
-        return target
-
-    def made(self, op: Operation, layout: Layout) -> Buffer:
-        """The result of an operation that reads nothing, made in `layout`."""
-        assert isinstance(op.stmt, Compute)
-        (eqn,), (out,) = op.stmt.unit.eqns, op.stmt.outs
-        var = fresh_var(eqn.eqn.outvars[0].aval)
-        unit_eqn = dataclasses.replace(
-            eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)
-        )
-        unit = dataclasses.replace(op.stmt.unit, eqns=(unit_eqn,), outvars=(var,))
-        target = self.place(out, layout, name=self.names.fresh(out.name))
-        self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
-        return target
-
-
-def _with_values(
-    stmt: ControlFlow, ins: Sequence[tuple[Buffer, ...]], outs: tuple[Buffer, ...]
-) -> ControlFlow:
-    """`stmt` on other operands, those of each of its bodies, and with other results."""
-    match stmt:
-        case Scan(consts=consts, carry=carry, carried=carried):
-            first, last = len(consts), len(consts) + len(carry)
-            return dataclasses.replace(
-                stmt,
-                consts=ins[0][:first],
-                carry=ins[0][first:last],
-                xs=ins[0][last:],
-                carried=outs[: len(carried)],
-                ys=outs[len(carried) :],
-            )
-        case While(condition_consts=condition_consts, consts=consts):
-            return dataclasses.replace(
-                stmt,
-                condition_consts=ins[0][: len(condition_consts)],
-                consts=ins[1][: len(consts)],
-                carry=ins[1][len(consts) :],
-                carried=outs,
-            )
-        case Cond():
-            return dataclasses.replace(
-                stmt, index=ins[0][0], operands=ins[0][1:], outs=outs
-            )

@@ -11,9 +11,9 @@ from jhost._text import bytes_text
 from jhost.lowering.ir.layout import Layout, layout_of, spec_text, used_axes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
-from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.levels import local_name
 from jhost.lowering.layouts.reshard import plan_reshard

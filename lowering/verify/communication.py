@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.layout import swapped
-from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.statements import (
     Communicate,
     CommunicationKind,
@@ -17,6 +16,7 @@ from jhost.lowering.ir.statements import (
     Wait,
 )
 from jhost.lowering.ir.transfers import match_transfers
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.verify.state import InFlight, Known, State
 
 

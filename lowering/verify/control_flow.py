@@ -9,7 +9,7 @@ import numpy as np
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.layout import layout_of
-from jhost.lowering.ir.printer import type_text
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.verify.state import State
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from jhost import errors
-from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.statements import (
     Allocate,
     Buffer,
@@ -15,6 +14,7 @@ from jhost.lowering.ir.statements import (
     Select,
     Set,
 )
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.verify.state import Known, Root, State
 
 

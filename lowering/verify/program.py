@@ -14,8 +14,8 @@ from jhost import errors
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.machine import DEFAULT_STREAM
-from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.units.evaluate import ArrayType, ChunkAt, Site, unit_types
 from jhost.lowering.verify.communication import (
     check_communicate,

@@ -16,10 +16,11 @@ from jhost.lowering.ir.machine import (
     StreamKey,
     stream_key_text,
 )
-from jhost.lowering.ir.printer import statement_text, stream_text, type_text
+from jhost.lowering.ir.printer import statement_text, stream_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks
 from jhost.lowering.ir.regions import Region, is_empty, overlap, whole_region
+from jhost.lowering.ir.unit_printer import type_text
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
