@@ -53,14 +53,11 @@ def scan_like(
         counts: dict[str, Any] = {"num_consts": len(consts)}
     else:
         flat: Any = import_module("jax._src.flattree")
-        nones = map(flat.nones, (len(consts), len(xs), len(ys)))
-        _, kept, _ = eqn.params["ft_in"].unpack()
-        of_consts, of_xs, of_ys = nones
-        made, _ = eqn.params["ft_out"].unpack()
-        counts = {
-            "ft_in": flat.pack((of_consts, kept, of_xs)),
-            "ft_out": flat.pack((made, of_ys)),
-        }
+        _, before, _ = eqn.params["ft_in"].unpack()
+        after, _ = eqn.params["ft_out"].unpack()
+        operands = flat.nones(len(consts)), before, flat.nones(len(xs))
+        results = after, flat.nones(len(ys))
+        counts = {"ft_in": flat.pack(operands), "ft_out": flat.pack(results)}
     return eqn.replace(
         invars=[*consts, *carry, *xs],
         outvars=[*carried, *ys],
