@@ -12,7 +12,7 @@ from jhost._jax import NO_LINE, aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.layout import bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
@@ -222,5 +222,5 @@ def _chunks_worth(loop: ir.For) -> Fraction:
 
 
 def _received(stmt: ir.Communicate, mesh: Mapping[str, int]) -> int:
-    held = size_in_bytes(stmt.source.shape, stmt.source.dtype.itemsize)
-    return received_bytes(stmt.kind, held, axes_size(stmt.axes, mesh))
+    devices = axes_size(stmt.axes, mesh)
+    return received_bytes(stmt.kind, bytes_of(stmt.source), devices)

@@ -18,13 +18,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost._call.residual_pair import Pair
 from jhost._jax import (
     fresh_var,
-    is_scan,
+    primitive_name,
     rewritten,
     scan_counts,
     scan_like,
     stacked_var,
 )
 from jhost.lowering.frontend.inline_calls import inline_plain_calls
+from jhost.lowering.ir.layout import size_in_bytes
 
 Least: TypeAlias = Callable[[Pair, Sequence[int]], Pair]
 """A pair, and the bytes that it costs to hand on each operand -> with the least."""
@@ -49,7 +50,11 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: Least) -> 
 
 def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
     """Where scans stand; one with effects stays as it is."""
-    return [n for n, eqn in enumerate(eqns) if is_scan(eqn) and not eqn.effects]
+    return [
+        n
+        for n, eqn in enumerate(eqns)
+        if primitive_name(eqn) == "scan" and not eqn.effects
+    ]
 
 
 def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
@@ -133,14 +138,16 @@ class _Scans:
         """
         consts, count = scan_counts(self.stacking)
         length = max(1, self.stacking.params["length"])
-        costs: list[int] = []
+        costs = [
+            0 if isinstance(atom, Literal) else math.ceil(cost(atom) / length)
+            for atom in self.stacking.invars
+        ]
+        carried = slice(consts, consts + count)
         params = self.stacking.params["jaxpr"].in_avals
-        for atom, inside in zip(self.stacking.invars, params, strict=True):
-            if consts <= len(costs) < consts + count:
-                costs.append(inside.size * inside.dtype.itemsize)
-            else:
-                whole = 0 if isinstance(atom, Literal) else cost(atom)
-                costs.append(math.ceil(whole / length))
+        costs[carried] = [
+            size_in_bytes(param.shape, param.dtype.itemsize)
+            for param in params[carried]
+        ]
         return costs
 
     def joined(self, bodies: Pair) -> Pair:
@@ -209,10 +216,11 @@ class _Stack:
         first, (consts, count) = bodies.first, scan_counts(old)
         self.old, self.body, self.carried = old, first, first.outvars[:count]
         self.constants = dict(zip(first.invars, old.invars[:consts], strict=False))
-        sliced = slice(consts + count, None)
-        self.slices = dict(zip(first.invars[sliced], old.invars[sliced], strict=True))
         outside = [old.outvars[n] for n in kept[count:]]
         self.ys = list(zip(first.outvars[count:], outside, strict=True))
+        sliced = slice(consts + count, None)
+        xs = zip(first.invars[sliced], old.invars[sliced], strict=True)
+        self.wholes: dict[Var, Any] = {**dict(xs), **dict(self.ys)}
 
     def taken(self, value: Var, inside: Var) -> _Taken:
         sliced = value not in self.constants
@@ -222,11 +230,10 @@ class _Stack:
 
     def stacked(self, value: Var) -> Any:
         """What has all slices of a value; the scan stacks it if nothing has."""
-        there: dict[Var, Any] = {**self.slices, **dict(self.ys)}
-        if value not in there:
-            there[value] = stacked_var(value, self.old.params["length"])
-            self.ys.append((value, there[value]))
-        return there[value]
+        if value not in self.wholes:
+            self.wholes[value] = stacked_var(value, self.old.params["length"])
+            self.ys.append((value, self.wholes[value]))
+        return self.wholes[value]
 
     def scan(self) -> JaxprEqn:
         consts, count = scan_counts(self.old)

@@ -26,6 +26,7 @@ from jhost._jax.eqns import (
     fresh_var as fresh_var,
     new_eqn as new_eqn,
     new_jaxpr as new_jaxpr,
+    primitive_name as primitive_name,
     resized_var as resized_var,
     rewritten as rewritten,
     with_each_eqn as with_each_eqn,
@@ -77,7 +78,6 @@ from jhost._jax.processes import (
     process_number as process_number,
 )
 from jhost._jax.scans import (
-    is_scan as is_scan,
     scan_counts as scan_counts,
     scan_like as scan_like,
     stacked_var as stacked_var,

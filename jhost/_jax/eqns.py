@@ -118,6 +118,15 @@ def _with_each_inside(
     return eqn if same else eqn.replace(params=params)
 
 
+def primitive_name(eqn: JaxprEqn) -> str:
+    """The name of what an equation applies.
+
+    From 0.12 on what a vjp is to transpose is a node around a primitive: it is named
+    as that one.
+    """
+    return getattr(eqn.primitive, "prim", eqn.primitive).name
+
+
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The program without equations that no result or effect depends on.
 

@@ -16,11 +16,6 @@ from jax.extend.core import JaxprEqn, Var
 from jhost._jax.eqns import Atom, ClosedJaxpr
 
 
-def is_scan(eqn: JaxprEqn) -> bool:
-    """Whether it is a `scan`, or one of a vjp, which from 0.12 on JAX calls a node."""
-    return getattr(eqn.primitive, "prim", eqn.primitive).name == "scan"
-
-
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a `scan` are constants, and how many are carried."""
     if "num_consts" in eqn.params:  # up to 0.10

@@ -13,7 +13,7 @@ from jhost.lowering.cost.places import Places
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import read_whole
 from jhost.lowering.ir.index import Rank, leaves
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 
 
@@ -88,7 +88,3 @@ def _by_rank(alias: ir.Select) -> bool:
 
 def copy_of(buffer: ir.Buffer) -> Kernel:
     return Kernel(2 * bytes_of(buffer))
-
-
-def bytes_of(buffer: ir.Buffer) -> int:
-    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)

@@ -10,12 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from typing import Literal, TypeAlias
 
-from jhost.lowering.cost.copies import (
-    Copies,
-    bytes_of,
-    copy_of,
-    written_in_pieces,
-)
+from jhost.lowering.cost.copies import Copies, copy_of, written_in_pieces
 from jhost.lowering.cost.kernels import (
     Kernel,
     handed_on,
@@ -28,6 +23,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart

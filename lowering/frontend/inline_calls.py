@@ -17,7 +17,14 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import at_line_of, aval_of, fresh_var, user_context, with_each_eqn
+from jhost._jax import (
+    at_line_of,
+    aval_of,
+    fresh_var,
+    primitive_name,
+    user_context,
+    with_each_eqn,
+)
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
     CALLS,
@@ -120,14 +127,15 @@ class _Inliner:
             args = [self.as_variable(atom) for atom in args]
         if self.for_programs and _comes_apart(eqn):
             return self.barrier(eqn, args)
-        if eqn.primitive.name not in self.calls:
+        name = primitive_name(eqn)
+        if name not in self.calls:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
             self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
             return outs
         if keeps_its_barrier(eqn):
             args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
-        if eqn.primitive.name == "jhost":
+        if name == "jhost":
             body = _with_own_settings(body, eqn.params["config"])
         return self.run(body, getattr(body, "consts", ()), args, eqn)
 

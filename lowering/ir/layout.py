@@ -66,6 +66,11 @@ def size_in_bytes(shape: Sequence[int], itemsize: int) -> int:
     return math.prod(shape) * itemsize
 
 
+def bytes_of(buffer: Buffer) -> int:
+    """Those that a buffer takes on one device."""
+    return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+
+
 def swapped(layout: Layout, axes: tuple[str, ...]) -> Layout:
     """`layout` with two mesh axes in each other's place."""
     other = {axes[0]: axes[1], axes[1]: axes[0]}

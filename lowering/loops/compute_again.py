@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeGuard
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.marks import SerialMark
 from jhost.lowering.ir.names import Names
@@ -85,8 +85,7 @@ class _Flow:
         for buffer in writes:
             self.made_by[buffer.name] = number
             self.depths[buffer.name] = depth + works
-            size = size_in_bytes(buffer.shape, buffer.dtype.itemsize)
-            self.sizes[buffer.name] = size
+            self.sizes[buffer.name] = bytes_of(buffer)
             if is_cheap(stmt) and buffer.name not in self.serial:
                 self.makers[buffer.name] = stmt
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
@@ -72,4 +72,4 @@ def _can_wait(stmt: Stmt) -> bool:
 
 
 def _bytes(buffers: Sequence[Buffer]) -> int:
-    return sum(size_in_bytes(b.shape, b.dtype.itemsize) for b in buffers)
+    return sum(map(bytes_of, buffers))

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.layout import size_in_bytes
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
@@ -129,8 +129,7 @@ class _Stacking:
         return kept, set(needed(wanted, made_of, kept)) - kept
 
     def size(self, name: str) -> int:
-        buffer = self.buffers[name]
-        return size_in_bytes(buffer.shape, buffer.dtype.itemsize)
+        return bytes_of(self.buffers[name])
 
     def stack(self, name: str, names: Names) -> Buffer:
         buffer = self.buffers[name]

@@ -25,10 +25,8 @@ INLINED: frozenset[str] = frozenset(
 CALLS = INLINED | {"jhost"}
 """All that it replaces so."""
 
-PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "vjp_node[jit]"})
+PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 """The calls that mean their bodies and no more to every transform of JAX's.
-
-From 0.12 on a `jit` in what a vjp transposes has a name of its own.
 
 The others say how they are differentiated, or what is kept for that.
 """
