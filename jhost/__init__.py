@@ -8,6 +8,7 @@ from jhost._calibrate.calibrate import calibrate
 from jhost._calibration import Calibration
 from jhost._call.stages import Compiled, Lowered
 from jhost._profile import profile
+from jhost._ragged.function import ragged_dot
 from jhost._tune.tune import tune
 from jhost._tuning import Tuning
 from jhost._version import __version__
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "jit",
     "profile",
+    "ragged_dot",
     "serial",
     "shard",
     "stream",

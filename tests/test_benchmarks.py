@@ -37,6 +37,7 @@ from benchmarks import (  # noqa: E402
     kernels,
     operands,
     plots,
+    ragged,
     report,
     runner,
     targets,
@@ -694,6 +695,21 @@ def test_the_overhead_of_a_call_is_measured(
             assert 0 < row["minimum_us"][name] <= row["median_us"][name]
         more = row["minimum_us"]["jhost"] - row["minimum_us"]["plain"]
         assert row["within_limit"] == (more <= found["limit_us"])
+
+
+def test_products_of_rows_in_groups_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    ragged.main(["--quick", "--json", str(path)])
+    rows, table = json.loads(path.read_text())["rows"], capsys.readouterr().out
+    assert [row["pass"] for row in rows] == ["forward", "both"]
+    for row in rows:
+        assert row["times"].keys() == {"jhost", "jax", "equal"}
+        assert f"| {row['case']} | {row['pass']} |" in table
+    with pytest.raises(SystemExit):
+        ragged.main(["--cases", "none"])
+    assert "no cases ['none']" in capsys.readouterr().err
 
 
 def test_the_time_of_lowering_is_measured(

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from jhost._jax.caches import cached as cached, cached_by_jaxpr as cached_by_jaxpr
 from jhost._jax.computations import (
+    Kernels as Kernels,
     def_jvp as def_jvp,
     def_transpose as def_transpose,
     define_primitive as define_primitive,
+    types_of as types_of,
     varying_alike as varying_alike,
     without_last_dim as without_last_dim,
 )

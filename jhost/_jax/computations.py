@@ -5,22 +5,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core, dispatch
+from jax._src import config, core, dispatch
 from jax._src.ad_util import Zero
 from jax._src.interpreters import ad, batching, mlir
+from jax._src.sharding_impls import SPMDAxisContext
 from jax.extend.core import Primitive
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes a primitive on NVIDIA GPUs, in kernels that Triton compiles.
+
+    `can_compute` says of operands' types and params whether `fun` takes them.
+    """
+
+    fun: Callable[..., Sequence[Any]]
+    can_compute: Callable[..., bool]
 
 
 def define_primitive(
     name: str,
     fun: Callable[..., Sequence[Any]],
     types: Callable[..., Sequence[Any]],
+    kernels: Kernels | None = None,
 ) -> Primitive:
     """A primitive of several results, which are what a JAX function computes.
 
@@ -38,10 +53,56 @@ def define_primitive(
 
     prim.def_impl(partial(dispatch.apply_primitive, prim))
     prim.def_abstract_eval(types)
-    mlir.register_lowering(prim, mlir.lower_fun(computed, multiple_results=True))
+    lowering = mlir.lower_fun(computed, multiple_results=True)
+    mlir.register_lowering(prim, lowering)
+    if kernels is not None:
+        by_kernels = partial(_lower_to_kernels, kernels, lowering)
+        mlir.register_lowering(prim, by_kernels, platform="cuda")
     batching.primitive_batchers[prim] = partial(_batch_in_front, prim)
     def_jvp(prim, partial(_jvp_of, computed))
     return prim
+
+
+def types_of(fun: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
+    """What gives the types of a function's results from those of its operands."""
+
+    def types(*args: Any, **params: Any) -> Sequence[Any]:
+        return jax.make_jaxpr(partial(fun, **params))(*args).out_avals
+
+    return types
+
+
+def _lower_to_kernels(
+    kernels: Kernels,
+    otherwise: Callable[..., Any],
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    **params: Any,
+) -> Any:
+    """To kernels where they can run, and XLA need not split them over devices."""
+    here = _has_tensor_cores() and _is_on_one_device(ctx)
+    if not (here and kernels.can_compute(*ctx.avals_in, **params)):
+        return otherwise(ctx, *args, **params)
+    # By now it is known what varies over devices, of which kernels' types say nothing.
+    with config._check_vma(False), warnings.catch_warnings():
+        # A JAX to come is without this backend of Pallas, and says so.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return mlir.lower_fun(kernels.fun, multiple_results=True)(ctx, *args, **params)
+
+
+def _has_tensor_cores() -> bool:
+    """Whether GPUs are here, with compute capability 8.0 at least."""
+    gpus = jax.local_devices() if jax.default_backend() == "gpu" else []
+    return bool(gpus) and all(float(gpu.compute_capability) >= 8 for gpu in gpus)
+
+
+def _is_on_one_device(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether operands are one device's: of one that there is, or under manual axes."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, SPMDAxisContext):
+        split = set(context.mesh.axis_names) - context.manual_axes
+        return all(context.mesh.shape[axis] == 1 for axis in split)
+    return context.num_devices == 1
 
 
 def _batch_in_front(
@@ -88,15 +149,21 @@ def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
     """Sets what gives the cotangents of some operands that a primitive is linear in.
 
     It takes the cotangents of all results, None for those of 0, and the operands, None
-    for those of which cotangents are wanted.
+    for those of which cotangents are wanted; these may have wider dtypes.
     """
 
     def transpose(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
         unknown = [ad.is_undefined_primal(arg) for arg in args]
         known = [None if u else x for u, x in zip(unknown, args, strict=True)]
         given = [None if isinstance(ct, Zero) else ct for ct in cotangents]
+        if all(ct is None for ct in given):
+            pairs = zip(unknown, args, strict=True)
+            return [Zero(x.aval) if wanted else None for wanted, x in pairs]
         made = iter(rule(given, *known, **params))
-        return [next(made) if each else None for each in unknown]
+        return [
+            lax.convert_element_type(next(made), x.aval.dtype) if wanted else None
+            for wanted, x in zip(unknown, args, strict=True)
+        ]
 
     ad.primitive_transposes[prim] = transpose
 

@@ -73,7 +73,8 @@ def _permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _inverse(order: jax.Array) -> jax.Array:
-    return jnp.argsort(order)
+    places = jnp.arange(len(order), dtype=order.dtype)
+    return places.at[order].set(places, unique_indices=True, mode="promise_in_bounds")
 
 
 # --- Between devices ---------------------------------------------------------------- #

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jhost import errors
+from jhost._ragged.function import ragged_dot
 from jhost.nnx._dispatch import dispatch, on_their_devices
 from jhost.nnx._params import annotated, check_divides
 
@@ -31,7 +32,7 @@ class MoE(nnx.Module):
     A router chooses `top_k` experts for each token, by the softmax of its logits, in
     float32; the result is the sum of what they make of it by their weights, in float32
     as well.  An expert is a gated MLP, `down(activation(gate(x)) * up(x))`, or a plain
-    one, `down(activation(up(x)))`; its matmuls are `jax.lax.ragged_dot`, of as many
+    one, `down(activation(up(x)))`; its matmuls are `jhost.ragged_dot`, of as many
     rows as have chosen it.
 
     Experts are sharded over a mesh axis, and so are tokens, by the sequence, the last
@@ -40,8 +41,7 @@ class MoE(nnx.Module):
     CPUs, in a `jax.lax.all_to_all` of padded blocks.  With D devices, n experts on each
     and t tokens on each, a device sends `t * top_k` rows there, and has room for those
     that come if all choose its experts: `D * t * min(top_k, n)` rows of the features,
-    and as many of the hidden features; on backends without a kernel for `ragged_dot`
-    it multiplies all of that room.
+    and as many of the hidden features.
 
     The mesh is the one under which the layer is called or, where there is none, made
     (`jax.set_mesh`).  Without one the layer computes the same; what moves is then
@@ -49,9 +49,7 @@ class MoE(nnx.Module):
 
     It takes floats of shape `(..., sequence, features)`, and gives floats of that shape
     and of the dtype to which theirs promotes with `dtype`, or with the parameters'
-    without it.  There is no `vmap` of it, for JAX has none of `ragged_dot` with shared
-    kernels: give it more dims.  Nor can gradients by its kernels be differentiated in
-    reverse mode; those by `x` can.
+    without it.
 
     Args:
         features: of what comes and goes.
@@ -202,12 +200,12 @@ class MoE(nnx.Module):
         assert down is not None
 
         def experts(rows: jax.Array, counts: jax.Array) -> jax.Array:
-            hidden = lax.ragged_dot(rows, up, counts)
+            hidden = ragged_dot(rows, up, counts)
             if gate is None:
                 hidden = self.activation(hidden)
             else:
-                hidden = self.activation(lax.ragged_dot(rows, gate, counts)) * hidden
-            return lax.ragged_dot(hidden, down, counts)
+                hidden = self.activation(ragged_dot(rows, gate, counts)) * hidden
+            return ragged_dot(hidden, down, counts)
 
         parts = (part.reshape(-1, part.shape[-1]) for part in (x, chosen, weights))
         tokens, chosen, weights = parts

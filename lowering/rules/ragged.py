@@ -1,5 +1,7 @@
 """The dim rule of products with groups of rows, such as those of experts.
 
+JAX's products run as `jhost.ragged_dot` does, which has kernels for GPUs.
+
 A device that has the weights of some groups multiplies the rows of these and gives 0
 for the others: the result is then the sum over the devices, and the gradient of the
 weights lies where they do.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
+from jhost._ragged.forms import Form, numbers
+from jhost._ragged.primitives import ragged_dot_p
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.contract import DotNumbers, product, rebind_product
 from jhost.lowering.rules.dim_rule import (
@@ -32,23 +36,28 @@ from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.work import matmul_of
 
+_FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}
+"""The forms of JAX's products; all of those of matrices and their derivatives."""
 
-@rule("ragged_dot_general")
+
+@rule("ragged_dot_general", ragged_dot_p.name)
 def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     """As `dot_general`, with a ragged dim that is counted, and groups that are picked.
 
     A part of the ragged dim has as many elements of each group as lie in it, and a part
     of the groups is of the elements that lie in these.
     """
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (ragged,) = numbers.lhs_ragged_dimensions
-    products, of_rhs = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    numbered = _numbers(eqn)
+    (ragged,) = numbered.lhs_ragged_dimensions
+    products, of_rhs = numbered.dot_dimension_numbers, numbered.rhs_group_dimensions
     factors = Factors()
     lhs, rhs, out = product(factors, eqn, products, of_rhs)
     groups = _groups(factors, eqn, ragged, products)
     rhs = tuple(groups if dim in of_rhs else mapped for dim, mapped in enumerate(rhs))
-    # A ragged contraction has a result for each group: a dim in front.
-    out = (groups,) * (len(shape_of(eqn.outvars[0])) - len(out)) + out
+    # A contraction of rows has a result for each group: in front, or behind batches.
+    if len(out) < len(shape_of(eqn.outvars[0])):
+        front = len(products[1][0]) if eqn.primitive is ragged_dot_p else 0
+        out = (*out[:front], groups, *out[front:])
     # Sizes of groups are the same along all other dims, or have these in front.
     ahead = tuple(lhs[dim] for dim in _ahead(len(lhs), ragged, products))
     sizes = (*ahead[: len(shape_of(eqn.invars[2])) - 1], None)
@@ -62,6 +71,13 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
         reason="which part is a group's is computed",
         matmul=lambda place: grouped.work(made, place),
     )
+
+
+def _numbers(eqn: JaxprEqn) -> Any:
+    """What `jax.lax.ragged_dot_general` is told of dims."""
+    if eqn.primitive is ragged_dot_p:
+        return numbers(eqn.params["form"], batch=len(shape_of(eqn.invars[0])) - 2)
+    return eqn.params["ragged_dot_dimension_numbers"]
 
 
 def _groups(
@@ -87,6 +103,17 @@ def _ahead(rank: int, ragged: int, numbers: DotNumbers) -> list[int]:
     return [*batch, *kind[: kind.index(ragged)]]
 
 
+def _multiplied(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    form = None if eqn.primitive is ragged_dot_p else _FORMS.get(_numbers(eqn))
+    if form is None or eqn.params["group_offset"] is not None:
+        return rebind_product(eqn, args, place)
+    wanted = place.accumulator or eqn.params["preferred_element_type"]
+    precision = eqn.params["precision"] or "default"
+    return ragged_dot_p.bind(
+        *args, form=form, precision=precision, preferred_element_type=wanted
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Grouped:
     """Which factors are rows in groups, and groups; maps of the operands and results"""
@@ -101,18 +128,18 @@ class _Grouped:
         rows = shape_of(eqn.invars[0])[self.maps[0].index(self.rows)]
         fewer = self.groups and place.size(self.groups.factor) != sizes.shape[-1]
         if not fewer and place.size(self.rows.factor) == rows:
-            return rebind_product(eqn, args, place)
+            return _multiplied(eqn, args, place)
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
         ends = jnp.searchsorted(place.positions(self.rows.factor), ends)
         counts = jnp.diff(ends, prepend=0)
         if not fewer:
-            return rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
+            return _multiplied(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
         # The rows of the groups here are turned to the front, and back: so no more are
         # multiplied, and those behind all groups are 0.
         before = self._here(ends - counts, place)[..., 0]
         counts = self._here(counts, place).astype(sizes.dtype)
         lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
-        (out,) = rebind_product(eqn, [lhs, rhs, counts], place)
+        (out,) = _multiplied(eqn, [lhs, rhs, counts], place)
         return [self._turned(3, out, -before)]
 
     def _here(self, x: Any, place: Place) -> Any:

@@ -1,4 +1,7 @@
-"""What a mixture of experts becomes on GPUs: exchanges of rows, and no kernel moves."""
+"""What a mixture of experts becomes on GPUs: exchanges of rows, and products of these.
+
+No kernel of an expert moves, and each row is multiplied once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
@@ -29,8 +33,9 @@ def moved(text: str) -> Counter[str]:
     )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_rows_go_to_their_experts_and_back(h200s: MakeH200s) -> None:
+@pytest.fixture
+def texts(h200s: MakeH200s) -> tuple[str, str]:
+    """The layer on four, and its gradients by kernels and tokens."""
     mesh = h200s({"ep": 4})
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         layer = nnx.eval_shape(
@@ -52,8 +57,44 @@ def test_rows_go_to_their_experts_and_back(h200s: MakeH200s) -> None:
         jitted: Any = jhost.jit(f, mesh=mesh)
         return jitted.lower(layer, x).compile().as_text()
 
-    assert moved(text(lambda layer, x: layer(x))) == {EXCHANGE: 2}
+    return text(lambda layer, x: layer(x)), text(jax.grad(loss, (0, 1)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_rows_go_to_their_experts_and_back(texts: tuple[str, str]) -> None:
+    forward, both = map(moved, texts)
+    assert forward == {EXCHANGE: 2}
     # The router is on every device, and so is its gradient.
-    gradients = moved(text(jax.grad(loss, (0, 1))))
-    assert gradients.pop(EXCHANGE) == 4
-    assert set(gradients) <= {"all-reduce"}
+    assert both.pop(EXCHANGE) == 4
+    assert set(both) <= {"all-reduce"}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were here, where kernels are for them."""
+    monkeypatch.setattr("jhost._jax.computations._has_tensor_cores", lambda: True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_each_product_of_rows_is_a_kernel(gpus: None, texts: tuple[str, str]) -> None:
+    """Of up, gate and down; each has two gradients."""
+    assert [text.count("__gpu$xla.gpu.triton") for text in texts] == [3, 9]
+
+
+def test_products_of_jax_are_kernels_on_each_device(
+    gpus: None, h200s: MakeH200s
+) -> None:
+    """Where XLA would have to split them, they are its own."""
+    mesh = h200s({"ep": 4})
+    rows = jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+    matrices = jax.ShapeDtypeStruct((8, 64, 128), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    specs = P("ep"), P(), P()
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    def kernels(jitted: Any) -> int:
+        text = jitted.lower(rows, matrices, sizes).compile().as_text()
+        return text.count("__gpu$xla.gpu.triton")
+
+    assert kernels(jhost.jit(lax.ragged_dot, mesh=mesh, in_shardings=specs)) == 1
+    assert kernels(jax.jit(jhost.ragged_dot, in_shardings=shardings)) == 0

@@ -22,7 +22,13 @@ from tests.lowering.on_mesh import calls, communications, exact, on, program_of,
 from tests.lowering.traced import work
 
 CheckRule: TypeAlias = Callable[..., set[str]]
+Dot: TypeAlias = Callable[..., jax.Array]
 Numbers = lax.RaggedDotDimensionNumbers
+
+of_both = pytest.mark.parametrize(
+    "dot", [lax.ragged_dot, jhost.ragged_dot], ids=["JAX's", "jhost's"]
+)
+"""JAX's products run as jhost's do, whose derivatives and batches are their own."""
 
 
 def _floats(*shape: int, seed: int = 0) -> np.ndarray:
@@ -155,9 +161,9 @@ def test_tokens_go_to_weights_that_stay() -> None:
         lax.ragged_dot, *args, **tp(4, (P("tp"), EXPERTS, P()), P("tp", None))
     )
     assert communications(program) == ["AllGather tp 0", "ReduceScatter tp 0 sum"]
-    assert calls(program, "ragged_dot_general") == {
-        "ragged_dot_general 16x8 2x8x8 2": 1
-    }, "two of the eight experts, and no group besides"
+    assert calls(program, "ragged_dot") == {"ragged_dot 16x8 2x8x8 2": 1}, (
+        "two of the eight experts, and no group besides"
+    )
 
 
 def test_weights_of_fewer_bytes_than_tokens_go_to_them() -> None:
@@ -166,13 +172,11 @@ def test_weights_of_fewer_bytes_than_tokens_go_to_them() -> None:
         lax.ragged_dot, *args, **tp(4, (P("tp"), EXPERTS, P()), P("tp", None))
     )
     assert communications(program) == ["AllGather tp 0"]
-    assert calls(program, "ragged_dot_general") == {
-        "ragged_dot_general 128x8 4x8x8 4": 1
-    }
+    assert calls(program, "ragged_dot") == {"ragged_dot 128x8 4x8x8 4": 1}
 
 
-def _gradients(x: Any, w: Any, sizes: Any, ct: Any) -> Any:
-    return jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)[1](ct)
+def _gradients(x: Any, w: Any, sizes: Any, ct: Any, dot: Dot = lax.ragged_dot) -> Any:
+    return jax.vjp(lambda x, w: dot(x, w, sizes), x, w)[1](ct)
 
 
 def test_gradients_of_weights_lie_where_these_do() -> None:
@@ -192,9 +196,9 @@ def test_gradients_of_weights_lie_where_these_do() -> None:
         "AllGather tp 0",
         "ReduceScatter tp 0 sum",
     ]
-    assert set(calls(program, "ragged_dot_general")) == {
-        "ragged_dot_general 16x8 2x8x8 2",
-        "ragged_dot_general 16x8 16x8 2",
+    assert set(calls(program, "ragged_dot")) == {
+        "ragged_dot 16x8 2x8x8 2",
+        "ragged_dot 16x8 16x8 2",
     }
 
 
@@ -208,9 +212,9 @@ def test_a_step_moves_no_weight_of_an_expert() -> None:
     x, w, sizes = _experts(16, 8, 32)
     program = exact(step, x, w, sizes, **tp(4, (P("tp"), EXPERTS, P()), EXPERTS))
     assert communications(program) == ["AllGather tp 0", "AllReduce tp sum"]
-    assert set(calls(program, "ragged_dot_general")) == {
-        "ragged_dot_general 16x8 2x8x32 2",
-        "ragged_dot_general 16x8 16x32 2",
+    assert set(calls(program, "ragged_dot")) == {
+        "ragged_dot 16x8 2x8x32 2",
+        "ragged_dot 16x8 16x32 2",
     }
 
 
@@ -227,17 +231,20 @@ def test_groups_that_do_not_divide_are_padded() -> None:
     program = exact(product, *args, **tp(4, (P("tp"), P(), P()), P("tp", None)))
     assert communications(program) == ["AllGather tp 0", "ReduceScatter tp 0 sum"]
     program = exact(gradient, *args, **tp(4, (P("tp"), P(), P()), P()))
-    assert "ragged_dot_general 16x8 16x8 2" in calls(program, "ragged_dot_general")
+    assert "ragged_dot 16x8 16x8 2" in calls(program, "ragged_dot")
 
 
 @pytest.mark.parametrize("sizes", [[0] * 8, [16, *[0] * 7], [*[0] * 7, 16], [3] * 8])
 @pytest.mark.parametrize("devices", [2, 8])
-def test_any_spread_of_rows_over_experts(devices: int, sizes: list[int]) -> None:
+@of_both
+def test_any_spread_of_rows_over_experts(
+    dot: Dot, devices: int, sizes: list[int]
+) -> None:
     x, w, _ = _experts(16, 8, 8)
     counts = np.array(sizes, np.int32)
     ins = P("tp"), EXPERTS, P(), P("tp")
-    outs = P("tp"), EXPERTS
-    exact(_gradients, x, w, counts, _floats(16, 8), **tp(devices, ins, outs))
+    gradients, settings = partial(_gradients, dot=dot), tp(devices, ins, ins[:2])
+    exact(gradients, x, w, counts, _floats(16, 8), **settings)
 
 
 def test_experts_over_two_axes() -> None:
@@ -256,40 +263,54 @@ def _close(f: Callable[..., Any], *args: Any, **settings: Any) -> None:
     )
 
 
-def test_forward_mode_and_forward_over_reverse() -> None:
-    """JAX differentiates no gradient by weights in reverse mode."""
+@of_both
+def test_forward_mode_and_forward_over_reverse(dot: Dot) -> None:
     x, w, sizes = _experts(16, 8, 8)
 
     def tangents(x: Any, w: Any, dx: Any, dw: Any) -> Any:
-        return jax.jvp(lambda x, w: lax.ragged_dot(x, w, sizes), (x, w), (dx, dw))
+        return jax.jvp(lambda x, w: dot(x, w, sizes), (x, w), (dx, dw))
 
     ins = P("tp"), EXPERTS
     _close(tangents, x, w, x[::-1], w[::-1], **tp(4, (*ins, *ins), None))
 
     def second(x: Any, w: Any, dx: Any, dw: Any) -> Any:
         def loss(x: Any, w: Any) -> Any:
-            return jnp.sum(jnp.sin(lax.ragged_dot(x / 8, w, sizes)))
+            return jnp.sum(jnp.sin(dot(x / 8, w, sizes)))
 
         return jax.jvp(jax.grad(loss, (0, 1)), (x, w), (dx, dw))
 
     _close(second, x, w, x[::-1], w[::-1], **tp(4, (*ins, *ins), None))
 
 
-def test_a_batch_of_products_each_with_its_groups() -> None:
+def test_reverse_over_reverse() -> None:
+    """Also of the gradient by weights, of which JAX has none."""
+    x, w, sizes = _experts(16, 8, 8)
+
+    def second(x: Any, w: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return jnp.sum(jnp.sin(jhost.ragged_dot(x / 8, w, sizes)))
+
+        def slopes(x: Any, w: Any) -> Any:
+            return sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss, (0, 1))(x, w))
+
+        return jax.grad(slopes, (0, 1))(x, w)
+
+    _close(second, x, w, **tp(4, (P("tp"), EXPERTS), (P("tp"), EXPERTS)))
+
+
+@of_both
+def test_a_batch_of_products_each_with_its_groups(dot: Dot) -> None:
+    product, gradients = jax.vmap(dot), jax.vmap(partial(_gradients, dot=dot))
     x, w = _floats(4, 16, 8), _floats(4, 8, 8, 8, seed=1)
     sizes = np.random.default_rng(0).multinomial(16, [1 / 8] * 8, 4).astype(np.int32)
     weights = P(None, "tp")
-    program = exact(
-        jax.vmap(lax.ragged_dot), x, w, sizes, **tp(4, (P(), weights, P()), P())
-    )
+    program = exact(product, x, w, sizes, **tp(4, (P(), weights, P()), P()))
     assert communications(program) == ["AllReduce tp sum"]
     ct = _floats(4, 16, 8, seed=2)
     ins = P(), weights, P(), P()
-    exact(jax.vmap(_gradients), x, w, sizes, ct, **tp(4, ins, (P(), weights)))
+    exact(gradients, x, w, sizes, ct, **tp(4, ins, (P(), weights)))
     ins = P("tp"), P("tp"), P("tp"), P("tp")
-    program = exact(
-        jax.vmap(_gradients), x, w, sizes, ct, **tp(4, ins, (P("tp"), P("tp")))
-    )
+    program = exact(gradients, x, w, sizes, ct, **tp(4, ins, (P("tp"), P("tp"))))
     assert communications(program) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
+import jhost
 from jhost.lowering.rules.elementwise import ELEMENTWISE
 from jhost.lowering.rules.properties import INLINED
 from jhost.lowering.rules.table import known_primitives, opaque_reason, ruled_primitives
@@ -67,6 +68,12 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
         lambda x, y: lax.dot_general(x, y, (((3, 1), (0, 2)), ((0,), (3,)))),
         _ints(3, 4, 2, 5),
         _ints(5, 2, 4, 3),
+    ),
+    "ragged_dot": (
+        jhost.ragged_dot,
+        _floats(6, 3),
+        _floats(2, 3, 4),
+        np.array([2, 4], np.int32),
     ),
     "ragged_dot_general": (
         lax.ragged_dot,

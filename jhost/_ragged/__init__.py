@@ -1,0 +1,1 @@
+"""Products with groups of rows: the function, its primitive, its kernels for GPUs."""

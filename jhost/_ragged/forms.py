@@ -1,0 +1,78 @@
+"""The three products of rows in groups, each of which has the others as derivatives.
+
+As many rows as `sizes` says, `[g]`, are in each of g groups, one group behind another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+Form: TypeAlias = Literal["rows", "rows_transposed", "groups"]
+"""What is multiplied, and what it gives, behind dims that all of them have in front:
+
+- rows `[m, k]` with a matrix for each group, `[g, k, n]`, give rows, `[m, n]`;
+- rows `[m, n]` with these matrices transposed give rows, `[m, k]`;
+- rows `[m, k]` with rows `[m, n]`, summed over each group, give matrices, `[g, k, n]`.
+
+Rows behind all groups give 0, and matrices of empty groups are 0.
+"""
+
+
+def numbers(form: Form, batch: int) -> lax.RaggedDotDimensionNumbers:
+    """The form as `jax.lax.ragged_dot_general` takes it, with so many dims in front.
+
+    It gives the groups in front of these.
+    """
+    front = tuple(range(batch))
+    contracted = {
+        "rows": (batch + 1, batch + 1),
+        "rows_transposed": (batch + 1, batch + 2),
+        "groups": (batch, batch),
+    }
+    of_lhs, of_rhs = contracted[form]
+    return lax.RaggedDotDimensionNumbers(
+        (((of_lhs,), (of_rhs,)), (front, front)),
+        lhs_ragged_dimensions=(batch,),
+        rhs_group_dimensions=() if form == "groups" else (batch,),
+    )
+
+
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    form: Form,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+) -> list[jax.Array]:
+    """The one result, by JAX."""
+    lhs, rhs = in_one_dtype(lhs, rhs)
+    batch = lhs.ndim - 2
+    made = lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        numbers(form, batch),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    return [jnp.moveaxis(made, 0, batch) if form == "groups" else made]
+
+
+def in_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in the dtype to which theirs promote."""
+    dtype = dtype_of(lhs, rhs)
+    return lhs.astype(dtype), rhs.astype(dtype)
+
+
+def dtype_of(lhs: Any, rhs: Any) -> np.dtype:
+    """The dtype to which theirs promote: one may be a cotangent's, and a wider one."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(lhs.dtype, rhs.dtype)

@@ -1,0 +1,100 @@
+"""`jhost.ragged_dot`: what it takes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jhost import errors
+from jhost._jax import varying_alike
+from jhost._ragged.primitives import ragged_dot_p
+
+_DIMS = {"lhs": "mk", "rhs": "gkn", "group_sizes": "g"}
+"""The letters of each array's dims."""
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` that multiplies each row once, on GPUs as well.
+
+    Each row is multiplied by the matrix of its group: the first `group_sizes[0]` rows
+    by `rhs[0]`, as many as `group_sizes[1]` behind them by `rhs[1]`, and so on.  Rows
+    behind all groups give 0.
+
+    XLA has no kernel for that on GPUs (JAX 0.10 to 0.12): it multiplies all rows by the
+    matrices of all groups.  Here it is a kernel on NVIDIA GPUs from Ampere on, for
+    bfloat16 and float16, and for float32 with a precision of "default" or "highest".
+    All else is JAX's.  A kernel is one device's: there is one in jhost functions, whose
+    `jax.lax.ragged_dot` is this as well, in a `jax.shard_map` over all mesh axes, and
+    where there is one device.  What is compiled ahead for GPUs that are not there has
+    none.
+
+    It has derivatives of every order and mode, and `jax.vmap`, which maps matrices
+    along with rows.
+
+    Args:
+        lhs: the rows, of shape `(m, k)`.
+        rhs: a matrix for each group, of shape `(g, k, n)`.  Both are cast to the dtype
+            to which theirs promote.
+        group_sizes: integers of shape `(g,)`.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: the dtype of the result, and of sums; the operands' by
+            default.
+
+    Returns:
+        An array of shape `(m, n)`.
+
+    Raises:
+        OperandsError: shapes or dtypes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jhost
+        >>> rows, experts = jnp.ones((6, 4)), jnp.ones((3, 4, 8))
+        >>> jhost.ragged_dot(rows, experts, jnp.array([3, 0, 2]))[:, 0]
+        Array([4., 4., 4., 4., 4., 0.], dtype=float32)
+    """
+    arrays = [jnp.asarray(x) for x in (lhs, rhs, group_sizes)]
+    if offenders := [*_offenders(*arrays)]:
+        raise errors.OperandsError(
+            "jhost.ragged_dot got arrays that do not fit together.", offenders
+        )
+    dtype = jnp.promote_types(arrays[0].dtype, arrays[1].dtype)
+    arrays[:2] = (x.astype(dtype) for x in arrays[:2])
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision or "default"
+    (made,) = ragged_dot_p.bind(
+        *varying_alike(arrays),
+        form="rows",
+        precision=tuple(precision) if isinstance(precision, list) else precision,
+        preferred_element_type=preferred_element_type
+        and np.dtype(preferred_element_type),
+    )
+    return made
+
+
+def _offenders(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Iterator[str]:
+    for (name, dims), x in zip(_DIMS.items(), (lhs, rhs, sizes), strict=True):
+        if x.ndim != len(dims):
+            yield f"{name} has shape {x.shape}, but needs the dims {', '.join(dims)}"
+    if not jnp.issubdtype(sizes.dtype, np.integer):
+        yield f"group_sizes is {sizes.dtype}, but rows are counted by integers"
+    if (lhs.ndim, rhs.ndim, sizes.ndim) != (2, 3, 1):
+        return
+    if lhs.shape[1] != rhs.shape[1]:
+        yield (
+            f"rows of lhs have {lhs.shape[1]} elements, but matrices of rhs take "
+            f"{rhs.shape[1]}: shapes {lhs.shape} and {rhs.shape}"
+        )
+    if len(sizes) != len(rhs):
+        yield f"rhs has {len(rhs)} groups, but group_sizes has {len(sizes)}"

@@ -1,0 +1,64 @@
+"""The product of rows in groups as a primitive, which is linear in both operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from jhost._jax import Kernels, def_jvp, def_transpose, define_primitive, types_of
+from jhost._ragged.forms import Form, product
+from jhost._ragged.kernels import can_multiply, multiply
+
+ragged_dot_p = define_primitive(
+    "ragged_dot", product, types_of(product), Kernels(multiply, can_multiply)
+)
+"""`form`, and `precision` and `preferred_element_type` as in `jax.lax.ragged_dot`."""
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any | None], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    lhs, rhs, sizes = primals
+    of_lhs, of_rhs, _ = tangents
+    pairs = [] if of_lhs is None else [(of_lhs, rhs)]
+    pairs += [] if of_rhs is None else [(lhs, of_rhs)]
+    parts = [ragged_dot_p.bind(*pair, sizes, **params)[0] for pair in pairs]
+    return ragged_dot_p.bind(*primals, **params), [functools.reduce(lax.add, parts)]
+
+
+def _transpose(
+    cotangents: Sequence[Any | None],
+    lhs: Any | None,
+    rhs: Any | None,
+    sizes: Any,
+    *,
+    form: Form,
+    precision: Any,
+    preferred_element_type: Any,
+) -> list[Any]:
+    (cotangent,) = cotangents
+    operands: tuple[Any, Any, Form]
+    match form, lhs is None:
+        case "rows", True:
+            operands = cotangent, rhs, "rows_transposed"
+        case "rows_transposed", True:
+            operands = cotangent, rhs, "rows"
+        case "groups", True:
+            operands = rhs, cotangent, "rows_transposed"
+        case "rows", _:
+            operands = lhs, cotangent, "groups"
+        case "rows_transposed", _:
+            operands = cotangent, lhs, "groups"
+        case _:
+            operands = lhs, cotangent, "rows"
+    *pair, wanted = operands
+    return ragged_dot_p.bind(
+        *pair, sizes, form=wanted, precision=precision, preferred_element_type=None
+    )
+
+
+def_jvp(ragged_dot_p, _jvp)
+def_transpose(ragged_dot_p, _transpose)
