@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax._src import config, core, dispatch
 from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.sharding_impls import SPMDAxisContext
 from jax.extend.core import Primitive
 
@@ -79,8 +79,12 @@ def _lower_to_kernels(
     *args: Any,
     **params: Any,
 ) -> Any:
-    """To kernels where they can run, and XLA need not split them over devices."""
-    here = _has_tensor_cores() and _is_on_one_device(ctx)
+    """To kernels where they can run, and XLA need not split them over devices.
+
+    Not in what is exported, which keeps to calls that later versions know as well.
+    """
+    exported = ctx.module_context.lowering_parameters.for_export
+    here = _has_tensor_cores() and _is_on_one_device(ctx) and not exported
     if not (here and kernels.can_compute(*ctx.avals_in, **params)):
         return otherwise(ctx, *args, **params)
     # By now it is known what varies over devices, of which kernels' types say nothing.
@@ -91,9 +95,9 @@ def _lower_to_kernels(
 
 
 def _has_tensor_cores() -> bool:
-    """Whether GPUs are here, with compute capability 8.0 at least."""
-    gpus = jax.local_devices() if jax.default_backend() == "gpu" else []
-    return bool(gpus) and all(float(gpu.compute_capability) >= 8 for gpu in gpus)
+    """Whether Pallas compiles for a GPU with compute capability 8.0 at least."""
+    device = pxla.get_default_device()
+    return device.platform == "gpu" and float(device.compute_capability) >= 8
 
 
 def _is_on_one_device(ctx: mlir.LoweringRuleContext) -> bool:

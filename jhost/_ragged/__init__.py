@@ -1,1 +1,1 @@
-"""Products with groups of rows: the function, its primitive, its kernels for GPUs."""
+"""Products with groups of rows, and rows in another order."""

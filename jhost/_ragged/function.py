@@ -36,23 +36,23 @@ def ragged_dot(
     bfloat16 and float16, and for float32 with a precision of "default" or "highest".
     All else is JAX's.  A kernel is one device's: there is one in jhost functions, whose
     `jax.lax.ragged_dot` is this as well, in a `jax.shard_map` over all mesh axes, and
-    where there is one device.  What is compiled ahead for GPUs that are not there has
-    none.
+    where there is one device.  What is exported, or compiled ahead for GPUs that are
+    not there, has JAX's.
 
     It has derivatives of every order and mode, and `jax.vmap`, which maps matrices
     along with rows.
 
     Args:
-        lhs: the rows, of shape `(m, k)`.
-        rhs: a matrix for each group, of shape `(g, k, n)`.  Both are cast to the dtype
-            to which theirs promote.
+        lhs: the rows, of shape `(m, k)` and any dtype.
+        rhs: a matrix for each group, of shape `(g, k, n)` and any dtype; both are cast
+            to the one to which theirs promote.
         group_sizes: integers of shape `(g,)`.
         precision: as in `jax.lax.dot_general`.
-        preferred_element_type: the dtype of the result, and of sums; the operands' by
-            default.
+        preferred_element_type: the dtype of the result; by default, that to which the
+            operands' promote.
 
     Returns:
-        An array of shape `(m, n)`.
+        An array of shape `(m, n)`, of that dtype.
 
     Raises:
         OperandsError: shapes or dtypes that do not fit.
@@ -73,12 +73,13 @@ def ragged_dot(
     arrays[:2] = (x.astype(dtype) for x in arrays[:2])
     if precision is None:
         precision = jax.config.jax_default_matmul_precision or "default"
+    if preferred_element_type is not None:
+        preferred_element_type = np.dtype(preferred_element_type)
     (made,) = ragged_dot_p.bind(
         *varying_alike(arrays),
         form="rows",
         precision=tuple(precision) if isinstance(precision, list) else precision,
-        preferred_element_type=preferred_element_type
-        and np.dtype(preferred_element_type),
+        preferred_element_type=preferred_element_type,
     )
     return made
 

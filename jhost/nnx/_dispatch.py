@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jhost._ragged.order import inverse_of, permuted
+
 Experts: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """What experts make of rows that are sorted by expert, and the number for each."""
 
@@ -28,9 +30,10 @@ def dispatch(
     """
     tokens, each = chosen.shape
     order = jnp.argsort(chosen.reshape(-1), stable=True)
-    rows = _permuted(jnp.repeat(x, each, 0), order)
+    back = inverse_of(order)
+    rows = permuted(jnp.repeat(x, each, 0), order, back)
     rows = experts(rows, jnp.bincount(chosen.reshape(-1), length=count))
-    rows = _permuted(rows, _inverse(order)).reshape(tokens, each, x.shape[-1])
+    rows = permuted(rows, back, order).reshape(tokens, each, x.shape[-1])
     weighted = weights[..., None] * rows.astype(weights.dtype)
     return jnp.sum(weighted, 1).astype(x.dtype)
 
@@ -50,9 +53,10 @@ def on_their_devices(experts: Experts, axis: str, most: int) -> Experts:
         moved = jnp.sum(counts, -1)
         come = _exchange(rows, moved, axis, most, devices * most)
         order = _by_expert(here, devices * most)
-        done = experts(_permuted(come, order), jnp.sum(here, 0))
-        back = _permuted(done, _inverse(order))
-        return _exchange(back, moved.T, axis, most, len(rows))
+        back = inverse_of(order)
+        done = experts(permuted(come, order, back), jnp.sum(here, 0))
+        done = permuted(done, back, order)
+        return _exchange(done, moved.T, axis, most, len(rows))
 
     return apply
 
@@ -66,15 +70,6 @@ def _by_expert(counts: jax.Array, rows: int) -> jax.Array:
     group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
     expert = jnp.where(group < ends.size, group % counts.shape[1], counts.shape[1])
     return jnp.argsort(expert, stable=True)
-
-
-def _permuted(rows: jax.Array, order: jax.Array) -> jax.Array:
-    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
-
-
-def _inverse(order: jax.Array) -> jax.Array:
-    places = jnp.arange(len(order), dtype=order.dtype)
-    return places.at[order].set(places, unique_indices=True, mode="promise_in_bounds")
 
 
 # --- Between devices ---------------------------------------------------------------- #

@@ -78,6 +78,17 @@ def gather(eqn: JaxprEqn) -> DimRule:
     return dataclasses.replace(made, counted=rows.cuttable, picked=rows.cuttable)
 
 
+@rule("permute_rows")
+def permute_rows(eqn: JaxprEqn) -> DimRule:
+    """As many rows as the order has places, out of all rows; see `jhost._ragged`."""
+    rows, order, _ = (shape_of(v) for v in eqn.invars)
+    factors = Factors()
+    taken = factors.dims(order)
+    features = factors.dims(rows, whole=range(len(order)))[-1]
+    all_rows = *taken[:-1], None
+    return factors.rule([(*all_rows, features), taken, all_rows], [(*taken, features)])
+
+
 def _reducer(eqn: JaxprEqn) -> Reducer | None:
     """What puts the results of parts together, if anything does."""
     dtype = aval_of(eqn.invars[0]).dtype

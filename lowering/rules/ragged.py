@@ -130,7 +130,8 @@ class _Grouped:
         if not fewer and place.size(self.rows.factor) == rows:
             return _multiplied(eqn, args, place)
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
-        ends = jnp.searchsorted(place.positions(self.rows.factor), ends)
+        positions = place.positions(self.rows.factor)
+        ends = jnp.searchsorted(positions, ends, method="compare_all")
         counts = jnp.diff(ends, prepend=0)
         if not fewer:
             return _multiplied(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)

@@ -208,6 +208,8 @@ _FREE = frozenset(
 _MATMULS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
 # `__cublas$lt$matmul`, `__cublas$gemm`, `__cudnn$fmhaSoftmax`, `__onednn$matmul`
 _MATMUL_TARGET = re.compile(r"gemm|matmul|fmha|cudnn\$conv", re.IGNORECASE)
+# Those of `jhost._ragged`, by the names that Pallas knows them by.
+_MATMUL_NAME = re.compile(r"jhost_ragged_(dot|sum)/")
 
 
 def _kernels(
@@ -245,6 +247,8 @@ def is_matmul(module: Module, kernel: Instruction) -> bool:
     if kernel.opcode in _MATMULS:
         return True
     if _MATMUL_TARGET.search(attribute("custom_call_target", kernel)):
+        return True
+    if _MATMUL_NAME.search(attribute("op_name", kernel)):
         return True
     inner = (i for name in kernel.called for i in module.computations[name])
     return any(is_matmul(module, instruction) for instruction in inner)

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -98,3 +99,33 @@ def test_products_of_jax_are_kernels_on_each_device(
 
     assert kernels(jhost.jit(lax.ragged_dot, mesh=mesh, in_shardings=specs)) == 1
     assert kernels(jax.jit(jhost.ragged_dot, in_shardings=shardings)) == 0
+
+
+def test_rows_come_beside_kernels(gpus: None, h200s: MakeH200s) -> None:
+    """A chunk is multiplied while another device's rows are on their way."""
+
+    def f(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jhost.stream(lax.ragged_dot(x, w, sizes), 0)
+
+    specs = P("ep"), P(None, None, "ep"), P()
+    mesh = h200s({"ep": 4})
+    jitted: Any = jhost.jit(
+        f, mesh=mesh, in_shardings=specs, out_shardings=P(None, "ep"), pipeline="p2p"
+    )
+    types = (
+        jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    schedule = jitted.lower(*types).compile().schedule()
+    assert len(schedule.matmuls) == 4
+    beside = [len(moved.matmuls) for moved in schedule.communications]
+    assert sorted(beside) == [1, 2, 3], schedule
+
+
+def test_what_is_exported_has_no_kernels(gpus: None) -> None:
+    """JAX refuses to export calls that a later version may not know."""
+    rows, matrices = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
+    export = jax.export.export(jax.jit(jhost.ragged_dot), platforms=["cuda"])
+    text = export(rows, matrices, jnp.array([3, 5])).mlir_module()
+    assert "chlo.ragged_dot" in text

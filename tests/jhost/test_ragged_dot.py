@@ -18,6 +18,7 @@ import jhost
 from jhost import errors
 from jhost._ragged.forms import Form, product
 from jhost._ragged.kernels import can_multiply, multiply
+from jhost._ragged.order import inverse_of, permuted
 from tests.lowering.hand_built import mesh_of
 
 HOW: dict[str, Any] = {"precision": "default", "preferred_element_type": None}
@@ -204,6 +205,41 @@ def test_refusals_name_every_offender() -> None:
         jhost.ragged_dot(integers(6, 4), integers(2, 3, 4), np.array([1, 2, 3]))
     assert "have 4 elements, but matrices of rhs take 3" in str(caught.value)
     assert "rhs has 2 groups, but group_sizes has 3" in str(caught.value)
+
+
+# --- Rows in another order --------------------------------------------------------- #
+
+
+@given(st.integers(0, 7), st.integers(0, 3), st.randoms(use_true_random=False))
+@settings(max_examples=8, deadline=None)
+def test_rows_in_any_order(count: int, features: int, random: Any) -> None:
+    """As JAX's lookup, whose transpose adds: in every mode, and mapped."""
+    places = [random.sample(range(count), count) for _ in range(2)]
+    orders = jnp.asarray(np.array(places, np.int32).reshape(2, count))
+    rows = integers(2, count, features) / 3
+
+    def of(take: Callable[..., Any]) -> Any:
+        def both(rows: Any, order: Any) -> Any:
+            def loss(rows: Any) -> jax.Array:
+                return jnp.sum(jnp.sin(take(rows, order)) * jnp.cos(rows))
+
+            _, tangents = jax.jvp(jax.grad(loss), (rows,), (rows,))
+            return take(rows, order), jax.grad(loss)(rows), tangents
+
+        return jax.jit(jax.vmap(both))(rows, orders)
+
+    ours = of(lambda rows, order: permuted(rows, order, inverse_of(order)))
+    chex.assert_trees_all_close(ours, of(lambda rows, order: rows[order]), atol=1e-6)
+
+
+def test_cotangents_are_looked_up_as_well() -> None:
+    order = jnp.array([2, 0, 1])
+
+    def backward(ct: jax.Array) -> Any:
+        inverse = inverse_of(order)
+        return jax.vjp(lambda rows: permuted(rows, order, inverse), ct)[1](ct)
+
+    assert "scatter-add" not in str(jax.make_jaxpr(backward)(integers(3, 2)))
 
 
 # --- Its kernels ------------------------------------------------------------------- #

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import jhost
+from jhost._ragged.order import permuted
 from jhost.lowering.rules.elementwise import ELEMENTWISE
 from jhost.lowering.rules.properties import INLINED
 from jhost.lowering.rules.table import known_primitives, opaque_reason, ruled_primitives
@@ -68,6 +69,12 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
         lambda x, y: lax.dot_general(x, y, (((3, 1), (0, 2)), ((0,), (3,)))),
         _ints(3, 4, 2, 5),
         _ints(5, 2, 4, 3),
+    ),
+    "permute_rows": (
+        jax.vmap(permuted),
+        _floats(2, 4, 3),
+        np.array([[2, 0, 3, 1], [0, 1, 3, 2]], np.int32),
+        np.array([[1, 3, 0, 2], [0, 1, 3, 2]], np.int32),
     ),
     "ragged_dot": (
         jhost.ragged_dot,
