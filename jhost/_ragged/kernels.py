@@ -28,7 +28,7 @@ _PRECISIONS = {
     for precision in (lax.Precision.DEFAULT, lax.Precision.HIGHEST)
     for given in (precision.name.lower(), precision, (precision, precision))
 }
-"""Those in which Triton multiplies float32 as XLA does."""
+"""Those in which Triton multiplies float32 as XLA does; narrower ones need none."""
 
 _ROWS = _COLUMNS = 128
 _PARAMS = triton.CompilerParams(num_warps=4, num_stages=3)
@@ -65,11 +65,12 @@ def multiply(
     lhs, rhs = in_one_dtype(lhs, rhs)
     kernel = functools.partial(
         _sums if form == "groups" else _rows,
-        transposed=form == "rows_transposed",
-        precision=_PRECISIONS.get(precision),
+        precision=_PRECISIONS.get(precision, lax.Precision.DEFAULT),
         dtype=preferred_element_type or lhs.dtype,
         interpret=interpret,
     )
+    if form == "rows_transposed":
+        kernel = functools.partial(kernel, transposed=True)
     front = lhs.shape[:-2]
     if not front:
         return [kernel(lhs, rhs, sizes)]
@@ -86,10 +87,10 @@ def _rows(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
-    transposed: bool,
     precision: Any,
     dtype: DTypeLike,
     interpret: bool,
+    transposed: bool = False,
 ) -> jax.Array:
     tiles = _tiles(sizes, len(lhs))
     columns = rhs.shape[1 if transposed else 2]
@@ -107,11 +108,11 @@ def _rows(
 def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
     """Of each tile its group, where its rows begin, and where those of its group end.
 
-    `[3, tiles]`; rows behind all groups are one more group, and tiles that are left
-    over have no rows.
+    `[3, tiles]`; rows behind all groups are one more group, which has the tiles that
+    are left over as well.
     """
-    ends = jnp.minimum(jnp.cumsum(sizes), rows)
-    ends = jnp.append(ends, rows).astype(np.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=np.int32), rows)
+    ends = jnp.append(ends, np.int32(rows))
     starts = jnp.append(0, ends[:-1])
     last = jnp.cumsum(-(-(ends - starts) // _ROWS))
     count = rows // _ROWS + len(ends)
@@ -158,12 +159,11 @@ def _sums(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
-    transposed: bool,
     precision: Any,
     dtype: DTypeLike,
     interpret: bool,
 ) -> jax.Array:
-    ends = jnp.minimum(jnp.cumsum(sizes), len(lhs)).astype(np.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=np.int32), len(lhs))
     spans = jnp.stack([jnp.append(0, ends[:-1]), ends])
     shape = lhs.shape[1], rhs.shape[1]
     return pl.pallas_call(
