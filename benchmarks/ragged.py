@@ -24,6 +24,7 @@ from jax import lax
 
 import jhost
 from benchmarks import environment
+from benchmarks.runner import error_text, memory
 from benchmarks.timing import CODE_PATH, FULL, Call, Deadline, Effort, measure
 
 
@@ -98,7 +99,7 @@ def _measured(
     programs: dict[str, Any] = {}
 
     def failed(way: str, error: Exception) -> None:
-        errors[way] = str(error).splitlines()[0]
+        errors[way] = error_text(error)
 
     for way, f in functions.items():
         try:
@@ -112,9 +113,8 @@ def _measured(
     times = measure(calls, effort, 1, Deadline(None), failed)
     return {
         "times": {way: each.figures() for way, each in times.items()},
-        "temporary_bytes": {
-            way: program.memory_analysis().temp_size_in_bytes
-            for way, program in programs.items()
+        "memory": {
+            way: memory(program.memory_analysis()) for way, program in programs.items()
         },
         "errors": errors,
     }
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _cell(row: dict[str, Any], way: str) -> str:
     if way not in row["times"]:
         return row["errors"][way]
-    times, size = row["times"][way], row["temporary_bytes"][way]
+    times, size = row["times"][way], row["memory"][way]["temp_bytes"]
     return f"{times['min_ms']:.2f} / {times['median_ms']:.2f} ms, {size / 1e6:,.0f} MB"
 
 

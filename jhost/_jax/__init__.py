@@ -16,7 +16,6 @@ from jhost._jax.computations import (
     def_jvp as def_jvp,
     def_transpose as def_transpose,
     define_primitive as define_primitive,
-    types_of as types_of,
     varying_alike as varying_alike,
     without_last_dim as without_last_dim,
 )

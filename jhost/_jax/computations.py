@@ -34,25 +34,21 @@ class Kernels:
 def define_primitive(
     name: str,
     fun: Callable[..., Sequence[Any]],
-    types: Callable[..., Sequence[Any]],
+    types: Callable[..., Sequence[Any]] | None = None,
     kernels: Kernels | None = None,
 ) -> Primitive:
     """A primitive of several results, which are what a JAX function computes.
 
     `types` gives theirs from those of the operands, and `fun` may compute them in wider
-    dtypes.  All have the same leading dims, to which `jax.vmap` adds one.  Derivatives
-    are those of `fun`, where `def_jvp` says no other.
+    dtypes; without it they are as `fun` computes them.  All have the same leading dims,
+    to which `jax.vmap` adds one.  Derivatives are those of `fun`, where `def_jvp` says
+    no other.
     """
     prim = Primitive(name)
     prim.multiple_results = True
-
-    def computed(*args: Any, **params: Any) -> list[Any]:
-        results = types(*map(core.typeof, args), **params)
-        made = zip(fun(*args, **params), results, strict=True)
-        return [lax.convert_element_type(x, result.dtype) for x, result in made]
-
+    computed = fun if types is None else partial(_in_dtypes, fun, types)
     prim.def_impl(partial(dispatch.apply_primitive, prim))
-    prim.def_abstract_eval(types)
+    prim.def_abstract_eval(types or partial(_types_of, fun))
     lowering = mlir.lower_fun(computed, multiple_results=True)
     mlir.register_lowering(prim, lowering)
     if kernels is not None:
@@ -63,13 +59,21 @@ def define_primitive(
     return prim
 
 
-def types_of(fun: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
-    """What gives the types of a function's results from those of its operands."""
+def _in_dtypes(
+    fun: Callable[..., Sequence[Any]],
+    types: Callable[..., Sequence[Any]],
+    *args: Any,
+    **params: Any,
+) -> list[Any]:
+    results = types(*map(core.typeof, args), **params)
+    made = zip(fun(*args, **params), results, strict=True)
+    return [lax.convert_element_type(x, result.dtype) for x, result in made]
 
-    def types(*args: Any, **params: Any) -> Sequence[Any]:
-        return jax.make_jaxpr(partial(fun, **params))(*args).out_avals
 
-    return types
+def _types_of(
+    fun: Callable[..., Sequence[Any]], *args: Any, **params: Any
+) -> Sequence[Any]:
+    return jax.make_jaxpr(partial(fun, **params))(*args).out_avals
 
 
 def _lower_to_kernels(

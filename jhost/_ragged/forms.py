@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -53,7 +52,6 @@ def product(
     preferred_element_type: DTypeLike | None,
 ) -> list[jax.Array]:
     """The one result, by JAX."""
-    lhs, rhs = in_one_dtype(lhs, rhs)
     batch = lhs.ndim - 2
     made = lax.ragged_dot_general(
         lhs,
@@ -64,15 +62,3 @@ def product(
         preferred_element_type=preferred_element_type,
     )
     return [jnp.moveaxis(made, 0, batch) if form == "groups" else made]
-
-
-def in_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in the dtype to which theirs promote."""
-    dtype = dtype_of(lhs, rhs)
-    return lhs.astype(dtype), rhs.astype(dtype)
-
-
-def dtype_of(lhs: Any, rhs: Any) -> np.dtype:
-    """The dtype to which theirs promote: one may be a cotangent's, and a wider one."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(lhs.dtype, rhs.dtype)

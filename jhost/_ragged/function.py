@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jhost import errors
 from jhost._jax import varying_alike
-from jhost._ragged.primitives import ragged_dot_p
+from jhost._ragged.primitives import multiplied
 
 _DIMS = {"lhs": "mk", "rhs": "gkn", "group_sizes": "g"}
 """The letters of each array's dims."""
@@ -75,12 +75,10 @@ def ragged_dot(
         precision = jax.config.jax_default_matmul_precision or "default"
     if preferred_element_type is not None:
         preferred_element_type = np.dtype(preferred_element_type)
-    (made,) = ragged_dot_p.bind(
-        *varying_alike(arrays),
-        form="rows",
-        precision=tuple(precision) if isinstance(precision, list) else precision,
-        preferred_element_type=preferred_element_type,
-    )
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    lhs, rhs, sizes = varying_alike(arrays)
+    (made,) = multiplied(lhs, rhs, sizes, "rows", precision, preferred_element_type)
     return made
 
 

@@ -9,7 +9,9 @@ do in place of these: https://github.com/openxla/xla/issues/46127.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jhost._ragged.forms import Form, dtype_of, in_one_dtype
+from jhost._ragged.forms import Form
 
 _DTYPES = {np.dtype(x) for x in (jnp.bfloat16, jnp.float16, np.float32)}
 _PRECISIONS = {
@@ -44,9 +46,8 @@ def can_multiply(
     preferred_element_type: DTypeLike | None,
 ) -> bool:
     """Whether there is a kernel for operands of these types."""
-    dtype = dtype_of(lhs, rhs)
-    dtypes = {dtype, np.dtype(preferred_element_type or dtype)}
-    precise = dtype != np.float32 or precision in _PRECISIONS
+    dtypes = {lhs.dtype, np.dtype(preferred_element_type or lhs.dtype)}
+    precise = lhs.dtype != np.float32 or precision in _PRECISIONS
     sized = min(*lhs.shape, *rhs.shape, *sizes.shape) > 0
     return dtypes <= _DTYPES and precise and sized
 
@@ -62,21 +63,57 @@ def multiply(
     interpret: bool = False,
 ) -> list[jax.Array]:
     """The one result, of what `can_multiply`."""
-    lhs, rhs = in_one_dtype(lhs, rhs)
-    kernel = functools.partial(
-        _sums if form == "groups" else _rows,
+    how = _How(
         precision=_PRECISIONS.get(precision, lax.Precision.DEFAULT),
         dtype=preferred_element_type or lhs.dtype,
         interpret=interpret,
     )
-    if form == "rows_transposed":
-        kernel = functools.partial(kernel, transposed=True)
+
+    def one(operands: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        if form == "groups":
+            return _sums(*operands, how)
+        return _rows(*operands, how, transposed=form == "rows_transposed")
+
     front = lhs.shape[:-2]
     if not front:
-        return [kernel(lhs, rhs, sizes)]
-    each = (x.reshape(-1, *x.shape[len(front) :]) for x in (lhs, rhs, sizes))
-    made = lax.map(lambda operands: kernel(*operands), tuple(each))
+        return [one((lhs, rhs, sizes))]
+    lhs, rhs, sizes = (x.reshape(-1, *x.shape[len(front) :]) for x in (lhs, rhs, sizes))
+    made = lax.map(one, (lhs, rhs, sizes))
     return [made.reshape(*front, *made.shape[1:])]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """What all kernels are told."""
+
+    precision: lax.Precision
+    dtype: DTypeLike
+    interpret: bool
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        grid: tuple[int, ...],
+        shape: tuple[int, ...],
+        *operands: jax.Array,
+    ) -> jax.Array:
+        """What the programs of a grid write; the first number varies fastest."""
+        call = pl.pallas_call(
+            functools.partial(kernel, precision=self.precision),
+            grid=grid,
+            out_shape=jax.ShapeDtypeStruct(shape, self.dtype),
+            compiler_params=_PARAMS,
+            interpret=self.interpret,
+            name=name,
+        )
+        return call(*operands)
+
+
+def _spans(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where each group begins and ends among so many rows, int32."""
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=np.int32), rows)
+    return jnp.append(0, ends[:-1]), ends
 
 
 # --- Rows -------------------------------------------------------------------------- #
@@ -86,23 +123,16 @@ def _rows(
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,
+    how: _How,
     *,
-    precision: Any,
-    dtype: DTypeLike,
-    interpret: bool,
-    transposed: bool = False,
+    transposed: bool,
 ) -> jax.Array:
     tiles = _tiles(sizes, len(lhs))
     columns = rhs.shape[1 if transposed else 2]
-    kernel = functools.partial(_rows_kernel, transposed=transposed, precision=precision)
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(columns, _COLUMNS), tiles.shape[1]),
-        out_shape=jax.ShapeDtypeStruct((len(lhs), columns), dtype),
-        compiler_params=_PARAMS,
-        interpret=interpret,
-        name="jhost_ragged_dot",
-    )(tiles, lhs, rhs)
+    kernel = functools.partial(_rows_kernel, transposed=transposed)
+    grid = pl.cdiv(columns, _COLUMNS), tiles.shape[1]
+    shape = len(lhs), columns
+    return how.launch(kernel, "jhost_ragged_dot", grid, shape, tiles, lhs, rhs)
 
 
 def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
@@ -111,9 +141,7 @@ def _tiles(sizes: jax.Array, rows: int) -> jax.Array:
     `[3, tiles]`; rows behind all groups are one more group, which has the tiles that
     are left over as well.
     """
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=np.int32), rows)
-    ends = jnp.append(ends, np.int32(rows))
-    starts = jnp.append(0, ends[:-1])
+    starts, ends = _spans(jnp.append(sizes.astype(np.int32), rows), rows)
     last = jnp.cumsum(-(-(ends - starts) // _ROWS))
     count = rows // _ROWS + len(ends)
     tile = jnp.arange(count, dtype=np.int32)
@@ -154,26 +182,11 @@ def _rows_kernel(
 # --- Sums over groups -------------------------------------------------------------- #
 
 
-def _sums(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    precision: Any,
-    dtype: DTypeLike,
-    interpret: bool,
-) -> jax.Array:
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=np.int32), len(lhs))
-    spans = jnp.stack([jnp.append(0, ends[:-1]), ends])
-    shape = lhs.shape[1], rhs.shape[1]
-    return pl.pallas_call(
-        functools.partial(_sums_kernel, precision=precision),
-        grid=(pl.cdiv(shape[0], _ROWS), pl.cdiv(shape[1], _COLUMNS), len(sizes)),
-        out_shape=jax.ShapeDtypeStruct((len(sizes), *shape), dtype),
-        compiler_params=_PARAMS,
-        interpret=interpret,
-        name="jhost_ragged_sum",
-    )(spans, lhs, rhs)
+def _sums(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, how: _How) -> jax.Array:
+    spans = jnp.stack(_spans(sizes, len(lhs)))
+    shape = len(sizes), lhs.shape[1], rhs.shape[1]
+    grid = pl.cdiv(shape[1], _ROWS), pl.cdiv(shape[2], _COLUMNS), len(sizes)
+    return how.launch(_sums_kernel, "jhost_ragged_sum", grid, shape, spans, lhs, rhs)
 
 
 def _sums_kernel(spans: Any, lhs: Any, rhs: Any, out: Any, *, precision: Any) -> None:

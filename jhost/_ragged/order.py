@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhost._jax import def_jvp, def_transpose, define_primitive, types_of
+from jhost._jax import def_jvp, def_transpose, define_primitive
 
 
 def permuted(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def _taken(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> list[jax.Ar
     return [take(rows, order)]
 
 
-permute_rows_p = define_primitive("permute_rows", _taken, types_of(_taken))
+permute_rows_p = define_primitive("permute_rows", _taken)
 """Rows `[..., m, d]` by an order and its inverse, `[..., m]`."""
 
 

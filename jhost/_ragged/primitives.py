@@ -6,16 +6,46 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from jhost._jax import Kernels, def_jvp, def_transpose, define_primitive, types_of
+from jhost._jax import Kernels, def_jvp, def_transpose, define_primitive
 from jhost._ragged.forms import Form, product
 from jhost._ragged.kernels import can_multiply, multiply
 
 ragged_dot_p = define_primitive(
-    "ragged_dot", product, types_of(product), Kernels(multiply, can_multiply)
+    "ragged_dot", product, kernels=Kernels(multiply, can_multiply)
 )
-"""`form`, and `precision` and `preferred_element_type` as in `jax.lax.ragged_dot`."""
+"""`form`, and `precision` and `preferred_element_type` as in `jax.lax.ragged_dot`.
+
+Both operands are of one dtype.
+"""
+
+
+def multiplied(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    form: Form,
+    precision: Any,
+    preferred_element_type: DTypeLike | None = None,
+) -> list[Any]:
+    """The one result, in the dtype to which the operands' promote if no other is said.
+
+    One of them may be a cotangent, and wider.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    return ragged_dot_p.bind(
+        lhs.astype(dtype),
+        rhs.astype(dtype),
+        sizes,
+        form=form,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
 
 
 def _jvp(
@@ -54,10 +84,8 @@ def _transpose(
             operands = cotangent, lhs, "groups"
         case _:
             operands = lhs, cotangent, "rows"
-    *pair, wanted = operands
-    return ragged_dot_p.bind(
-        *pair, sizes, form=wanted, precision=precision, preferred_element_type=None
-    )
+    left, right, wanted = operands
+    return multiplied(left, right, sizes, wanted, precision)
 
 
 def_jvp(ragged_dot_p, _jvp)

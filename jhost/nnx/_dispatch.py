@@ -30,10 +30,9 @@ def dispatch(
     """
     tokens, each = chosen.shape
     order = jnp.argsort(chosen.reshape(-1), stable=True)
-    back = inverse_of(order)
-    rows = permuted(jnp.repeat(x, each, 0), order, back)
-    rows = experts(rows, jnp.bincount(chosen.reshape(-1), length=count))
-    rows = permuted(rows, back, order).reshape(tokens, each, x.shape[-1])
+    counts = jnp.bincount(chosen.reshape(-1), length=count)
+    rows = _in_order(experts, jnp.repeat(x, each, 0), counts, order)
+    rows = rows.reshape(tokens, each, x.shape[-1])
     weighted = weights[..., None] * rows.astype(weights.dtype)
     return jnp.sum(weighted, 1).astype(x.dtype)
 
@@ -53,12 +52,18 @@ def on_their_devices(experts: Experts, axis: str, most: int) -> Experts:
         moved = jnp.sum(counts, -1)
         come = _exchange(rows, moved, axis, most, devices * most)
         order = _by_expert(here, devices * most)
-        back = inverse_of(order)
-        done = experts(permuted(come, order, back), jnp.sum(here, 0))
-        done = permuted(done, back, order)
+        done = _in_order(experts, come, jnp.sum(here, 0), order)
         return _exchange(done, moved.T, axis, most, len(rows))
 
     return apply
+
+
+def _in_order(
+    experts: Experts, rows: jax.Array, counts: jax.Array, order: jax.Array
+) -> jax.Array:
+    """What experts make of rows that an order sorts by expert, where the rows were."""
+    back = inverse_of(order)
+    return permuted(experts(permuted(rows, order, back), counts), back, order)
 
 
 def _by_expert(counts: jax.Array, rows: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
 from jhost._ragged.forms import Form, numbers
-from jhost._ragged.primitives import ragged_dot_p
+from jhost._ragged.primitives import multiplied, ragged_dot_p
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.contract import DotNumbers, product, rebind_product
 from jhost.lowering.rules.dim_rule import (
@@ -103,15 +103,15 @@ def _ahead(rank: int, ragged: int, numbers: DotNumbers) -> list[int]:
     return [*batch, *kind[: kind.index(ragged)]]
 
 
-def _multiplied(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """As `rebind_product`; one of JAX's becomes one of jhost's that has its form."""
     form = None if eqn.primitive is ragged_dot_p else _FORMS.get(_numbers(eqn))
     if form is None or eqn.params["group_offset"] is not None:
         return rebind_product(eqn, args, place)
     wanted = place.accumulator or eqn.params["preferred_element_type"]
+    lhs, rhs, sizes = args
     precision = eqn.params["precision"] or "default"
-    return ragged_dot_p.bind(
-        *args, form=form, precision=precision, preferred_element_type=wanted
-    )
+    return multiplied(lhs, rhs, sizes, form, precision, wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,19 +128,19 @@ class _Grouped:
         rows = shape_of(eqn.invars[0])[self.maps[0].index(self.rows)]
         fewer = self.groups and place.size(self.groups.factor) != sizes.shape[-1]
         if not fewer and place.size(self.rows.factor) == rows:
-            return _multiplied(eqn, args, place)
+            return _rebind_product(eqn, args, place)
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
         positions = place.positions(self.rows.factor)
         ends = jnp.searchsorted(positions, ends, method="compare_all")
         counts = jnp.diff(ends, prepend=0)
         if not fewer:
-            return _multiplied(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
+            return _rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
         # The rows of the groups here are turned to the front, and back: so no more are
         # multiplied, and those behind all groups are 0.
         before = self._here(ends - counts, place)[..., 0]
         counts = self._here(counts, place).astype(sizes.dtype)
         lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
-        (out,) = _multiplied(eqn, [lhs, rhs, counts], place)
+        (out,) = _rebind_product(eqn, [lhs, rhs, counts], place)
         return [self._turned(3, out, -before)]
 
     def _here(self, x: Any, place: Place) -> Any:
