@@ -28,7 +28,7 @@ from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
 from jhost.runtime.devices import Devices, is_assumed, links_between_gpus
 from jhost.runtime.nccl import nccl_version
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of the fields changes; others' are refused."""
 
 

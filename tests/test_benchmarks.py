@@ -314,6 +314,25 @@ def test_a_wrong_result_is_found(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) ->
     assert not found["integers_equal_plain"]
 
 
+def test_who_repeats_itself_no_less_than_plain_is_right() -> None:
+    def outcome(random: float, again: float) -> checks.Outcome:
+        return checks.Outcome(jnp.float32(random), jnp.float32(again), None)
+
+    steady, drifting = outcome(1.0, 1.0), outcome(1.0, 1.1)
+    answers = {
+        (own is steady, plain is steady): checks.check(own, plain, None)["repeats"]
+        for own in (steady, drifting)
+        for plain in (steady, drifting)
+    }
+    assert answers == {
+        (True, True): True,
+        (True, False): True,
+        (False, True): False,
+        (False, False): None,
+    }
+    assert checks.check(drifting, None, None)["repeats"] is False
+
+
 def test_blocks_take_turns_and_each_is_led_in_by_its_own_calls() -> None:
     made: list[str] = []
     effort = timing.Effort(warmups=1, blocks=2, calls=2, lead_in=3)

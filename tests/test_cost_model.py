@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jhost
+from jhost._calibration import Calibration
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
@@ -118,6 +119,35 @@ def test_predictions_by_puts_are_near_and_the_faster_kind_is_chosen(
     assert predicted["puts"] == pytest.approx(put, rel=0.1)
     assert predicted["peer copies"] == pytest.approx(copied, rel=0.15)
     assert found.kind == ("puts" if put < copied else "peer copies")
+
+
+# What `python -m jhost calibrate` measured of two H100s, 2026-11-24.
+CALIBRATION = ROOT / "tests" / "targets" / "calibration-2x-h100.json"
+
+
+def test_a_calibration_chooses_as_the_shipped_rates_do(
+    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 95 % of the stored cases; what it predicts differs by 15 % at most."""
+    calibrated = Calibration.from_json(CALIBRATION.read_text())
+    kind = calibrated.conditions.device_kind
+    there = dataclasses.replace(devices_of(None), kind=kind, count=2)
+    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
+    mesh = make_mesh((2,), (AXIS,))
+    stored = [each.values for each in measured("forward")]
+    names = [name for name, devices, _ in stored if devices == 2]
+    same = 0
+    for name in names:
+        case, found = case_of(name, 2), list[Any]()
+        for rates in (rates_of(kind), calibrated.rates):
+            monkeypatch.setattr(program, "rates_here", lambda *_, r=rates: r)
+            f = function(case, mesh)
+            *_, stream = jhost.explain(f, *case.abstract()).streams
+            found.append(stream)
+        ((_, shipped), *_), ((_, ours), *_) = (each.predicted for each in found)
+        assert ours == pytest.approx(shipped, rel=0.15)
+        same += found[0].pipeline == found[1].pipeline
+    assert same >= 0.95 * len(names)
 
 
 # Which arm is what the model predicts for each pipeline.

@@ -1,4 +1,9 @@
-"""Chains of one operation, on all devices at once, each waiting for the one before."""
+"""Chains of one operation, on all devices at once, each waiting for the one before.
+
+`Chain` is what is measured: so many operations, behind a matmul as long as the host
+needs to launch them all.  What follows the matmul is then what the devices take, and
+not what the host does.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +24,13 @@ AXIS = "devices"
 Step: TypeAlias = Callable[..., jax.Array]
 """One operation on a device's part: its result has the shape of its first operand."""
 
+Chain: TypeAlias = Callable[..., Any]
+"""Many operations, of a device's parts."""
+
 Call: TypeAlias = Callable[[], Any]
 
 
-def chained(step: Step, times: int) -> Step:
+def chained(step: Step, times: int) -> Chain:
     """`step` of its own result, so many times, none fused with the next."""
 
     def chain(x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -31,6 +39,34 @@ def chained(step: Step, times: int) -> Step:
         return x
 
     return chain
+
+
+def beside(step: Step, other: Step, times: int) -> Chain:
+    """`step` and `other` at the same time, so many times, both ending before the next.
+
+    Of `step` and another in chains of their own, XLA starts one `step` at a time that
+    it hides, and runs the others alone.
+    """
+
+    def chain(x: jax.Array, y: jax.Array, *others: jax.Array) -> Any:
+        for _ in range(times):
+            x, y = lax.optimization_barrier((x, y))
+            x, y = lax.optimization_barrier((step(x), other(y, *others)))
+        return x, y
+
+    return chain
+
+
+def behind_matmul(chain: Chain) -> Chain:
+    """The chain after a matmul of its first operand with itself."""
+
+    def behind(matrix: jax.Array, *operands: jax.Array) -> Any:
+        product = multiply(matrix, matrix)
+        # The product is a result, or XLA would leave it out.
+        product, operands = lax.optimization_barrier((product, operands))
+        return chain(*operands), product
+
+    return behind
 
 
 def compiled(
@@ -63,6 +99,16 @@ def operand(mesh: Mesh, shape: Sequence[int], dtype: Any, scale: float) -> jax.A
     return make()
 
 
+def small(mesh: Mesh) -> jax.Array:
+    """An array that takes a kernel no time."""
+    return operand(mesh, (8, 128), jnp.float32, 1.0)
+
+
+def row(mesh: Mesh, held: int) -> jax.Array:
+    """An array of which each device holds so many bytes."""
+    return operand(mesh, (held // 2,), jnp.bfloat16, 1.0)
+
+
 def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
@@ -91,13 +137,20 @@ def communicate(kind: CommunicationKind, devices: int) -> Step:
                 ring = [(n, (n + 1) % devices) for n in range(devices)]
                 return lax.ppermute(x, AXIS, ring)
             case "AllGather":
-                gathered = lax.all_gather(x, AXIS, tiled=True)
-                return lax.slice_in_dim(gathered, 0, x.shape[0])
+                return _after(x, lax.all_gather(x, AXIS, tiled=True))
             case "ReduceScatter":
-                return jnp.tile(lax.psum_scatter(x, AXIS, tiled=True), devices)
+                return _after(x, lax.psum_scatter(x, AXIS, tiled=True))
             case "AllReduce":
                 return lax.psum(x, AXIS)
             case _:
                 raise AssertionError(f"no chain of {kind}")
 
     return step
+
+
+def _after(x: jax.Array, received: jax.Array) -> jax.Array:
+    """`x` when `received` is there: one element of it is written, in place.
+
+    Its negative, as XLA copies the element itself on a stream of its own.
+    """
+    return lax.dynamic_update_slice(x, -received[-1:], (0,))

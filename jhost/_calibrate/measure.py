@@ -1,8 +1,8 @@
 """Measurements of the devices of this process, for `lowering/cost/fit.py`.
 
 What one operation takes is the difference between a long chain of them and a short one,
-so that neither the call nor what comes first counts.  Both take turns, led in by calls
-of their own: near the power limit, clocks fall with work and rise with rest.
+so that neither the call nor the matmul that comes first counts.  Both take turns, led
+in by their own calls: near the power limit, clocks fall with work and rise with rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,17 @@ from jax.sharding import Mesh
 from jhost._calibrate.chains import (
     AXIS,
     Call,
-    Step,
+    Chain,
+    behind_matmul,
+    beside,
     chained,
     communicate,
     compiled,
     multiply,
     normalize,
     operand,
+    row,
+    small,
     touch,
 )
 from jhost._progress import Progress, no_progress
@@ -124,11 +128,10 @@ class Measuring:
 
     def kernel(self) -> _Cost:
         self.bar.step("launches of kernels")
-        x = operand(self.mesh, (8, 128), jnp.float32, 1.0)
+        chain = functools.partial(chained, touch)
         gpu = self.devices[0].platform == "gpu"
-        return self.cost(
-            self.mesh, touch, [x], times=10, more=_ONE_BY_ONE if gpu else {}
-        )
+        more = _ONE_BY_ONE if gpu else {}
+        return self.cost(self.mesh, chain, [small(self.mesh)], times=10, more=more)
 
     def matmuls(self) -> Iterator[Matmul]:
         side = self.side()
@@ -146,7 +149,8 @@ class Measuring:
         def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
             return multiply(jax.lax.optimization_barrier(multiply(x, w)), back)
 
-        return self.cost(self.mesh, there_and_back, [x, w, back]).seconds / 2
+        chain = functools.partial(chained, there_and_back)
+        return self.cost(self.mesh, chain, [x, w, back]).seconds / 2
 
     def side(self) -> int:
         """Of a square matmul that takes long enough; whole tiles, if it is large."""
@@ -160,7 +164,7 @@ class Measuring:
             count = self.start.memory * seconds * self.scale
             shape = max(1, int(count) // (4 * _COLUMNS)), _COLUMNS
             x = operand(self.mesh, shape, jnp.bfloat16, 1.0)
-            cost = self.cost(self.mesh, normalize, [x])
+            cost = self.cost(self.mesh, functools.partial(chained, normalize), [x])
             yield Traffic(bytes=4 * math.prod(shape), seconds=cost.seconds)
 
     # --- What several do ------------------------------------------------------ #
@@ -203,8 +207,13 @@ class Measuring:
         more: Mapping[str, Any] | None = None,
     ) -> Moved:
         self.bar.step(f"{said or kind} of {held / 1e6:.3g} MB among {mesh.size}")
-        x = operand(mesh, (held // 2,), jnp.bfloat16, 1.0)
-        cost = self.cost(mesh, communicate(kind, mesh.size), [x], more=more)
+        step, operands = communicate(kind, mesh.size), [row(mesh, held)]
+        chain = functools.partial(chained, step)
+        if kind == "CollectivePermute":
+            # Alone, XLA runs it as a kernel like others; loops have it on a stream.
+            chain = functools.partial(beside, step, touch)
+            operands.append(small(mesh))
+        cost = self.cost(mesh, chain, operands, more=more)
         return Moved(
             kind=kind,
             devices=mesh.size,
@@ -220,41 +229,36 @@ class Measuring:
     def hidden(self) -> float:
         """How much shorter permutes and matmuls are together than one by one."""
         self.bar.step("permutes beside matmuls")
-        side, size = self.side(), self.size(_SIZES[-1], len(self.devices))
+        side = self.side() // 2
         w = operand(self.mesh, (side, side), jnp.bfloat16, side**-0.5)
-        x = operand(self.mesh, (size // 2,), jnp.bfloat16, 1.0)
-        work = chained(multiply, _LONG)
-        moves = chained(communicate("CollectivePermute", len(self.devices)), _LONG)
+        held = self.size(_SIZES[-1], len(self.devices))
+        step, x = communicate("CollectivePermute", self.mesh.size), row(self.mesh, held)
 
-        def both(
-            w: jax.Array, x: jax.Array, same: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            return work(w, same), moves(x)
+        def seconds(chain: Callable[[int], Chain], *operands: jax.Array) -> float:
+            return self.cost(self.mesh, chain, operands).seconds
 
-        calls = {
-            "work": compiled(self.mesh, work, [w, w]),
-            "moves": compiled(self.mesh, moves, [x]),
-            "both": compiled(self.mesh, both, [w, x, w]),
-        }
-        seconds = self.medians(calls)
-        shorter = seconds["work"] + seconds["moves"] - seconds["both"]
-        return shorter / min(seconds["work"], seconds["moves"])
+        moves = seconds(functools.partial(beside, step, touch), x, small(self.mesh))
+        work = seconds(functools.partial(chained, multiply), w, w)
+        both = seconds(functools.partial(beside, step, multiply), x, w, w)
+        return (work + moves - both) / min(work, moves)
 
     # --- Time ----------------------------------------------------------------- #
 
     def cost(
         self,
         mesh: Mesh,
-        step: Step,
+        chain: Callable[[int], Chain],
         operands: Sequence[jax.Array],
         *,
         times: int = 1,
         more: Mapping[str, Any] | None = None,
     ) -> _Cost:
-        """What one more `step` takes in a chain, which is `times` as long as usual."""
+        """What one more step takes in a chain, which is `times` as long as usual."""
+        side = self.side()
+        first = operand(mesh, (side, side), jnp.bfloat16, side**-0.5)
         short, long = (
-            compiled(mesh, chained(step, times * count), operands, more)
-            for count in (_SHORT, _LONG)
+            compiled(mesh, behind_matmul(chain(times * n)), [first, *operands], more)
+            for n in (_SHORT, _LONG)
         )
         seconds = self.medians({"short": short, "long": long})
         count = times * (_LONG - _SHORT)

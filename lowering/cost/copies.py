@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set as AbstractSet
 
 from jhost.lowering.cost.kernels import (
@@ -79,6 +80,22 @@ def written_in_pieces(program: Program) -> set[str]:
     stmts = ir.walk(program.body)
     made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
     return made - read_whole(program)
+
+
+def is_transposed(stmt: ir.Communicate) -> tuple[bool, bool]:
+    """Whether XLA transposes what an all-to-all sends, and what it receives.
+
+    Parts that it sends lie one behind the other, and so do those that it receives:
+    those of another dim than the major one are brought there, or from there.
+    """
+    if stmt.kind != "AllToAll":
+        return False, False
+    sent, received = (stmt.source, stmt.dim), (stmt.out, stmt.source_dim)
+    return not _is_major(*sent), not _is_major(*received)
+
+
+def _is_major(buffer: ir.Buffer, dim: int | None) -> bool:
+    return math.prod(buffer.shape[:dim]) == 1
 
 
 def _by_rank(alias: ir.Select) -> bool:

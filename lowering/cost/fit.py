@@ -1,8 +1,9 @@
 """Rates out of measurements: what `rates.py` holds of a kind of device, fitted to one.
 
 Measured are the seconds that one more operation takes in a chain of them, and those for
-which launching it keeps the host.  What no chain tells apart, the delay of a transfer
-from its latency and the meeting of threads, stays as it is in the rates at the start.
+which launching it keeps the host.  The rates are those of programs, which are slower.
+What no chain tells apart, the delay of a transfer from its latency and the meeting of
+threads, stays as it is in the rates at the start.
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ from scipy.optimize import nnls
 from jhost.lowering.cost.rates import Link, Rates
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.lowering.ir.transfers import received_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """What programs see, as a multiple of what chains of one operation show.
+
+    `memory` per second, and the seconds of a `launch` and `before` the first byte of a
+    permute: in programs kernels read in many orders, and streams wait for each other.
+    """
+
+    memory: float
+    launch: float
+    before: float
+
+
+PROGRAMS = Programs(memory=2.7 / 2.95, launch=3 / 1.27, before=34 / 17.3)
+"""The shipped rates, fitted to programs, by what two H100s showed on 2026-11-24."""
 
 HIDDEN = 0.5
 """A link that hides this share of a transfer behind matmuls runs beside them."""
@@ -93,8 +111,8 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
     rates = dataclasses.replace(
         start,
         multiprocessors=measured.multiprocessors,
-        memory=_bandwidth(measured.traffic),
-        launch=measured.launch,
+        memory=_bandwidth(measured.traffic) * PROGRAMS.memory,
+        launch=measured.launch * PROGRAMS.launch,
         host=measured.host,
     )
     rates = dataclasses.replace(rates, matmul=_matmul(measured.matmuls, rates))
@@ -131,6 +149,7 @@ def _bandwidth(traffic: Sequence[Traffic]) -> float:
 def _permute(moved: Sequence[Moved], start: Link) -> Link:
     """Of what a permute takes before its first byte, the delay keeps its share."""
     before, bandwidth = _line_of(moved)
+    before *= PROGRAMS.before
     delay = before * start.delay / ((start.delay + start.latency) or 1.0)
     return dataclasses.replace(
         start,

@@ -10,7 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from typing import Literal, TypeAlias
 
-from jhost.lowering.cost.copies import Copies, copy_of, written_in_pieces
+from jhost.lowering.cost.copies import (
+    Copies,
+    copy_of,
+    is_transposed,
+    written_in_pieces,
+)
 from jhost.lowering.cost.kernels import (
     Kernel,
     handed_on,
@@ -254,10 +259,12 @@ class _Unrolled(Machine):
         self.chains[self.current] = frozenset({len(self.tasks) - 1})
 
     def communicate(self, stmt: ir.Communicate) -> None:
-        after = self.cut(stmt.source, self.chain() | self.places.makers(stmt.source))
+        sent, received = is_transposed(stmt)
+        after = self.chain() | self.places.makers(stmt.source)
+        after = self.cut(stmt.source, after, always=sent)
         self.in_flight[stmt.name] = number = len(self.tasks)
         self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
-        self.put(stmt.out, frozenset({number}))
+        self.put(stmt.out, frozenset({number}), always=received)
 
     def transfer(
         self,
@@ -295,17 +302,21 @@ class _Unrolled(Machine):
 
     # --- Copies --------------------------------------------------------------- #
 
-    def cut(self, source: ir.Buffer, after: frozenset[int]) -> frozenset[int]:
+    def cut(
+        self, source: ir.Buffer, after: frozenset[int], *, always: bool = False
+    ) -> frozenset[int]:
         """The tasks that make `source`; with a copy, if it is a device's part."""
-        if not self.copies.is_part_by_rank(source):
+        if not (always or self.copies.is_part_by_rank(source)):
             return after
         self.add(self.copy("cut", source, after), [])
         return frozenset({len(self.tasks) - 1})
 
-    def put(self, out: ir.Buffer, after: frozenset[int]) -> None:
+    def put(
+        self, out: ir.Buffer, after: frozenset[int], *, always: bool = False
+    ) -> None:
         """A copy of what those tasks brought, if it has a place in an array."""
         copies = self.copies
-        if copies.is_part_by_rank(out) or copies.is_put_together(out):
+        if always or copies.is_part_by_rank(out) or copies.is_put_together(out):
             self.add(self.copy("put", out, after), [out])
 
     def copy(

@@ -259,7 +259,7 @@ def test_it_says_nothing_of_devices_that_are_not_there() -> None:
 )
 def test_a_file_that_is_none_is_ignored_with_a_warning(text: str, cache: Path) -> None:
     _calibration._parsed.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    folder = cache / "calibration-1"
+    folder = cache / "calibration-2"
     folder.mkdir(parents=True)
     (folder / "broken.json").write_text(text)
     with pytest.warns(UserWarning, match=r"jhost\.calibrate: a file in .* is ignored"):

@@ -9,7 +9,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic, fitted
+from jhost.lowering.cost.fit import (
+    PROGRAMS,
+    Matmul,
+    Measurements,
+    Moved,
+    Traffic,
+    fitted,
+)
 from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
 from jhost.lowering.ir.statements import CommunicationKind
 
@@ -24,7 +31,10 @@ def moved(link: Link, kind: CommunicationKind, devices: int) -> Iterator[Moved]:
     """What such a link takes for each size."""
     for held in SIZES:
         bare = Moved(kind=kind, devices=devices, held=held, seconds=1.0, host=link.host)
-        seconds = link.delay + link.seconds(kind, bare.received, devices)
+        before, rest = link.delay, link.seconds(kind, bare.received, devices)
+        if kind == "CollectivePermute":
+            before = (link.delay + link.latency) / PROGRAMS.before - link.latency
+        seconds = before + rest
         yield dataclasses.replace(bare, seconds=seconds)
 
 
@@ -38,6 +48,7 @@ def measured(rates: Rates, devices: int) -> Measurements:
         for count in {2, devices}:
             kinds = COLLECTIVES if count == devices else COLLECTIVES[:2]
             moves += [m for kind in kinds for m in moved(rates.collective, kind, count)]
+    memory = rates.memory / PROGRAMS.memory
     return Measurements(
         multiprocessors=rates.multiprocessors,
         matmuls=tuple(
@@ -45,9 +56,9 @@ def measured(rates: Rates, devices: int) -> Measurements:
             for m, n, k in ((8192, 8192, 8192), (4096, 1000, 512), (128, 128, 64))
         ),
         traffic=tuple(
-            Traffic(bytes=size, seconds=1e-6 + size / rates.memory) for size in SIZES
+            Traffic(bytes=size, seconds=1e-6 + size / memory) for size in SIZES
         ),
-        launch=rates.launch,
+        launch=rates.launch / PROGRAMS.launch,
         host=rates.host,
         moved=tuple(moves),
         hidden=0.9 if rates.permute.beside_compute else 0.1,
