@@ -69,6 +69,8 @@ SYMMETRIC_BUFFERS: Mapping[str, Any] = {
     # process, a p2p MLP block takes 0.98 ms with them, 1.23 without, and without chunks
     # 1.05.  Set for a whole process, NCCL's communicators move them by copy engine
     # (openxla/xla #33613): p2p 1.005 for 1.023, but without chunks 1.12 for 1.06.
+    # Only for permutes: of two H100s, one a process, plain collectives take 1.82 ms
+    # with them in a program whose p2p takes 1.69, and 1.74 without.
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
 }
 
@@ -77,8 +79,8 @@ class Loops(TypedDict, total=False):
     """What options depend on, of the loops in an executable.
 
     `adds_up`: whether they have sums of matmuls, as those of weight gradients do;
-    `permuted` are the axes along which they permute, any if that is not known, and
-    `puts` says that NCCL is to put.
+    `permuted` are the axes along which they permute, any within a process if that is
+    not known, and `puts` says that NCCL is to put.
     """
 
     adds_up: bool
@@ -93,9 +95,7 @@ def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, An
     devices = devices_of(mesh)
     if devices.platform != "gpu":
         return {}
-    permuted = loops.get("permuted")
-    axes = devices.reach if permuted is None else permuted
-    ways = _ways(devices, copied=not devices.copied.isdisjoint(axes))
+    ways = _ways(devices, loops.get("permuted"))
     put = PUTS if loops.get("puts") else {}
     # Several permutes may be under way: a gather's all queue at the start, and a piece
     # of an all-reduce goes back to all the others while the next is sent to them.
@@ -103,11 +103,13 @@ def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, An
     return {_MANY_AT_ONCE: 2 * mesh.size, **_WANTED, **ways, **put, **sums}
 
 
-def _ways(devices: Devices, copied: bool) -> Mapping[str, Any]:
-    """How permutes go, some of which may be `copied` by copy engine."""
+def _ways(devices: Devices, permuted: Collection[str] | None) -> Mapping[str, Any]:
+    """How permutes go: by copy engine, if an axis of theirs lies in a process."""
     if devices.processes == 1:
         return _PEER_COPIES
-    return {**_PEER_COPIES, **_AMONG_SEVERAL} if copied else SYMMETRIC_BUFFERS
+    if not devices.copied.isdisjoint(devices.reach if permuted is None else permuted):
+        return {**_PEER_COPIES, **_AMONG_SEVERAL}
+    return SYMMETRIC_BUFFERS if permuted else {}
 
 
 def overlap_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, Any]:
@@ -139,7 +141,9 @@ def options_report(
     return tuple(f"{how}: {options_text(o)}" for how, o in said if o)
 
 
-def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
+def compiler_options(
+    *, gradients: bool = False, between_processes: bool = False
+) -> dict[str, Any]:
     """The options to give an outer `jax.jit` that jhost functions are called in.
 
     XLA takes options for a whole program only, so a jhost function inside another
@@ -148,6 +152,9 @@ def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
     Args:
         gradients: whether the program differentiates jhost functions.  Then matmuls
             are cuBLAS's alone, which adds to the weights' gradients in place.
+        between_processes: whether p2p pipelines were asked for by name along an axis
+            that lies across processes of one GPU each.  Then NCCL's permutes use
+            symmetric buffers; collectives without chunks are slower with them.
 
     Returns:
         What `jax.jit(..., compiler_options=...)` takes, for the devices there are;
@@ -160,12 +167,17 @@ def compiler_options(*, gradients: bool = False) -> dict[str, Any]:
         >>> float(step(1.0))
         2.0
     """
-    global _asked_for
-    _asked_for = True
-    return overlap_options(all_devices(), adds_up=gradients)
+    global _given
+    mesh = all_devices()
+    permuted = mesh.axis_names if between_processes else None
+    options = overlap_options(mesh, adds_up=gradients, permuted=permuted)
+    _given = {**(_given or {}), **options}
+    return options
 
 
-_asked_for = False
+_given: Mapping[str, Any] | None = None
+"""What outer programs were given, if anybody has asked for it."""
+
 _missed: dict[tuple[str, AnyMesh | None], Mapping[str, Any]] = {}
 
 
@@ -175,11 +187,11 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn_once(name: str, options: str) -> None:
+def _warn_once(name: str, options: str, how: str) -> None:
     warnings.warn(
         f"{name} is part of a program that an outer jax.jit compiles, and misses these "
         f"options unless they are given there: {options}. Use jax.jit(..., "
-        "compiler_options=jhost.compiler_options()).",
+        f"compiler_options=jhost.compiler_options({how})).",
         stacklevel=2,
     )
 
@@ -187,10 +199,19 @@ def _warn_once(name: str, options: str) -> None:
 def warn_of_missed_options(
     name: str, mesh: AnyMesh | None, options: Mapping[str, Any]
 ) -> None:
-    """Say once that `name` wants options on `mesh` and cannot give them itself."""
-    if options and not _asked_for:
-        _missed[name, mesh] = dict(options)
-        _warn_once(name, options_text(options))
+    """Say once that `name` wants options on `mesh` and cannot give them itself.
+
+    Who has asked for options is taken to have given them; those for permutes between
+    processes have to be asked for on their own.
+    """
+    between = SYMMETRIC_BUFFERS.keys() & options.keys()
+    missed = options
+    if _given is not None:
+        missed = {option: options[option] for option in between - _given.keys()}
+    if missed:
+        _missed[name, mesh] = dict(missed)
+        how = "between_processes=True" if between else ""
+        _warn_once(name, options_text(missed), how)
 
 
 @functools.lru_cache(maxsize=256)

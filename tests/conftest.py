@@ -99,7 +99,7 @@ def options_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Missed options are warned of, whatever tests before asked for and were told."""
     from jhost.runtime import compiler_options
 
-    monkeypatch.setattr(compiler_options, "_asked_for", False)
+    monkeypatch.setattr(compiler_options, "_given", None)
     compiler_options._warn_once.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 

@@ -21,6 +21,7 @@ from jhost._calibration import Calibration
 from jhost._call import program
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
+from jhost.lowering.explain import explain_program
 from jhost.runtime.devices import devices_of
 from tests.jhost.derived import programs, vjp
 
@@ -32,18 +33,27 @@ sys.path.append(str(ROOT))
 from benchmarks import cases, report  # noqa: E402
 from benchmarks.axes import along_tp  # noqa: E402
 from benchmarks.communication import AXIS, Streamed  # noqa: E402
+from benchmarks.step.predicted import as_with_cudnn  # noqa: E402
 
-H200 = "NVIDIA H200"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(autouse=True)
+def cudnn() -> Iterator[None]:
+    """Attention is cuDNN's, as it was where it was measured."""
+    with as_with_cudnn():
+        yield
 
 
 def measured(of: str) -> Iterator[Any]:
-    """The last in-program measurement of each case on H200s, of those passes."""
+    """The last in-program measurement of each case on such devices, of those passes."""
     groups = report.groups(report.stored())
     for group, records in groups.items():
-        devices = group.devices
-        if group == report.Group(H200, devices, of, "program"):
+        kind, devices = group.kind, group.devices
+        if group == report.Group(kind, devices, of, "program") and kind in (H200, H100):
             for name, record in records.items():
-                yield pytest.param(name, devices, record, id=f"{name} on {devices}")
+                case = f"{name} on {devices} {kind}"
+                yield pytest.param(name, kind, devices, record, id=case)
 
 
 def case_of(name: str, devices: int) -> cases.Case:
@@ -64,19 +74,25 @@ def function(case: cases.Case, mesh: Mesh, **how: Any) -> Any:
     return jhost.jit(layer, mesh=mesh, **specs, **how)
 
 
-@pytest.mark.parametrize(("name", "devices", "record"), list(measured("forward")))
+@pytest.mark.parametrize(
+    ("name", "kind", "devices", "record"), list(measured("forward"))
+)
 def test_predictions_are_near_and_no_choice_loses(
     name: str,
+    kind: str,
     devices: int,
     record: Any,
     make_mesh: Callable[..., Mesh],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = dataclasses.replace(devices_of(None), kind=H200, count=devices)
+    there = dataclasses.replace(devices_of(None), kind=kind, count=devices)
     monkeypatch.setattr(program, "devices_of", lambda mesh: there)
     case = case_of(name, devices)
-    f = function(case, make_mesh((devices,), (AXIS,)))
-    *_, stream = jhost.explain(f, *case.abstract()).streams
+    # Without XLA, which has no attention of cuDNN's here.
+    (lowered,) = programs(
+        function(case, make_mesh((devices,), (AXIS,))), *case.abstract()
+    )
+    *_, stream = explain_program(lowered).streams
     entries = record["modes"]["program"]
     if "min_ms" not in entries["plain"]:
         pytest.skip("there was no time to measure it")
@@ -130,16 +146,15 @@ def test_a_calibration_chooses_as_the_shipped_rates_do(
 ) -> None:
     """In 95 % of the stored cases; what it predicts differs by 15 % at most."""
     calibrated = Calibration.from_json(CALIBRATION.read_text())
-    kind = calibrated.conditions.device_kind
-    there = dataclasses.replace(devices_of(None), kind=kind, count=2)
+    there = dataclasses.replace(devices_of(None), kind=H100, count=2)
     monkeypatch.setattr(program, "devices_of", lambda mesh: there)
     mesh = make_mesh((2,), (AXIS,))
     stored = [each.values for each in measured("forward")]
-    names = [name for name, devices, _ in stored if devices == 2]
+    names = [name for name, kind, devices, _ in stored if (kind, devices) == (H200, 2)]
     same = 0
     for name in names:
         case, found = case_of(name, 2), list[Any]()
-        for rates in (rates_of(kind), calibrated.rates):
+        for rates in (rates_of(H100), calibrated.rates):
             monkeypatch.setattr(program, "rates_here", lambda *_, r=rates: r)
             f = function(case, mesh)
             *_, stream = jhost.explain(f, *case.abstract()).streams
@@ -155,21 +170,27 @@ ARMS = {"off": "plain", "p2p": "jhost_p2p"}
 
 
 @pytest.mark.parametrize("pipeline", ARMS)
-@pytest.mark.parametrize(("name", "devices", "record"), list(measured("backward")))
+@pytest.mark.parametrize(
+    ("name", "kind", "devices", "record"), list(measured("backward"))
+)
 def test_predictions_of_both_passes_are_near(
     name: str,
+    kind: str,
     devices: int,
     record: Any,
     pipeline: Any,
     make_mesh: Callable[..., Mesh],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    there = dataclasses.replace(devices_of(None), kind=kind, count=devices)
+    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
     case = case_of(name, devices)
     mesh = make_mesh((devices,), (AXIS,))
     f = function(case, mesh, pipeline=pipeline)
     entry = record["modes"]["program"][ARMS[pipeline]]
     if "min_ms" not in entry:
         pytest.skip("it was not measured")
-    rates = rates_of(H200)
+    rates = rates_of(kind)
     assert rates is not None
     cotangent = jax.ShapeDtypeStruct(case.cotangent().shape, jnp.bfloat16)
     both = programs(vjp(f), cotangent, *case.abstract())

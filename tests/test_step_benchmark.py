@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -78,6 +79,20 @@ def test_an_arm_that_fails_is_left_out(
     assert record["arms"]["jhost"] == {"error": "ValueError: no such program"}
     assert record["arms"]["plain"]["min_ms"] > 0
     assert "- jhost: ValueError: no such program" in page.measured([found])
+
+
+def test_of_other_arms_a_case_has_a_table_of_its_own() -> None:
+    """And of the same ones the last run counts."""
+    found = page.stored()[0]
+    fewer = copy.deepcopy(found)
+    for record in fewer["measurements"]:
+        del record["arms"]["gspmd"]
+    once, twice, both = (
+        page.measured(runs).count("| plain |")
+        for runs in ([found], [found, found], [found, fewer])
+    )
+    assert once == twice
+    assert both == 2 * once
 
 
 def test_pytorch_takes_part_where_it_can() -> None:

@@ -45,6 +45,7 @@ def _built(case: Case, mesh: Mesh, backward: bool, **choice: Any) -> Built:
     def layer(*operands: Any) -> Any:
         return case.run(Streamed(), operands)
 
+    by_name = choice["pipeline"] == "p2p"
     function = jhost.jit(
         layer,
         mesh=mesh,
@@ -56,12 +57,12 @@ def _built(case: Case, mesh: Mesh, backward: bool, **choice: Any) -> Built:
         return Built(
             instance=function,
             operands=case.operands,
-            options=jhost.compiler_options(),
+            options=jhost.compiler_options(between_processes=by_name),
             call=function,
             explain=lambda operands: jhost.explain(function, *operands),
         )
     return Built(
         instance=constrained(forward_or_both(function, True), case, mesh),
         operands=case_operands(case, True),
-        options=jhost.compiler_options(gradients=True),
+        options=jhost.compiler_options(gradients=True, between_processes=by_name),
     )

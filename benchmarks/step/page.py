@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,16 +36,21 @@ def stored() -> list[dict[str, Any]]:
 
 
 def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """All that is between the marks of the page; of a case the last record counts."""
+    """All that is between the marks of the page.
+
+    Of a case the last record of the same arms counts: ratios hold within a run.
+    """
     runs = stored() if runs is None else runs
     if not runs:
         return "No run is stored yet."
-    found = {
-        title(run, record): record for run in runs for record in run["measurements"]
-    }
+    found: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for run in runs:
+        for record in run["measurements"]:
+            of_case = found.setdefault(title(run, record), {})
+            of_case[tuple(record["arms"])] = _parts(record)
     parts = ["\n".join(map(report.run_line, runs)), *_picture()]
-    for name, record in found.items():
-        parts += [f"### {name}", *_parts(record)]
+    for name, of_case in found.items():
+        parts += [f"### {name}", *itertools.chain.from_iterable(of_case.values())]
     return "\n\n".join(parts)
 
 

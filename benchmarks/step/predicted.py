@@ -30,7 +30,7 @@ HEAD = ("step", "GPUs", "without chunks, ms", "jhost, ms", "speedup", "forward a
 
 def table() -> str:
     """A row a case, on two GPUs and on four, of both passes."""
-    with _as_with_cudnn():
+    with as_with_cudnn():
         return report.table(HEAD, map(_row, _steps()))
 
 
@@ -68,7 +68,7 @@ def _milliseconds(step: Step, how: str, backward: bool) -> float:
 
 
 @contextmanager
-def _as_with_cudnn() -> Generator[None]:
+def as_with_cudnn() -> Generator[None]:
     """JAX takes this machine for one with a GPU that cuDNN has kernels for.
 
     By name: what it calls to ask has no public name.

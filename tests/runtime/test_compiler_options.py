@@ -63,6 +63,17 @@ def test_who_asked_for_the_options_is_not_warned() -> None:
 
 
 @pytest.mark.usefixtures("options_not_asked_for")
+def test_those_for_permutes_between_processes_are_asked_for_on_their_own() -> None:
+    """Collectives without chunks are slower with them, so that not all get them."""
+    jhost.compiler_options()
+    options = {"xla_option": 4, **SYMMETRIC}
+    with pytest.warns(
+        UserWarning, match=r"buffers=True\. .*\(between_processes=True\)"
+    ):
+        compiler_options.warn_of_missed_options("between", None, options)
+
+
+@pytest.mark.usefixtures("options_not_asked_for")
 def test_a_function_with_options_warns_inside_an_outer_jit() -> None:
     options = {"xla_cpu_enable_fast_math": False}
 
@@ -94,12 +105,13 @@ SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
     [
         (1, {}, None, PEER),
         (1, {}, (), PEER),
-        (4, {"dp": "host", "tp": "host"}, None, SYMMETRIC),
+        (4, {"dp": "host", "tp": "host"}, None, {}),
+        (4, {"dp": "host", "tp": "host"}, ("tp",), SYMMETRIC),
         (2, {"dp": "host"}, None, PEER | AMONG_SEVERAL),
         (2, {"dp": "host"}, ("tp",), PEER | AMONG_SEVERAL),
         (2, {"dp": "hosts"}, ("dp", "tp"), PEER | AMONG_SEVERAL),
         (2, {"dp": "hosts"}, ("dp",), SYMMETRIC),
-        (2, {"dp": "hosts"}, (), SYMMETRIC),
+        (2, {"dp": "hosts"}, (), {}),
     ],
 )
 def test_copies_within_a_process_and_symmetric_buffers_between_several(
