@@ -74,6 +74,23 @@ def function(case: cases.Case, mesh: Mesh, **how: Any) -> Any:
     return jhost.jit(layer, mesh=mesh, **specs, **how)
 
 
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Devices are as many of that kind."""
+
+    def there(kind: str, count: int) -> None:
+        devices = dataclasses.replace(devices_of(None), kind=kind, count=count)
+        monkeypatch.setattr(program, "devices_of", lambda mesh: devices)
+
+    return there
+
+
+def last_stream(case: cases.Case, mesh: Mesh) -> Any:
+    """What is chosen for it; without XLA, which has no attention of cuDNN's here."""
+    (lowered,) = programs(function(case, mesh), *case.abstract())
+    return explain_program(lowered).streams[-1]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "devices", "record"), list(measured("forward"))
 )
@@ -83,16 +100,10 @@ def test_predictions_are_near_and_no_choice_loses(
     devices: int,
     record: Any,
     make_mesh: Callable[..., Mesh],
-    monkeypatch: pytest.MonkeyPatch,
+    pretend: Callable[[str, int], None],
 ) -> None:
-    there = dataclasses.replace(devices_of(None), kind=kind, count=devices)
-    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
-    case = case_of(name, devices)
-    # Without XLA, which has no attention of cuDNN's here.
-    (lowered,) = programs(
-        function(case, make_mesh((devices,), (AXIS,))), *case.abstract()
-    )
-    *_, stream = explain_program(lowered).streams
+    pretend(kind, devices)
+    stream = last_stream(case_of(name, devices), make_mesh((devices,), (AXIS,)))
     entries = record["modes"]["program"]
     if "min_ms" not in entries["plain"]:
         pytest.skip("there was no time to measure it")
@@ -142,12 +153,13 @@ CALIBRATION = ROOT / "tests" / "targets" / "calibration-2x-h100.json"
 
 
 def test_a_calibration_chooses_as_the_shipped_rates_do(
-    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+    make_mesh: Callable[..., Mesh],
+    pretend: Callable[[str, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In 95 % of the stored cases; what it predicts differs by 15 % at most."""
     calibrated = Calibration.from_json(CALIBRATION.read_text())
-    there = dataclasses.replace(devices_of(None), kind=H100, count=2)
-    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
+    pretend(H100, 2)
     mesh = make_mesh((2,), (AXIS,))
     stored = [each.values for each in measured("forward")]
     names = [name for name, kind, devices, _ in stored if (kind, devices) == (H200, 2)]
@@ -156,9 +168,7 @@ def test_a_calibration_chooses_as_the_shipped_rates_do(
         case, found = case_of(name, 2), list[Any]()
         for rates in (rates_of(H100), calibrated.rates):
             monkeypatch.setattr(program, "rates_here", lambda *_, r=rates: r)
-            f = function(case, mesh)
-            *_, stream = jhost.explain(f, *case.abstract()).streams
-            found.append(stream)
+            found.append(last_stream(case, mesh))
         ((_, shipped), *_), ((_, ours), *_) = (each.predicted for each in found)
         assert ours == pytest.approx(shipped, rel=0.15)
         same += found[0].pipeline == found[1].pipeline
@@ -180,10 +190,9 @@ def test_predictions_of_both_passes_are_near(
     record: Any,
     pipeline: Any,
     make_mesh: Callable[..., Mesh],
-    monkeypatch: pytest.MonkeyPatch,
+    pretend: Callable[[str, int], None],
 ) -> None:
-    there = dataclasses.replace(devices_of(None), kind=kind, count=devices)
-    monkeypatch.setattr(program, "devices_of", lambda mesh: there)
+    pretend(kind, devices)
     case = case_of(name, devices)
     mesh = make_mesh((devices,), (AXIS,))
     f = function(case, mesh, pipeline=pipeline)

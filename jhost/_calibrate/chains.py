@@ -1,8 +1,7 @@
 """Chains of one operation, on all devices at once, each waiting for the one before.
 
-`Chain` is what is measured: so many operations, behind a matmul as long as the host
-needs to launch them all.  What follows the matmul is then what the devices take, and
-not what the host does.
+They run behind a matmul as long as the host needs to launch them all.  What follows the
+matmul is then what the devices take, and not what the host does.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Step: TypeAlias = Callable[..., jax.Array]
 """One operation on a device's part: its result has the shape of its first operand."""
 
 Chain: TypeAlias = Callable[..., Any]
-"""Many operations, of a device's parts."""
+"""As many operations as its first argument says, of a device's parts."""
 
 Call: TypeAlias = Callable[[], Any]
 
 
-def chained(step: Step, times: int) -> Chain:
-    """`step` of its own result, so many times, none fused with the next."""
+def chained(step: Step) -> Chain:
+    """`step` of its own result, again and again, none fused with the next."""
 
-    def chain(x: jax.Array, *others: jax.Array) -> jax.Array:
+    def chain(times: int, x: jax.Array, *others: jax.Array) -> jax.Array:
         for _ in range(times):
             x = lax.optimization_barrier(step(x, *others))
         return x
@@ -41,14 +40,14 @@ def chained(step: Step, times: int) -> Chain:
     return chain
 
 
-def beside(step: Step, other: Step, times: int) -> Chain:
-    """`step` and `other` at the same time, so many times, both ending before the next.
+def beside(step: Step, other: Step) -> Chain:
+    """`step` and `other` at the same time, both ending before the next.
 
     Of `step` and another in chains of their own, XLA starts one `step` at a time that
     it hides, and runs the others alone.
     """
 
-    def chain(x: jax.Array, y: jax.Array, *others: jax.Array) -> Any:
+    def chain(times: int, x: jax.Array, y: jax.Array, *others: jax.Array) -> Any:
         for _ in range(times):
             x, y = lax.optimization_barrier((x, y))
             x, y = lax.optimization_barrier((step(x), other(y, *others)))
@@ -57,14 +56,14 @@ def beside(step: Step, other: Step, times: int) -> Chain:
     return chain
 
 
-def behind_matmul(chain: Chain) -> Chain:
-    """The chain after a matmul of its first operand with itself."""
+def behind_matmul(chain: Chain, times: int) -> Callable[..., Any]:
+    """So many operations, after a matmul of the first operand with itself."""
 
     def behind(matrix: jax.Array, *operands: jax.Array) -> Any:
         product = multiply(matrix, matrix)
         # The product is a result, or XLA would leave it out.
         product, operands = lax.optimization_barrier((product, operands))
-        return chain(*operands), product
+        return chain(times, *operands), product
 
     return behind
 
@@ -102,6 +101,11 @@ def operand(mesh: Mesh, shape: Sequence[int], dtype: Any, scale: float) -> jax.A
 def small(mesh: Mesh) -> jax.Array:
     """An array that takes a kernel no time."""
     return operand(mesh, (8, 128), jnp.float32, 1.0)
+
+
+def square(mesh: Mesh, side: int) -> jax.Array:
+    """A matrix on each device, whose products are no larger than itself."""
+    return operand(mesh, (side, side), jnp.bfloat16, side**-0.5)
 
 
 def row(mesh: Mesh, held: int) -> jax.Array:

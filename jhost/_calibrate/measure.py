@@ -12,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from jhost._calibrate.chains import (
     operand,
     row,
     small,
+    square,
     touch,
 )
 from jhost._progress import Progress, no_progress
@@ -104,6 +105,7 @@ class Measuring:
         self.budget = budget
         self.scale = scale
         self.bar = no_progress()
+        self.matrices: dict[Mesh, jax.Array] = {}
 
     def steps(self) -> int:
         """How many steps the bar has."""
@@ -128,10 +130,9 @@ class Measuring:
 
     def kernel(self) -> _Cost:
         self.bar.step("launches of kernels")
-        chain = functools.partial(chained, touch)
-        gpu = self.devices[0].platform == "gpu"
+        x, gpu = small(self.mesh), self.devices[0].platform == "gpu"
         more = _ONE_BY_ONE if gpu else {}
-        return self.cost(self.mesh, chain, [small(self.mesh)], times=10, more=more)
+        return self.cost(self.mesh, chained(touch), [x], times=10, more=more)
 
     def matmuls(self) -> Iterator[Matmul]:
         side = self.side()
@@ -149,8 +150,7 @@ class Measuring:
         def there_and_back(x: jax.Array, w: jax.Array, back: jax.Array) -> jax.Array:
             return multiply(jax.lax.optimization_barrier(multiply(x, w)), back)
 
-        chain = functools.partial(chained, there_and_back)
-        return self.cost(self.mesh, chain, [x, w, back]).seconds / 2
+        return self.cost(self.mesh, chained(there_and_back), [x, w, back]).seconds / 2
 
     def side(self) -> int:
         """Of a square matmul that takes long enough; whole tiles, if it is large."""
@@ -164,7 +164,7 @@ class Measuring:
             count = self.start.memory * seconds * self.scale
             shape = max(1, int(count) // (4 * _COLUMNS)), _COLUMNS
             x = operand(self.mesh, shape, jnp.bfloat16, 1.0)
-            cost = self.cost(self.mesh, functools.partial(chained, normalize), [x])
+            cost = self.cost(self.mesh, chained(normalize), [x])
             yield Traffic(bytes=4 * math.prod(shape), seconds=cost.seconds)
 
     # --- What several do ------------------------------------------------------ #
@@ -208,10 +208,10 @@ class Measuring:
     ) -> Moved:
         self.bar.step(f"{said or kind} of {held / 1e6:.3g} MB among {mesh.size}")
         step, operands = communicate(kind, mesh.size), [row(mesh, held)]
-        chain = functools.partial(chained, step)
+        chain = chained(step)
         if kind == "CollectivePermute":
             # Alone, XLA runs it as a kernel like others; loops have it on a stream.
-            chain = functools.partial(beside, step, touch)
+            chain = beside(step, touch)
             operands.append(small(mesh))
         cost = self.cost(mesh, chain, operands, more=more)
         return Moved(
@@ -229,17 +229,13 @@ class Measuring:
     def hidden(self) -> float:
         """How much shorter permutes and matmuls are together than one by one."""
         self.bar.step("permutes beside matmuls")
-        side = self.side() // 2
-        w = operand(self.mesh, (side, side), jnp.bfloat16, side**-0.5)
+        w = square(self.mesh, self.side() // 2)
         held = self.size(_SIZES[-1], len(self.devices))
         step, x = communicate("CollectivePermute", self.mesh.size), row(self.mesh, held)
-
-        def seconds(chain: Callable[[int], Chain], *operands: jax.Array) -> float:
-            return self.cost(self.mesh, chain, operands).seconds
-
-        moves = seconds(functools.partial(beside, step, touch), x, small(self.mesh))
-        work = seconds(functools.partial(chained, multiply), w, w)
-        both = seconds(functools.partial(beside, step, multiply), x, w, w)
+        cost = functools.partial(self.cost, self.mesh)
+        moves = cost(beside(step, touch), [x, small(self.mesh)]).seconds
+        work = cost(chained(multiply), [w, w]).seconds
+        both = cost(beside(step, multiply), [x, w, w]).seconds
         return (work + moves - both) / min(work, moves)
 
     # --- Time ----------------------------------------------------------------- #
@@ -247,18 +243,17 @@ class Measuring:
     def cost(
         self,
         mesh: Mesh,
-        chain: Callable[[int], Chain],
+        chain: Chain,
         operands: Sequence[jax.Array],
         *,
         times: int = 1,
         more: Mapping[str, Any] | None = None,
     ) -> _Cost:
         """What one more step takes in a chain, which is `times` as long as usual."""
-        side = self.side()
-        first = operand(mesh, (side, side), jnp.bfloat16, side**-0.5)
+        given = [self.first(mesh), *operands]
         short, long = (
-            compiled(mesh, behind_matmul(chain(times * n)), [first, *operands], more)
-            for n in (_SHORT, _LONG)
+            compiled(mesh, behind_matmul(chain, times * count), given, more)
+            for count in (_SHORT, _LONG)
         )
         seconds = self.medians({"short": short, "long": long})
         count = times * (_LONG - _SHORT)
@@ -268,6 +263,12 @@ class Measuring:
             seconds=each if each > 0 else seconds["long"] / (times * _LONG),
             host=max(0.0, (_host(long) - _host(short)) / count),
         )
+
+    def first(self, mesh: Mesh) -> jax.Array:
+        """The matrix of the matmul before each chain, made once for a mesh."""
+        if mesh not in self.matrices:
+            self.matrices[mesh] = square(mesh, self.side())
+        return self.matrices[mesh]
 
     def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""

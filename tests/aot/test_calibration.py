@@ -40,7 +40,7 @@ def ran(h200s: MakeH200s, chain: Chain, types: Sequence[object]) -> list[str]:
     """What the devices do, in order, behind the first matmul."""
     four = h200s({"of": 4})
     mesh = Mesh(np.array(four.devices)[:2], (AXIS,))
-    call = compiled(mesh, behind_matmul(chain), [SQUARE, *types])  # pyright: ignore[reportArgumentType]
+    call = compiled(mesh, behind_matmul(chain, COUNT), [SQUARE, *types])  # pyright: ignore[reportArgumentType]
     text: str = call.func.as_text()  # pyright: ignore
     entry = text[text.index("\nENTRY") :]
     return re.findall(rf" ({KERNELS})\(", entry)[1:]
@@ -53,7 +53,7 @@ def test_a_permute_runs_on_a_stream_as_in_loops(
     other: Chain, types: Sequence[object], h200s: MakeH200s
 ) -> None:
     """One whose chain had nothing beside it was a kernel, and hid a tenth of itself."""
-    chain = beside(communicate("CollectivePermute", 2), other, COUNT)
+    chain = beside(communicate("CollectivePermute", 2), other)
     each = ["collective-permute-start", "fusion", "collective-permute-done"]
     assert ran(h200s, chain, [ROW, *types]) == COUNT * each
 
@@ -62,5 +62,7 @@ def test_a_permute_runs_on_a_stream_as_in_loops(
 def test_a_collective_alone_counts(kind: CommunicationKind, h200s: MakeH200s) -> None:
     """The operand is copied once, so that one element can be written behind each."""
     name = {"AllGather": "all-gather", "ReduceScatter": "reduce-scatter"}[kind]
-    chain = chained(communicate(kind, 2), COUNT)
-    assert ran(h200s, chain, [ROW]) == ["copy", *COUNT * [name, "fusion"]]
+    assert ran(h200s, chained(communicate(kind, 2)), [ROW]) == [
+        "copy",
+        *COUNT * [name, "fusion"],
+    ]
