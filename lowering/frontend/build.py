@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
 from jhost._jax import arg_names, fresh_var, source_line
+from jhost.lowering.frontend.contractions import without_transposes
 from jhost.lowering.frontend.control_flow import (
     control_flow,
     has_programs,
@@ -61,6 +62,7 @@ def build(
     named = dict(zip(param_names, flat.invars, strict=True))
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
+    flat = without_transposes(flat)
     said = said_names or SaidNames(param_names, result_names)
     builder = _Builder(
         flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said

@@ -70,11 +70,11 @@ def _inlined(closed_jaxpr: Any, inliner: _Inliner) -> FlatJaxpr:
     invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
     outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
     outvars = tuple(inliner.as_variable(out) for out in outs)
-    eqns = _needed(inliner.eqns, outvars)
+    eqns = needed(inliner.eqns, outvars)
     return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers))
 
 
-def _needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:
+def needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:
     """The equations that a result or an effect depends on."""
     read = set(outvars)
     kept: list[JaxprEqn] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -34,7 +35,7 @@ def dot_general(eqn: JaxprEqn) -> DimRule:
     """Batch and free dims are parallel, contracted dims are summed."""
     factors = Factors()
     lhs, rhs, out = product(factors, eqn, eqn.params["dimension_numbers"])
-    return factors.rule([lhs, rhs], [out], rebind_product)
+    return factors.rule([lhs, rhs], [out], _rebind_dot_general)
 
 
 def product(
@@ -66,6 +67,39 @@ def rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any
     if place.accumulator is None:
         return bind(eqn, args)
     return bind(eqn, args, preferred_element_type=place.accumulator)
+
+
+def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """A product of matrices, where a dim stands outside of those of the batch.
+
+    XLA merges free dims, and contracted ones, behind transposes of its own.  Where it
+    has to move data for it, as for tokens `[groups, experts, places, hidden]` by
+    expert, it would move the last dim too, by one slow transpose for each reader.
+    """
+    contract, batch = eqn.params["dimension_numbers"]
+    first = tuple(range(len(batch[0])))
+    if not contract[0] or all(tuple(dims) == first for dims in batch):
+        return rebind_product(eqn, args, place)
+    (lhs, lhs_dim, rows), (rhs, rhs_dim, columns) = map(
+        _matrices, args, contract, batch
+    )
+    numbers = ((lhs_dim,), (rhs_dim,)), (first, first)
+    eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
+    (out,) = rebind_product(eqn, [lhs, rhs], place)
+    return [out.reshape(*out.shape[: len(first)], *rows, *columns)]
+
+
+def _matrices(
+    x: Any, contract: Sequence[int], batch: Sequence[int]
+) -> tuple[Any, int, list[int]]:
+    """A batch of matrices, the dim of theirs to be contracted, and the free sizes."""
+    free = [dim for dim in range(x.ndim) if dim not in (*contract, *batch)]
+    as_they_lie = [*contract, *free] == sorted((*contract, *free))
+    sides = (contract, free) if as_they_lie else (free, contract)
+    sizes = [[x.shape[dim] for dim in dims] for dims in (batch, *sides)]
+    x = lax.transpose(x, (*batch, *sides[0], *sides[1]))
+    x = x.reshape(*sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
+    return x, len(batch) + (not as_they_lie), sizes[1 + as_they_lie]
 
 
 # --- Convolutions ------------------------------------------------------------- #
