@@ -18,6 +18,8 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
+from jhost.lowering.ir.marks import Sums
+from tests import sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
@@ -52,9 +54,10 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(WHOLE))
-def test_random_programs_equal_the_plain_function(case: Case) -> None:
-    assert_case(case)
+@given(cases(WHOLE), st.sampled_from(sums.EVERY))
+def test_random_programs_equal_the_plain_function(case: Case, where: Sums) -> None:
+    with sums.standing(where):
+        assert_case(case)
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
@@ -95,8 +98,10 @@ def test_infinities_and_no_numbers_stay_where_they_are(case: Case) -> None:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(SMOOTH), st.booleans())
-def test_their_gradients_equal_the_plain_functions(case: Case, inside: bool) -> None:
+@given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY))
+def test_their_gradients_equal_the_plain_functions(
+    case: Case, inside: bool, where: Sums
+) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()
     shapes = jax.eval_shape(case.function, *case.arguments())
@@ -120,7 +125,8 @@ def test_their_gradients_equal_the_plain_functions(case: Case, inside: bool) -> 
             f = jhost.jit(both(case.function), **case.settings(results=False))
         else:
             f = both(case.compiled(functools.partial(jhost.jit, **case.settings())))
-        result = f(*case.placed())
+        with sums.standing(where):
+            result = f(*case.placed())
     except REFUSALS:
         return
     assert_equal(result, expected)

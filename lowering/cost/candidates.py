@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from jhost._text import seconds_text
@@ -17,7 +17,7 @@ from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
-from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.marks import StreamChoice, Sums
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
 from jhost.lowering.ir.remarks import StreamReport
@@ -34,6 +34,12 @@ NOT_PIPELINED = "not pipelined"
 
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
+
+_SUMS: Mapping[Sums, str] = {
+    "whole": "behind the loops",
+    "beside transfers": "beside transfers",
+}
+"""Where sums stand that no loop adds up in chunks."""
 
 _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
@@ -122,8 +128,11 @@ class Trial:
                 self.outcomes.append(outcome)
             if outcome is not None and candidate.pipeline == "p2p":
                 fewer = self.weigh(dataclasses.replace(candidate, streams=2))
-                whole = self.weigh(dataclasses.replace(candidate, sums="whole"))
-                self.outcomes += [other for other in (fewer, whole) if other]
+                others = [
+                    self.weigh(dataclasses.replace(candidate, sums=sums))
+                    for sums in _SUMS
+                ]
+                self.outcomes += [other for other in (fewer, *others) if other]
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
 
@@ -223,7 +232,9 @@ class Trial:
         mark = outcome.mark
         if mark.pipeline == "collective" or mark.plain or not adds_up(outcome.program):
             return outcome
-        return self.if_faster(outcome, dataclasses.replace(mark, sums="whole"))
+        for sums in _SUMS:
+            outcome = self.if_faster(outcome, dataclasses.replace(mark, sums=sums))
+        return outcome
 
     def in_order_of_position(self, outcome: Outcome) -> Outcome:
         """The outcome without exchanges around causal loops, where those do not pay."""
@@ -273,5 +284,5 @@ def _text(mark: StreamChoice) -> str:
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     order = "" if mark.zigzag else " in order of position"
-    sums = "" if mark.sums == "in chunks" else " and sums behind the loops"
+    sums = f" and sums {_SUMS[mark.sums]}" if mark.sums in _SUMS else ""
     return f"{mark.pipeline} with {count}{streams}{order}{sums}"

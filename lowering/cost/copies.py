@@ -7,12 +7,13 @@ from collections.abc import Iterator, Set as AbstractSet
 
 from jhost.lowering.cost.kernels import (
     Kernel,
+    given_in_other_order,
     made_by_contraction,
     read_by_contraction,
 )
 from jhost.lowering.cost.places import Places
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import read_whole
+from jhost.lowering.ir.effects import read_whole, touched
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -21,15 +22,16 @@ from jhost.lowering.ir.program import Program
 class Copies:
     """Asked in the order in which a program runs, whose `places` are those so far.
 
-    What is `in_pieces` never is one array, and a scan stacks what is `stacked`.
+    What is `in_pieces` never is one array, and what is `copied` in any case, as a scan
+    stacks it, say, is taken from its pieces then.
     """
 
     def __init__(
-        self, places: Places, *, in_pieces: AbstractSet[str], stacked: AbstractSet[str]
+        self, places: Places, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
     ) -> None:
         self.places = places
         self.in_pieces = in_pieces
-        self.stacked = stacked
+        self.copied = copied
 
     def of(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place.
@@ -42,9 +44,10 @@ class Copies:
             by_rank = heavy and alias is not None and _by_rank(alias)
             if by_rank or self.is_put_together(buffer):
                 yield copy_of(buffer)
-        for heavy, buffer in zip(read_by_contraction(stmt), stmt.ins, strict=True):
+        read = zip(read_by_contraction(stmt), given_in_other_order(stmt), strict=True)
+        for (heavy, copied), buffer in zip(read, stmt.ins, strict=True):
             alias = self.alias(buffer)
-            if heavy and alias is not None and _by_rank(alias):
+            if heavy and not copied and alias is not None and _by_rank(alias):
                 yield copy_of(buffer)
 
     def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
@@ -59,14 +62,11 @@ class Copies:
         return _by_rank(alias)
 
     def is_put_together(self, buffer: ir.Buffer) -> bool:
-        """Whether it is a piece, at a known place, of what is read as one array.
-
-        The copy by which a scan stacks a result takes that from its pieces.
-        """
+        """Whether it is a piece, at a known place, of what is read as one array."""
         alias = self.alias(buffer)
         if alias is None or alias.drop or _by_rank(alias):
             return False
-        return alias.source.name not in self.stacked
+        return alias.source.name not in self.copied
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         """Which part of an array a buffer is, if it is one."""
@@ -80,6 +80,25 @@ def written_in_pieces(program: Program) -> set[str]:
     stmts = ir.walk(program.body)
     made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
     return made - read_whole(program)
+
+
+def taken_from_pieces(program: Program) -> set[str]:
+    """What is read as a whole by what need not find it as one array.
+
+    That is a fusion, or what brings the dims into the order that a contraction wants.
+    """
+    arrays = {result.name for result in program.results}
+    found: set[str] = set()
+    for stmt in ir.walk(program.body):
+        if isinstance(stmt, ir.Compute):
+            read = zip(
+                read_by_contraction(stmt), given_in_other_order(stmt), strict=True
+            )
+            for (heavy, copied), buffer in zip(read, stmt.ins, strict=True):
+                (arrays if heavy and not copied else found).add(buffer.name)
+        elif not isinstance(stmt, ir.Select | ir.Deallocate | ir.For | ir.If):
+            arrays |= {buffer.name for buffer in touched(stmt)[0]}
+    return found - arrays
 
 
 def is_transposed(stmt: ir.Communicate) -> tuple[bool, bool]:

@@ -93,6 +93,7 @@ class _Unit:
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
         self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
+        self.invars = compute.unit.invars
         self.handed_on = handed_on(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
@@ -105,13 +106,24 @@ class _Unit:
         self.sources = self.origins()
 
     def steps(self) -> Iterator[Launch]:
+        given = set(map(id, self.invars))
+
+        def ordered(eqn: JaxprEqn) -> set[int]:
+            """What has to be brought in order first: once, for all contractions."""
+            found = {
+                self.value(eqn.invars[n]) for n in read_in_other_order(eqn)
+            } & given
+            given.difference_update(found)
+            return found
+
         for unit_eqn in self.eqns:
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
                 read = set(map(self.value, eqn.invars))
                 written = set(map(id, eqn.outvars))
                 traffic, matmul = self.traffic(read | written), self.matmul(unit_eqn)
-                kernel = Kernel(traffic, matmul, self.between(unit_eqn))
+                between = self.between(unit_eqn) + 2 * self.traffic(ordered(eqn))
+                kernel = Kernel(traffic, matmul, between)
                 yield Launch(kernel, frozenset(read), frozenset(written))
         for fusion in self.fusions():
             for read, written in self.connected(fusion):
@@ -231,4 +243,25 @@ def read_by_contraction(compute: Compute) -> tuple[bool, ...]:
     """For each operand, whether a contraction reads it, which takes no slice."""
     eqns: list[JaxprEqn] = [e.eqn for e in compute.unit.eqns if e.rule.contracts]
     read = {id(v) for eqn in eqns for v in eqn.invars}
+    return tuple(id(var) in read for var in compute.unit.invars)
+
+
+def read_in_other_order(eqn: JaxprEqn) -> list[int]:
+    """The operands of a contraction, by number, whose batch dims do not come first.
+
+    XLA brings them there, by a copy where nothing makes the operand but memory.
+    """
+    if eqn.primitive.name != "dot_general":
+        return []
+    _, batch = eqn.params["dimension_numbers"]
+    return [n for n, dims in enumerate(batch) if tuple(dims) != tuple(range(len(dims)))]
+
+
+def given_in_other_order(compute: Compute) -> tuple[bool, ...]:
+    """For each operand, whether a contraction wants it in another order of dims."""
+    read = {
+        id(each.eqn.invars[number])
+        for each in compute.unit.eqns
+        for number in read_in_other_order(each.eqn)
+    }
     return tuple(id(var) in read for var in compute.unit.invars)

@@ -102,8 +102,15 @@ class Order:
         return value
 
     def before_communication(self, sources: Sequence[Any]) -> list[Any]:
-        """`sources`, available once the stream gets there."""
-        return self._tie(sources, self.chain())
+        """`sources`, available once the stream gets there.
+
+        Outside of loops, what comes next on the stream comes after the communication
+        was issued.  In loops its barrier would copy what is a part of an array.
+        """
+        tied = self._tie(sources, self.chain())
+        if not self.depth:
+            self._join(tuple(tied))
+        return tied
 
     def issued(self, name: str, results: Sequence[Any]) -> None:
         """The communication is under way; its stream goes on."""

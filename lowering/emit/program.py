@@ -83,6 +83,8 @@ class _Emitter(Machine):
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
+        self.came: set[int] = set()
+        """The memories, by identity, that a communication outside of loops wrote to."""
         self.order = Order(self)
         self.group: list[ir.Send | ir.Recv] = []
 
@@ -191,11 +193,16 @@ class _Emitter(Machine):
         self.order.after_compute(outs)
 
     def is_made_here(self, buffer: ir.Buffer) -> bool:
-        """Whether the loop makes a buffer, or the work on a device's own chunk does."""
+        """Whether the loop, or the work around it, makes a buffer or receives it.
+
+        Not what loops before have put together: XLA can read that piece by piece.
+        """
         if self.order.depth:
             return buffer.name in self.made
+        memory = self.views[buffer.name].memory
         chunk = any(dim.stream is not None for dim in buffer.dims)
-        return chunk and not self.is_part(buffer)
+        new = not memory.pieces or id(memory) in self.came
+        return chunk and new and not self.is_part(buffer)
 
     def is_part(self, buffer: ir.Buffer) -> bool:
         """Whether a buffer is an alias."""
@@ -249,6 +256,8 @@ class _Emitter(Machine):
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
         value = communicate(stmt, source, self.ranks, root, shift)
         self.write(stmt.out, value)
+        if not self.order.depth:
+            self.came.add(id(self.views[stmt.out.name].memory))
         self.order.issued(stmt.name, [value])
 
     def end_coalescing(self, name: str) -> None:

@@ -44,15 +44,16 @@ Convexity is not the predicate's business.
 def nodes(
     body: Sequence[Stmt], barriers: Mapping[str, tuple[str, ...]] | None = None
 ) -> list[Node]:
-    """The nodes of `body`: each communication stands together with its wait.
+    """The nodes of `body`: each communication stands together with its wait, if it can.
 
     `barriers` has the operands of the barrier that makes a buffer, by its name.
     """
     barriers = barriers or {}
     waits = {stmt.communication for stmt in body if isinstance(stmt, Wait)}
+    issued = {stmt.name for stmt in body if isinstance(stmt, Communicate)}
     made: list[Node] = []
     for stmt in body:
-        if isinstance(stmt, Wait):
+        if isinstance(stmt, Wait) and stmt.communication in issued:
             continue
         stmts: tuple[Stmt, ...] = (stmt,)
         if isinstance(stmt, Communicate) and stmt.name in waits:

@@ -6,8 +6,9 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.statements import PipelineKind, node
 
-Sums: TypeAlias = Literal["in chunks", "whole"]
-"""Whether a loop adds up what it contracts, or that stands behind it."""
+Sums: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
+"""Where contractions over all chunks stand: in the loop, which adds them up, behind it,
+or beside transfers, in the place of its chunks."""
 
 
 @node
@@ -44,8 +45,8 @@ class StreamChoice(OnLines):
     Where it was found better not to be pipelined, it is `plain`: its loop is not made,
     whatever stream reaches it.  The loops take turns on `streams` at most, and causal
     ones are about sequences in `zigzag` order where that can be.  Contractions over all
-    chunks (of a weight's gradient) stand behind the loop if sums are `whole`, else they
-    are added up in it.  A pipeline that the user named stands even where it gains
+    chunks (of a weight's gradient) are added up in the loop, unless `sums` says that
+    they stand elsewhere.  A pipeline that the user named stands even where it gains
     nothing: `by_name`.  `reason` is that of the choice, with the seconds that each
     candidate was `predicted` to take, or was `measured` to.
     """

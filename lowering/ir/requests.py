@@ -95,9 +95,9 @@ def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None
         said = other if one.plain else one
         return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
     merged = merge_marks(one, other)
-    if merged is None or "whole" not in (one.sums, other.sums):
-        return merged
-    return dataclasses.replace(merged, sums="whole")
+    # Of two that differ, the one that was chosen: it is not what holds unasked.
+    sums = one.sums if other.sums == "in chunks" else other.sums
+    return merged and dataclasses.replace(merged, sums=sums)
 
 
 def plain_values(program: Program) -> frozenset[str]:

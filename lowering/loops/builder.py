@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import jax
 from jax import lax
@@ -17,6 +17,7 @@ from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
+from jhost.lowering.loops.beside import Unchunked, WaitingSums
 from jhost.lowering.loops.chunk import ChunkLoop, Work
 from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.gather_again import gathers_again
@@ -63,6 +64,10 @@ class LoopBuilder:
             for gather, of_sum in ways_back(graph, choice, self.mesh).items()
         }
         self.readers = _readers(program, graph)
+        self.sums = WaitingSums(
+            graph, (n for choice in choices.values() for n in choice.beside)
+        )
+        self.adding: list[Group] = []
         self.streamed: dict[str, Buffer] = {}
         self.ordered: dict[str, Buffer] = {}
         self.out_of_order: dict[str, list[Stmt]] = {}
@@ -115,6 +120,34 @@ class LoopBuilder:
 
     # --- Lowering ------------------------------------------------------------- #
 
+    def body(self, groups: Sequence[Group]) -> Iterator[Stmt]:
+        """The statements of all groups, with sums where they are best computed."""
+        self.adding = self.groups_that_add(groups)
+        for group in groups:
+            if group[0] in self.sums.every:
+                continue
+            for node in self.sums.before(group):
+                yield from self.lower((node,))
+            yield from self.lower(group)
+            self.sums.made(group)
+        for node in self.sums.waiting:
+            yield from self.lower((node,))
+
+    def groups_that_add(self, groups: Sequence[Group]) -> list[Group]:
+        """For each sum, the last group of a stream that makes what it reads."""
+        makers = {
+            buffer.name: number
+            for number, group in enumerate(groups)
+            if id(group[0]) in self.parts
+            for node in group
+            for buffer in node.writes
+        }
+        found = {
+            max((makers[b.name] for b in node.reads if b.name in makers), default=-1)
+            for node in self.sums.every
+        }
+        return [groups[number] for number in sorted(found - {-1})]
+
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind what brings its operands into order."""
         statements = self.statements(group)
@@ -149,7 +182,7 @@ class LoopBuilder:
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)
 
-    def loop(self, group: Group) -> ChunkLoop | None:
+    def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
         stream = self.part(group[0]).stream
         choice = self.choices[stream]
         if self.is_plain(group):
@@ -175,7 +208,12 @@ class LoopBuilder:
         back = self.back.keys() & {id(node) for node in group}
         if back:
             return AllReduceLoop(work, back)
-        return self.balanced(work) if is_causal(work) else P2PLoop(work)
+        if is_causal(work):
+            return self.balanced(work)
+        loop = P2PLoop(work)
+        if group in self.adding and loop.pieces == 1:
+            return Unchunked(work, self.sums)
+        return loop
 
     def balanced(self, work: Work) -> P2PLoop:
         """A loop about keys that not all queries see, in the order that it can have."""

@@ -28,7 +28,8 @@ class Pipelining:
     `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
     that was asked for `by_name` stands even where nothing runs beside the transfers.
     Loops take turns on `streams` at most, if that is chosen, and causal ones are about
-    sequences in `zigzag` order where that can be.
+    sequences in `zigzag` order where that can be.  `beside` are contractions over all
+    chunks that stand beside transfers, by number.
     """
 
     pipeline: PipelineKind
@@ -39,6 +40,7 @@ class Pipelining:
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True
+    beside: frozenset[int] = frozenset()
 
 
 def choose_pipeline(
@@ -130,8 +132,10 @@ def _p2p(
         number: part
         for number, part in parts.items()
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
-        if mark.sums == "in chunks" or not _sums_up(graph[number], part)
     }
+    sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
+    if mark.sums != "in chunks":
+        kept = {number: part for number, part in kept.items() if number not in sums}
     source = "one a device" if mark.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     return Pipelining(
@@ -143,6 +147,7 @@ def _p2p(
         by_name=mark.by_name,
         streams=mark.streams,
         zigzag=mark.zigzag,
+        beside=frozenset(sums if mark.sums == "beside transfers" else ()),
     )
 
 

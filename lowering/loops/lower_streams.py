@@ -62,7 +62,7 @@ class LowerStreams(EachProgram):
             return self.change(again)
         builder = LoopBuilder(program, graph, made, plan.extents, self.streams)
         groups = merge_groups(graph, builder.order(), builder.should_merge)
-        body = tuple(stmt for group in groups for stmt in builder.lower(group))
+        body = tuple(builder.body(groups))
         reports = [
             stream_report(stream, mark, plan.extents[stream], made[stream])
             for stream, mark in plan.marks.items()

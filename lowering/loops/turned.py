@@ -1,8 +1,9 @@
 """Which values each device may have in an order of its own, as none asks for another.
 
 Such a value is made and read by parts, and a device has each of them as much further on
-as any other.  Or a contraction reads it whole, and reduces the dim: its steps may come
-in any order, if the other operand has them in the same one.  A sum of floats that
+as any other.  Or it means nothing to what works on all of it where a step stands: what
+that makes is turned as its operands are.  A contraction may reduce the dim: its steps
+come in any order, if the other operand has them in the same one.  A sum of floats that
 several devices hold is the same on all, and so are its steps.
 """
 
@@ -24,6 +25,7 @@ from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.rules.dim_rule import Window
 
 Name: TypeAlias = tuple[int, str]
 """A buffer's name, behind the identity of the program or body that has it."""
@@ -40,38 +42,42 @@ class Turn:
     by: tuple[Fraction, ...]
     axes: frozenset[str]
 
+    def along(self, dim: int) -> Turn:
+        """The same of another dim."""
+        return dataclasses.replace(self, dim=dim)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Contraction:
-    """The dims of each factor that it sums up, and the axes the sum is spread over."""
+class _Factor:
+    """The dims of values that one factor of a computation of whole arrays follows.
 
-    reduced: Sequence[Dims]
-    spread: AbstractSet[str]
+    It cuts each into so many `steps`.  Those of a `parallel` factor are turned alike or
+    not at all.  They may be added up in any order where the sum is `spread` over the
+    axes along which devices have another one.  The order of others matters.
+    """
 
-    def takes(self, name: Name, turns: Mapping[Name, Turn]) -> bool:
-        """Whether it may have an operand turned, and has the others turned alike."""
-        turn = turns[name]
-        if not turn.axes <= self.spread:
-            return False
-        return any(
-            all(
-                turns.get(other) == dataclasses.replace(turn, dim=dim)
-                for other, dim in dims
-            )
-            for dims in self.reduced
-            if (name, turn.dim) in dims
-        )
+    dims: Dims
+    steps: int
+    parallel: bool = False
+    spread: frozenset[str] = frozenset()
+
+    def takes(self, turn: Turn, turns: Mapping[Name, Turn]) -> bool:
+        """Whether values may be turned so along these dims, and are."""
+        free = self.parallel or turn.axes <= self.spread
+        whole = all((self.steps * by).denominator == 1 for by in turn.by)
+        alike = (turns.get(name) == turn.along(dim) for name, dim in self.dims)
+        return free and whole and all(alike)
 
 
 @dataclasses.dataclass(slots=True)
 class _Uses:
-    """How a value is used: the parts of it that `Select`s show, and contractions."""
+    """How a value is used: the parts that `Select`s show, and computations of all."""
 
     parts: list[tuple[ir.Select, Mapping[str, int]]] = dataclasses.field(
         default_factory=list[tuple[ir.Select, Mapping[str, int]]]
     )
-    contractions: list[_Contraction] = dataclasses.field(
-        default_factory=list[_Contraction]
+    computations: list[Sequence[_Factor]] = dataclasses.field(
+        default_factory=list[Sequence[_Factor]]
     )
 
 
@@ -79,10 +85,13 @@ def turned_values(program: Program) -> set[Name]:
     """The values of a program and its bodies that may be turned, and are."""
     values = _Values(program)
     turns = values.turns()
-    while wrong := [name for name in turns if not values.agrees(name, turns)]:
-        for name in wrong:
+    waiting = [*turns]
+    while waiting:
+        name = waiting.pop()
+        if name in turns and not values.agrees(name, turns):
             for other in values.same.subset(name):
                 turns.pop(other, None)
+                waiting += values.beside(other)
     return set(turns)
 
 
@@ -124,8 +133,10 @@ class _Values:
                     self.statements(here, (*then, *otherwise), loops)
                 case ir.Scan():
                     self.scan(here, stmt)
-                case ir.Compute() if _contracts(stmt):
-                    self.contraction(here, stmt)
+                case ir.Compute() if _is_known(stmt):
+                    self.computation(here, stmt, _factors(here, stmt, self.ranks))
+                case ir.Set():
+                    self.computation(here, stmt, _dims_alike(here, stmt))
                 case _:
                     self.touch(here, itertools.chain(*touched(stmt)))
                     for each in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
@@ -141,18 +152,11 @@ class _Values:
             self.of(here, other)
             self.same.merge((id(body), one.name), (here, other.name))
 
-    def contraction(self, here: int, stmt: ir.Compute) -> None:
-        self.touch(here, stmt.outs)
-        reduced = [
-            [((here, buffer.name), dim) for buffer, dim in dims]
-            for dims in _reduced(stmt)
-        ]
-        (out,) = stmt.outs
-        exact = jnp.issubdtype(out.dtype, jnp.integer)
-        spread = self.ranks.sizes.keys() if exact else used_axes(layout_of(out))
-        for buffer in stmt.ins:
-            use = _Contraction(reduced, spread)
-            self.of(here, buffer).contractions.append(use)
+    def computation(
+        self, here: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
+    ) -> None:
+        for buffer in itertools.chain(*touched(stmt)):
+            self.of(here, buffer).computations.append(factors)
 
     # --- What may be turned --------------------------------------------------- #
 
@@ -166,7 +170,26 @@ class _Values:
             turns = set(itertools.chain(*(self.each_turn(*part) for part in parts)))
             if len(turns) == 1 and all(select.groups == 1 for select, _ in parts):
                 found |= dict.fromkeys(names, turns.pop())
+        self.hand_on(found)
         return found
+
+    def hand_on(self, turns: dict[Name, Turn]) -> None:
+        """Turn what is made of turned values, or makes them, and has no parts."""
+        waiting = [*turns]
+        while waiting:
+            name = waiting.pop()
+            for factor in itertools.chain(*self.uses[name].computations):
+                if factor.parallel and (name, turns[name].dim) in factor.dims:
+                    for other, dim in factor.dims:
+                        names = self.same.subset(other)
+                        if other not in turns and self.follows(names):
+                            turns |= dict.fromkeys(names, turns[name].along(dim))
+                            waiting += names
+
+    def follows(self, names: AbstractSet[Name]) -> bool:
+        """Whether a value has the places that what it is made with has."""
+        parts = any(self.uses[name].parts for name in names)
+        return not (parts or names & self.whole)
 
     def each_turn(self, select: ir.Select, loops: Mapping[str, int]) -> Iterator[Turn]:
         """In each iteration, how much further on a part is than on the first device."""
@@ -179,8 +202,17 @@ class _Values:
             yield Turn(dim, tuple(Fraction(n, extent) for n in by), _axes(select))
 
     def agrees(self, name: Name, turns: Mapping[Name, Turn]) -> bool:
-        """Whether every contraction of a value takes it as it is turned."""
-        return all(use.takes(name, turns) for use in self.uses[name].contractions)
+        """Whether every computation takes a value as it is turned."""
+        place = name, turns[name].dim
+        return all(
+            all(f.takes(turns[name], turns) for f in factors if place in f.dims)
+            for factors in self.uses[name].computations
+        )
+
+    def beside(self, name: Name) -> set[Name]:
+        """What is computed with a value, from it, or to make it."""
+        factors = itertools.chain(*self.uses[name].computations)
+        return {other for factor in factors for other, _ in factor.dims}
 
 
 def _axes(select: ir.Select) -> frozenset[str]:
@@ -189,22 +221,64 @@ def _axes(select: ir.Select) -> frozenset[str]:
     return frozenset(rank.axis for rank in ranks)
 
 
-def _contracts(stmt: ir.Compute) -> bool:
-    """Whether it is one contraction, of all that its operands have, and no kernel."""
+def _is_known(stmt: ir.Compute) -> bool:
+    """Whether it is one equation, on all that its operands have, with a dim rule."""
     if stmt.chunk is not None or len(stmt.unit.eqns) != 1:
         return False
-    rule = stmt.unit.eqns[0].rule
-    return rule.contracts and rule.matmul is None
+    return not stmt.unit.eqns[0].rule.is_closed
 
 
-def _reduced(stmt: ir.Compute) -> list[list[tuple[ir.Buffer, int]]]:
-    """For each factor that it reduces by sums, the dims of operands that have it."""
+def _dims_alike(here: int, copy: ir.Set) -> list[_Factor]:
+    """Each dim of what is copied, and of the copy."""
+    names = [(here, buffer.name) for buffer in (copy.source, copy.out)]
+    return [
+        _Factor([(name, dim - len(copy.out.shape)) for name in names], steps, True)
+        for dim, steps in enumerate(copy.out.shape)
+    ]
+
+
+def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
+    """All factors of a computation, and those dims that it takes whole."""
     (each,) = stmt.unit.eqns
-    operands = dict(zip(map(id, stmt.unit.invars), stmt.ins, strict=True))
-    reduced: dict[int, list[tuple[ir.Buffer, int]]] = {}
-    for var, dims in zip(each.eqn.invars, each.rule.operands, strict=True):
-        for number, dim in enumerate(dims):
-            if dim is not None and each.rule.reducers[dim.factor] == "sum":
-                place = operands[id(var)], number - len(dims)
-                reduced.setdefault(dim.factor, []).append(place)
-    return list(reduced.values())
+    eqn, rule = each.eqn, each.rule
+    buffers = dict(zip(map(id, stmt.unit.invars), stmt.ins, strict=True))
+    buffers |= zip(map(id, stmt.unit.outvars), stmt.outs, strict=True)
+    maps = [*rule.operands, *rule.results]
+    found: dict[int | None, list[tuple[Name, int]]] = {}
+    steps: dict[int | None, int] = {}
+    for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
+        buffer = buffers.get(id(var))
+        for number, dim in enumerate(dims if buffer else ()):
+            assert buffer is not None
+            factor = dim and dim.factor
+            place = (here, buffer.name), number - len(dims)
+            found.setdefault(factor, []).append(place)
+            steps[factor] = buffer.shape[number] // dim.scale if dim else 1
+    placed = {*rule.counted, *rule.picked, *rule.updates, *_seen(rule.window)}
+    parallel, summed = (
+        {n for n, r in enumerate(rule.reducers) if r == reducer} - placed
+        for reducer in (None, "sum")
+    )
+    if not rule.contracts or rule.matmul is not None:
+        summed = set[int]()
+    exact = all(jnp.issubdtype(out.dtype, jnp.integer) for out in stmt.outs)
+    spread = frozenset[str](ranks.sizes) if exact else _spread(stmt.outs)
+    return [
+        _Factor(
+            dims,
+            steps[factor],
+            parallel=factor in parallel,
+            spread=spread if factor in summed else frozenset[str](),
+        )
+        for factor, dims in found.items()
+    ]
+
+
+def _seen(window: Window | None) -> tuple[int, ...]:
+    """The factors of which not all steps see all."""
+    return (window.queries, window.keys) if window and not window.sees_all else ()
+
+
+def _spread(outs: Sequence[ir.Buffer]) -> frozenset[str]:
+    """The axes along which devices have different parts of all of these."""
+    return frozenset[str].intersection(*(used_axes(layout_of(out)) for out in outs))

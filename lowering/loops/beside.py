@@ -1,0 +1,144 @@
+"""Sums over all chunks beside transfers, in the place of chunks.
+
+The gradient of a weight is a contraction over all rows, which nothing waits for but the
+optimizer.  What a loop of the backward hides by chunks, at the price of smaller matmuls
+and of putting chunks together for these contractions, they hide as well: whole shards
+come while the contractions of loops before are computed, and sums go to their owners
+beside the loop's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.index import Constant
+from jhost.lowering.loops.chunk import MAIN, Work
+from jhost.lowering.loops.collective import on_stream
+from jhost.lowering.loops.moves import MovingLoop
+from jhost.lowering.loops.p2p import OWN
+
+_MOVES = ir.Stream(name="moves")
+"""The queue of the transfers."""
+
+
+class WaitingSums:
+    """The contractions over all chunks of a graph that nothing has taken yet."""
+
+    def __init__(self, graph: Sequence[Node], numbers: Iterable[int]) -> None:
+        self.every = [graph[number] for number in sorted(numbers)]
+        self.waiting = self.every
+        self.unmade = {buffer.name for node in graph for buffer in node.writes}
+
+    def made(self, nodes: Iterable[Node]) -> None:
+        """What the nodes write is there from now on."""
+        self.unmade -= {buffer.name for node in nodes for buffer in node.writes}
+
+    def beside(self) -> list[Node]:
+        """Those for the next transfer: half of those that could be computed now.
+
+        The other half is for the transfer after it: what a loop adds up hides that
+        loop's last one and the first of the next.
+        """
+        ready = [
+            node
+            for node in self.waiting
+            if self.unmade.isdisjoint(buffer.name for buffer in node.reads)
+        ]
+        return self.taken(ready[: -(-len(ready) // 2)])
+
+    def before(self, group: Group) -> list[Node]:
+        """Those that `group` reads."""
+        read = {buffer.name for node in group for buffer in node.reads}
+        return self.taken(
+            [node for node in self.waiting if read & {b.name for b in node.writes}]
+        )
+
+    def taken(self, nodes: list[Node]) -> list[Node]:
+        """The nodes, which no longer wait."""
+        self.waiting = [node for node in self.waiting if node not in nodes]
+        self.made(nodes)
+        return nodes
+
+
+class WholeShards(MovingLoop):
+    """One gather, reduce-scatter or all-to-all by permutes, from all to all at once."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        (node,) = work.nodes
+        moved: list[ir.Stmt] = []
+        for step in range(self.devices):
+            self.step, self.chunks, self.body = Constant(step), {}, []
+            self.node(node)
+            moved += self.body
+        self.waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
+        self.issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
+
+    def statements(self) -> list[ir.Stmt]:
+        return [*self.before, *self.issued, *self.waits, *self.totals()]
+
+
+class Unchunked:
+    """The work of a loop on whole arrays, with sums beside what comes and goes."""
+
+    def __init__(self, work: Work, sums: WaitingSums) -> None:
+        self.work = work
+        self.sums = sums
+        self.filled: dict[str, ir.Buffer] = {}
+
+    def statements(self) -> list[ir.Stmt]:
+        body: list[ir.Stmt] = []
+        for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
+            group = [*nodes]
+            body += self.moved(group) if moves else _statements(group)
+            self.sums.made(group)
+        return [
+            ir.GetCurrentStream(stream=MAIN),
+            *on_stream(OWN, [ir.Synchronize(stream=MAIN), *body]),
+            ir.Synchronize(stream=OWN),
+        ]
+
+    def in_order(self) -> list[Node]:
+        """What comes first, if it does not depend on what is made here."""
+        made = {buffer.name for node in self.work.nodes for buffer in node.writes}
+        return sorted(
+            self.work.nodes,
+            key=lambda node: not self.is_moved(node) or node.reads[0].name in made,
+        )
+
+    def is_moved(self, node: Node) -> bool:
+        communicates = isinstance(node.stmt, ir.Communicate)
+        return communicates and self.work.part(node).growth != 1
+
+    def moved(self, nodes: Group) -> list[ir.Stmt]:
+        """Communications at one time, and the sums beside them."""
+        work = self.work
+        moves = [
+            WholeShards(dataclasses.replace(work, nodes=(node,))) for node in nodes
+        ]
+        for each in moves:
+            self.filled |= each.filled
+        issued = [stmt for each in moves for stmt in (*each.before, *each.issued)]
+        waits = [stmt for each in moves for stmt in each.waits]
+        return [
+            *_on(_MOVES, [ir.Synchronize(stream=OWN), *issued]),
+            ir.Synchronize(stream=_MOVES),
+            *_statements(self.sums.beside()),
+            *_on(_MOVES, waits),
+            ir.Synchronize(stream=_MOVES),
+            *(stmt for each in moves for stmt in each.totals()),
+        ]
+
+
+def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:
+    return [stmt for node in nodes for stmt in node.stmts]
+
+
+def _on(stream: ir.Stream, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
+    """`body` on `stream`, then back to OWN."""
+    leave = ir.SetCurrentStream(stream=OWN)
+    return (ir.SetCurrentStream(stream=stream), *body, leave)

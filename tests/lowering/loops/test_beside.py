@@ -1,0 +1,173 @@
+"""Sums over all chunks beside transfers, in the place of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
+from tests import sums
+from tests.lowering.on_mesh import each_size, exact, on, tp
+from tests.lowering.traced import array
+
+MODEL, HIDDEN = 4, 8
+BLOCK = P(None, "tp"), P("tp")
+
+
+@pytest.fixture(autouse=True)
+def beside() -> Iterator[None]:
+    with sums.standing("beside transfers"):
+        yield
+
+
+def blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Residual blocks, with small integers throughout."""
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        hidden = x @ up
+        y = jhost.stream(hidden * lax.stop_gradient(jnp.sign(hidden)) @ down, axis=0)
+        x = x + jhost.shard(jnp.where(jnp.abs(y) < 4, y, 1), P("tp"))
+        x = jhost.shard(jnp.where(jnp.abs(x) < 4, x, 1), P("tp"))
+    return x
+
+
+def gradients(f: Callable[..., Any], count: int) -> Callable[..., Any]:
+    return jax.grad(lambda *args: jnp.sum(f(*args)), tuple(range(count)))
+
+
+def operands(devices: int, count: int = 2) -> list[jax.Array]:
+    weights = [
+        array(*shape, seed=n)
+        for n in range(count)
+        for shape in ((MODEL, HIDDEN), (HIDDEN, MODEL))
+    ]
+    return [array(2 * devices, MODEL), *weights]
+
+
+def settled(devices: int, count: int = 2, **how: Any) -> dict[str, Any]:
+    specs = P("tp"), *BLOCK * count
+    return tp(devices, specs, specs, pipeline="p2p", **how)
+
+
+def moments(program: Program) -> list[tuple[int, int]]:
+    """How many permutes outside of loops go at once, and contractions beside them."""
+    found: list[tuple[int, int]] = []
+    issued = beside = 0
+    for stmt in program.body:
+        match stmt:
+            case Communicate(kind="CollectivePermute"):
+                issued += 1
+            case Compute() if issued:
+                beside += sum(each.rule.contracts for each in stmt.unit.eqns)
+            case Wait() if issued:
+                found.append((issued, beside))
+                issued = beside = 0
+            case _:
+                pass
+    return found
+
+
+@each_size
+def test_a_loops_sums_are_beside_its_last_transfer_and_the_next(devices: int) -> None:
+    """Of two blocks the second comes first; nothing is there for the first gather."""
+    program = exact(gradients(blocks, 5), *operands(devices), **settled(devices))
+    others = devices - 1
+    assert moments(program) == [(others, n) for n in (0, 1, 1, 1)]
+    assert all(
+        stmt.reducer is None for stmt in walk(program.body) if isinstance(stmt, Compute)
+    )
+
+
+def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:
+    program = exact(gradients(blocks, 5), *operands(4), **settled(4))
+    loops = [stmt for stmt in program.body if isinstance(stmt, For)]
+    working = [loop for loop in loops if any(isinstance(s, Compute) for s in loop.body)]
+    assert len(working) == 2
+
+
+def test_what_reads_a_sum_comes_behind_it() -> None:
+    """An optimizer's step, which is the next layer's business, say."""
+
+    def step(x: jax.Array, *weights: jax.Array) -> Any:
+        grads = gradients(blocks, 5)(x, *weights)
+        size = sum(jnp.sum(jnp.abs(g)) for g in grads)
+        pairs = zip(weights, grads[1:], strict=True)
+        return [w - jnp.where(size > 0, g, 0) for w, g in pairs]
+
+    ins, outs = (P("tp"), *BLOCK * 2), [*BLOCK * 2]
+    exact(step, *operands(4), **tp(4, ins, outs, pipeline="p2p"))
+
+
+def test_shards_in_pieces_stay_in_chunks() -> None:
+    """Who asks for more chunks than devices gets a loop, with sums behind it."""
+    how = settled(2, chunks=4)
+    program = exact(gradients(blocks, 5), *operands(2), **how)
+    assert not moments(program)
+
+
+def test_tokens_go_to_experts_whole() -> None:
+    """An all-to-all is permutes too, of parts of the other dim."""
+
+    def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        h = jnp.einsum("gecm,emf->gecf", x, up)
+        h = h * lax.stop_gradient(jnp.sign(h))
+        y = jhost.stream(jnp.einsum("gecf,efm->gecm", h, down), axis=0)
+        return jnp.sum(jhost.shard(y, P("tp")))
+
+    args = array(8, 4, 2, 3), array(4, 3, 4, seed=1), array(4, 4, 3, seed=2)
+    specs = P("tp"), P("tp"), P("tp")
+    how = tp(4, specs, specs, pipeline="p2p")
+    program = exact(jax.grad(loss, (0, 1, 2)), *args, **how)
+    assert [issued for issued, _ in moments(program)] == [3, 3]
+
+
+def test_sums_over_several_axes_of_data() -> None:
+    """Each row of devices moves its own rows, and sums are reduced over both."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = x @ up
+        y = jhost.stream(hidden * lax.stop_gradient(jnp.sign(hidden)) @ down, axis=0)
+        return jhost.shard(y, P(("dp", "tp")))
+
+    args = array(16, MODEL), *operands(2, 1)[1:]
+    specs = P(("dp", "tp")), *BLOCK
+    how = on({"dp": 2, "tp": 2}, specs, specs, pipeline="p2p")
+    exact(gradients(f, 3), *args, **how)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_any_blocks(data: st.DataObject) -> None:
+    """Around a jhost function, and inside of one, in a scan, and computed again."""
+    devices, count = data.draw(st.sampled_from([2, 4])), data.draw(st.integers(1, 3))
+    checkpointed, scans = data.draw(st.booleans()), data.draw(st.booleans())
+
+    def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            return blocks(x, *weights), None
+
+        if checkpointed:
+            layer = jax.checkpoint(layer)
+        if scans:
+            return lax.scan(layer, x, (up, down))[0]
+        for n in range(count):
+            x, _ = layer(x, (up[n], down[n]))
+        return x
+
+    rows = devices * data.draw(st.integers(1, 3))
+    args = (
+        array(rows, MODEL),
+        array(count, MODEL, HIDDEN, seed=1),
+        array(count, HIDDEN, MODEL, seed=2),
+    )
+    specs = P("tp"), P(None, None, "tp"), P(None, "tp")
+    how = tp(devices, specs, specs, pipeline="p2p")
+    exact(gradients(model, 3), *args, **how)

@@ -1,0 +1,26 @@
+"""Where contractions over all chunks stand, as a choice may have it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, get_args
+from unittest import mock
+
+from jhost.lowering.ir.marks import Sums
+from jhost.lowering.loops import lower_streams
+
+EVERY: tuple[Sums, ...] = get_args(Sums)
+
+
+@contextmanager
+def standing(sums: Sums) -> Generator[None]:
+    """Streams have those of their loops there, whatever was chosen."""
+    choose = lower_streams.choose_pipeline
+
+    def chosen(mark: Any, *rest: Any) -> Any:
+        return choose(dataclasses.replace(mark, sums=sums), *rest)
+
+    with mock.patch.object(lower_streams, "choose_pipeline", chosen):
+        yield
