@@ -22,7 +22,7 @@ from jhost._page import (
 )
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
 from jhost.lowering.ir.said import said_remarks
@@ -197,12 +197,17 @@ def _bodies(program: Program, times: int) -> Iterator[Explanation]:
 
 
 def count_loops(program: Program) -> int:
-    """The loops of `program` over chunks: none, where nothing is pipelined."""
+    """The loops of `program` over chunks."""
     return sum(
         isinstance(stmt, ir.For) and takes_turns(stmt)
         for each in programs(program)
         for stmt in each.body
     )
+
+
+def is_pipelined(program: Program) -> bool:
+    """Whether streams order anything: loops, or transfers and the sums beside them."""
+    return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
 
 
 def puts(program: Program) -> bool:

@@ -18,7 +18,7 @@ from jhost._call.program import derived_program
 from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
-from jhost.lowering.explain import count_loops, puts
+from jhost.lowering.explain import is_pipelined, puts
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.bodies import adds_up
 from jhost.lowering.ir.fingerprint import fingerprint_lines
@@ -82,7 +82,7 @@ def executable_options(program: Program, config: Config) -> dict[str, Any] | Non
 
 
 def _asked(program: Program, config: Config) -> dict[str, Any]:
-    if not count_loops(program):
+    if not is_pipelined(program):
         return dict(config.compiler_options)
     wishes = overlap_options(config.mesh, **loops_of(program))
     return wishes | dict(config.compiler_options)

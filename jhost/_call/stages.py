@@ -15,7 +15,7 @@ from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, loops_of
 from jhost._jax import as_weak
-from jhost.lowering.explain import Explanation, explain_program
+from jhost.lowering.explain import Explanation, explain_program, is_pipelined
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
@@ -193,7 +193,7 @@ def explained(program: Program, config: Config) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     explanation = explain_program(program)
     options: tuple[str, ...] = ()
-    if explanation.loops:
+    if is_pipelined(program):
         options = options_report(config.name, config.mesh, **loops_of(program))
     notes = (
         *explanation.notes,

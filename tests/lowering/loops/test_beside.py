@@ -13,9 +13,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.explain import count_loops, is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from tests import sums
+from tests.jhost.derived import backward
 from tests.lowering.on_mesh import each_size, exact, on, tp
 from tests.lowering.traced import array
 
@@ -91,6 +93,17 @@ def test_the_forward_is_in_chunks_and_the_backward_is_not() -> None:
     loops = [stmt for stmt in program.body if isinstance(stmt, For)]
     working = [loop for loop in loops if any(isinstance(s, Compute) for s in loop.body)]
     assert len(working) == 2
+
+
+def test_a_program_without_a_loop_is_pipelined_all_the_same() -> None:
+    """A backward by itself: XLA gets the options that it gets for loops."""
+    args = operands(4, 1)
+    how = tp(4, (P("tp"), *BLOCK), P("tp"), pipeline="p2p")
+    forward, program = backward(jhost.jit(blocks, **how), *args)
+    assert count_loops(forward) == 1
+    assert count_loops(program) == 0
+    assert is_pipelined(program)
+    assert len(moments(program)) == 2
 
 
 def test_what_reads_a_sum_comes_behind_it() -> None:
