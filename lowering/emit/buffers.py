@@ -35,7 +35,8 @@ class Piece:
 class Memory:
     """The contents of one buffer with memory of its own.
 
-    `read_whole`: whether something will read it other than in parts.
+    `read_whole`: whether something will read it other than in parts.  `received`:
+    whether a communication outside of loops has written to it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Memory:
         self.dtype = dtype
         self.zero_init = zero_init
         self.read_whole = read_whole
+        self.received = False
         self.base: Any = None
         self.pieces: list[Piece] = []
 

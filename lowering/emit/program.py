@@ -83,8 +83,6 @@ class _Emitter(Machine):
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
-        self.came: set[int] = set()
-        """The memories, by identity, that a communication outside of loops wrote to."""
         self.order = Order(self)
         self.group: list[ir.Send | ir.Recv] = []
 
@@ -201,7 +199,7 @@ class _Emitter(Machine):
             return buffer.name in self.made
         memory = self.views[buffer.name].memory
         chunk = any(dim.stream is not None for dim in buffer.dims)
-        new = not memory.pieces or id(memory) in self.came
+        new = memory.received or not memory.pieces
         return chunk and new and not self.is_part(buffer)
 
     def is_part(self, buffer: ir.Buffer) -> bool:
@@ -257,7 +255,7 @@ class _Emitter(Machine):
         value = communicate(stmt, source, self.ranks, root, shift)
         self.write(stmt.out, value)
         if not self.order.depth:
-            self.came.add(id(self.views[stmt.out.name].memory))
+            self.views[stmt.out.name].memory.received = True
         self.order.issued(stmt.name, [value])
 
     def end_coalescing(self, name: str) -> None:
