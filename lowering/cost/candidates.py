@@ -94,7 +94,7 @@ class Trial:
         """`mark` with the choice made: simple ones first, then those that gain."""
         for candidate in self.candidates(mark):
             if (outcome := self.weigh(candidate)) is not None:
-                self.outcomes.append(self.with_whole_sums(outcome))
+                self.outcomes.append(self.with_sums_elsewhere(outcome))
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
         chosen = self.chosen()
@@ -227,8 +227,8 @@ class Trial:
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         return apart_text(more, reach, mesh) if apart(more, reach) else ""
 
-    def with_whole_sums(self, outcome: Outcome) -> Outcome:
-        """The outcome with what it adds up behind the loops, where that is faster."""
+    def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
+        """The outcome with what loops add up outside of them, where that is faster."""
         mark = outcome.mark
         if mark.pipeline == "collective" or mark.plain or not adds_up(outcome.program):
             return outcome

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Set as AbstractSet
 
 from jhost.lowering.cost.kernels import (
     Kernel,
-    given_in_other_order,
     made_by_contraction,
-    read_by_contraction,
+    read_in_place,
 )
 from jhost.lowering.cost.places import Places
 from jhost.lowering.ir import statements as ir
@@ -44,10 +43,9 @@ class Copies:
             by_rank = heavy and alias is not None and _by_rank(alias)
             if by_rank or self.is_put_together(buffer):
                 yield copy_of(buffer)
-        read = zip(read_by_contraction(stmt), given_in_other_order(stmt), strict=True)
-        for (heavy, copied), buffer in zip(read, stmt.ins, strict=True):
+        for in_place, buffer in zip(read_in_place(stmt), stmt.ins, strict=True):
             alias = self.alias(buffer)
-            if heavy and not copied and alias is not None and _by_rank(alias):
+            if in_place and alias is not None and _by_rank(alias):
                 yield copy_of(buffer)
 
     def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
@@ -91,11 +89,8 @@ def taken_from_pieces(program: Program) -> set[str]:
     found: set[str] = set()
     for stmt in ir.walk(program.body):
         if isinstance(stmt, ir.Compute):
-            read = zip(
-                read_by_contraction(stmt), given_in_other_order(stmt), strict=True
-            )
-            for (heavy, copied), buffer in zip(read, stmt.ins, strict=True):
-                (arrays if heavy and not copied else found).add(buffer.name)
+            for in_place, buffer in zip(read_in_place(stmt), stmt.ins, strict=True):
+                (arrays if in_place else found).add(buffer.name)
         elif not isinstance(stmt, ir.Select | ir.Deallocate | ir.For | ir.If):
             arrays |= {buffer.name for buffer in touched(stmt)[0]}
     return found - arrays

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
+from jhost.lowering.rules.contract import read_in_other_order
 from jhost.lowering.rules.dim_rule import part_shape, shape_of
 from jhost.lowering.rules.properties import is_barrier
 from jhost.lowering.rules.work import matmul_of
@@ -239,29 +240,14 @@ def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
     return tuple(id(var) in heavy for var in compute.unit.outvars)
 
 
-def read_by_contraction(compute: Compute) -> tuple[bool, ...]:
-    """For each operand, whether a contraction reads it, which takes no slice."""
-    eqns: list[JaxprEqn] = [e.eqn for e in compute.unit.eqns if e.rule.contracts]
-    read = {id(v) for eqn in eqns for v in eqn.invars}
-    return tuple(id(var) in read for var in compute.unit.invars)
+def read_in_place(compute: Compute) -> tuple[bool, ...]:
+    """For each operand, whether contractions read it as it lies: all of it, no slice.
 
-
-def read_in_other_order(eqn: JaxprEqn) -> list[int]:
-    """The operands of a contraction, by number, whose batch dims do not come first.
-
-    XLA brings them there, by a copy where nothing makes the operand but memory.
+    What one wants in another order of dims is copied for it, and counted there.
     """
-    if eqn.primitive.name != "dot_general":
-        return []
-    _, batch = eqn.params["dimension_numbers"]
-    return [n for n, dims in enumerate(batch) if tuple(dims) != tuple(range(len(dims)))]
-
-
-def given_in_other_order(compute: Compute) -> tuple[bool, ...]:
-    """For each operand, whether a contraction wants it in another order of dims."""
-    read = {
-        id(each.eqn.invars[number])
-        for each in compute.unit.eqns
-        for number in read_in_other_order(each.eqn)
-    }
-    return tuple(id(var) in read for var in compute.unit.invars)
+    read: set[int] = set()
+    copied: set[int] = set()
+    for eqn in (each.eqn for each in compute.unit.eqns if each.rule.contracts):
+        read |= set(map(id, eqn.invars))
+        copied |= {id(eqn.invars[number]) for number in read_in_other_order(eqn)}
+    return tuple(id(var) in read - copied for var in compute.unit.invars)

@@ -65,21 +65,33 @@ class WaitingSums:
 
 
 class WholeShards(MovingLoop):
-    """One gather, reduce-scatter or all-to-all by permutes, from all to all at once."""
+    """Communications at one time by permutes, from all to all at once, and sums beside.
 
-    def __init__(self, work: Work) -> None:
+    They stand on OWN, where their operands are made and their results are read.
+    """
+
+    def __init__(self, work: Work, sums: Sequence[Node]) -> None:
         super().__init__(work)
-        (node,) = work.nodes
-        moved: list[ir.Stmt] = []
-        for step in range(self.devices):
-            self.step, self.chunks, self.body = Constant(step), {}, []
-            self.node(node)
-            moved += self.body
-        self.waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
-        self.issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
+        self.beside = _statements(sums)
 
     def statements(self) -> list[ir.Stmt]:
-        return [*self.before, *self.issued, *self.waits, *self.totals()]
+        moved: list[ir.Stmt] = []
+        for node in self.work.nodes:
+            for step in range(self.devices):
+                self.step, self.chunks, self.body = Constant(step), {}, []
+                self.node(node)
+                moved += self.body
+        waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
+        issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
+        source = ir.Synchronize(stream=OWN)
+        return [
+            *on_stream(_MOVES, [source, *self.before, *issued], back=OWN),
+            ir.Synchronize(stream=_MOVES),
+            *self.beside,
+            *on_stream(_MOVES, waits, back=OWN),
+            ir.Synchronize(stream=_MOVES),
+            *self.totals(),
+        ]
 
 
 class Unchunked:
@@ -116,29 +128,12 @@ class Unchunked:
 
     def moved(self, nodes: Group) -> list[ir.Stmt]:
         """Communications at one time, and the sums beside them."""
-        work = self.work
-        moves = [
-            WholeShards(dataclasses.replace(work, nodes=(node,))) for node in nodes
-        ]
-        for each in moves:
-            self.filled |= each.filled
-        issued = [stmt for each in moves for stmt in (*each.before, *each.issued)]
-        waits = [stmt for each in moves for stmt in each.waits]
-        return [
-            *_on(_MOVES, [ir.Synchronize(stream=OWN), *issued]),
-            ir.Synchronize(stream=_MOVES),
-            *_statements(self.sums.beside()),
-            *_on(_MOVES, waits),
-            ir.Synchronize(stream=_MOVES),
-            *(stmt for each in moves for stmt in each.totals()),
-        ]
+        work = dataclasses.replace(self.work, nodes=nodes)
+        shards = WholeShards(work, self.sums.beside())
+        statements = shards.statements()
+        self.filled |= shards.filled
+        return statements
 
 
 def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:
     return [stmt for node in nodes for stmt in node.stmts]
-
-
-def _on(stream: ir.Stream, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
-    """`body` on `stream`, then back to OWN."""
-    leave = ir.SetCurrentStream(stream=OWN)
-    return (ir.SetCurrentStream(stream=stream), *body, leave)

@@ -29,6 +29,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
+from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 from jhost.lowering.units.make import unit_of
 
@@ -210,10 +211,9 @@ class LoopBuilder:
             return AllReduceLoop(work, back)
         if is_causal(work):
             return self.balanced(work)
-        loop = P2PLoop(work)
-        if group in self.adding and loop.pieces == 1:
+        if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
             return Unchunked(work, self.sums)
-        return loop
+        return P2PLoop(work)
 
     def balanced(self, work: Work) -> P2PLoop:
         """A loop about keys that not all queries see, in the order that it can have."""

@@ -69,7 +69,9 @@ def in_turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.
     )
 
 
-def on_stream(stream: ir.Stream, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
-    """`body` on `stream`, then back to MAIN."""
-    leave = ir.SetCurrentStream(stream=MAIN)
+def on_stream(
+    stream: ir.Stream, body: Sequence[ir.Stmt], back: ir.Stream = MAIN
+) -> tuple[ir.Stmt, ...]:
+    """`body` on `stream`, then `back` to another."""
+    leave = ir.SetCurrentStream(stream=back)
     return (ir.SetCurrentStream(stream=stream), *body, leave)

@@ -23,6 +23,7 @@ from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
+from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.rules.dim_rule import Window
@@ -98,7 +99,7 @@ def turned_values(program: Program) -> set[Name]:
 class _Values:
     """All values by name, and which are the `same`: stacked by a scan, and in its body.
 
-    Of those in `whole` something touches more than parts, and is no contraction.
+    Of those in `whole` something touches more than parts, of which no factor is known.
     """
 
     def __init__(self, program: Program) -> None:
@@ -239,17 +240,12 @@ def _dims_alike(here: int, copy: ir.Set) -> list[_Factor]:
 
 def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     """All factors of a computation, and those dims that it takes whole."""
-    (each,) = stmt.unit.eqns
-    eqn, rule = each.eqn, each.rule
-    buffers = dict(zip(map(id, stmt.unit.invars), stmt.ins, strict=True))
-    buffers |= zip(map(id, stmt.unit.outvars), stmt.outs, strict=True)
-    maps = [*rule.operands, *rule.results]
+    rule = stmt.unit.eqns[0].rule
+    maps = (*operand_maps(stmt), *rule.results)
     found: dict[int | None, list[tuple[Name, int]]] = {}
     steps: dict[int | None, int] = {}
-    for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
-        buffer = buffers.get(id(var))
-        for number, dim in enumerate(dims if buffer else ()):
-            assert buffer is not None
+    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+        for number, dim in enumerate(dims):
             factor = dim and dim.factor
             place = (here, buffer.name), number - len(dims)
             found.setdefault(factor, []).append(place)

@@ -77,9 +77,9 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     expert, it would move the last dim too, by one slow transpose for each reader.
     """
     contract, batch = eqn.params["dimension_numbers"]
-    first = tuple(range(len(batch[0])))
-    if not contract[0] or all(tuple(dims) == first for dims in batch):
+    if not contract[0] or not read_in_other_order(eqn):
         return rebind_product(eqn, args, place)
+    first = tuple(range(len(batch[0])))
     (lhs, lhs_dim, rows), (rhs, rhs_dim, columns) = map(
         _matrices, args, contract, batch
     )
@@ -87,6 +87,17 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
     (out,) = rebind_product(eqn, [lhs, rhs], place)
     return [out.reshape(*out.shape[: len(first)], *rows, *columns)]
+
+
+def read_in_other_order(eqn: JaxprEqn) -> list[int]:
+    """The operands of a contraction, by number, whose batch dims do not come first.
+
+    XLA brings them there, by a copy where nothing makes the operand but memory.
+    """
+    if eqn.primitive.name != "dot_general":
+        return []
+    _, batch = eqn.params["dimension_numbers"]
+    return [n for n, dims in enumerate(batch) if tuple(dims) != tuple(range(len(dims)))]
 
 
 def _matrices(

@@ -72,8 +72,7 @@ def einsums(draw: st.DrawFn) -> tuple[str, list[tuple[int, ...]]]:
     """Two operands and a result with their dims in any order."""
     letters = iter("abcdefghij")
     batch, left, right, contracted = (
-        "".join(next(letters) for _ in range(draw(st.integers(least, 2))))
-        for least in (0, 0, 0, 0)
+        "".join(next(letters) for _ in range(draw(st.integers(0, 2)))) for _ in range(4)
     )
     operands = [batch + left + contracted, batch + right + contracted]
     lhs, rhs, out = (
