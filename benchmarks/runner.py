@@ -162,6 +162,7 @@ def _measure_mode(session: Session, mode: Mode, record: Entry) -> dict[str, Entr
         instances,
         plan.deadline,
         lambda arm, error: entries[arm].update(error=error_text(error)),
+        idle=arms.IDLE,
     )
     for arm, each in times.items():
         entries[arm] |= each.figures() if each.blocks_ms else dict(OUT_OF_TIME)

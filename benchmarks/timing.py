@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -26,11 +26,15 @@ class Effort:
     pause or mere transfers at 1.9."""
     instances: int = 4
     """How many instances of a case are in one program."""
+    settling_s: float = 4.0
+    """Before the first block, seconds of the first function's calls: behind a pause the
+    devices' power swings so long, with a period of one, and two H100s took 9.0 to 10.5
+    ms for what takes them 9.6."""
 
 
 FULL = Effort()
 QUICK = Effort(warmups=3, blocks=3, calls=8, lead_in=16)
-CODE_PATH = Effort(warmups=1, blocks=2, calls=2, lead_in=1, instances=2)
+CODE_PATH = Effort(warmups=1, blocks=2, calls=2, lead_in=1, instances=2, settling_s=0)
 """On CPUs, where times mean nothing."""
 
 
@@ -78,11 +82,13 @@ def measure(
     instances: int,
     deadline: Deadline,
     on_error: Callable[[str, Exception], None],
+    idle: Collection[str] = (),
 ) -> dict[str, Times]:
     """Blocks of calls in turns A B C A B C; a function that fails is left out.
 
-    Once the deadline has passed no further round begins, so every function has the
-    same number of blocks.
+    Once the deadline has passed no further round begins, so all that take turns have
+    the same number of blocks.  What leaves the devices `idle`, which is a pause, has
+    its blocks after all others.
     """
     times = {name: Times() for name in calls}
 
@@ -97,22 +103,35 @@ def measure(
 
     for name, call in calls.items():
         attempt(name, lambda call=call: _warm_up(call, effort.warmups))
-    for number in range(effort.blocks):
-        if number and deadline.passed():
-            break
-        for name, call in calls.items():
-            attempt(
-                name,
-                lambda name=name, call=call: _block(
-                    call, effort, instances, times[name]
-                ),
-            )
+    for name in [name for name in times if name not in idle][:1]:
+        attempt(name, lambda name=name: _settle(calls[name], effort.settling_s))
+    for turns in (calls.keys() - idle, calls.keys() & idle):
+        for number in range(effort.blocks):
+            if number and deadline.passed():
+                break
+            for name in filter(turns.__contains__, calls):
+                attempt(
+                    name,
+                    lambda name=name: _block(
+                        calls[name], effort, instances, times[name]
+                    ),
+                )
     return times
 
 
 def _warm_up(call: Call, count: int) -> None:
     for number in range(count):
         jax.block_until_ready(call(number))
+
+
+def _settle(call: Call, seconds: float) -> None:
+    """Calls for about so long, as many in every process."""
+    few = 4
+    took, _ = _calls(call, few)
+    count = int(few * seconds / took)
+    if jax.process_count() > 1:
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))
+    _calls(call, count)
 
 
 def _block(call: Call, effort: Effort, instances: int, times: Times) -> None:

@@ -335,20 +335,25 @@ def test_who_repeats_itself_no_less_than_plain_is_right() -> None:
 
 def test_blocks_take_turns_and_each_is_led_in_by_its_own_calls() -> None:
     made: list[str] = []
-    effort = timing.Effort(warmups=1, blocks=2, calls=2, lead_in=3)
+    effort = timing.Effort(warmups=1, blocks=2, calls=2, lead_in=3, settling_s=1e-9)
 
     def broken(number: int) -> None:
         raise RuntimeError
 
+    def calls(name: str) -> timing.Call:
+        return lambda _: made.append(name)
+
     times = timing.measure(
-        {"a": lambda _: made.append("a"), "x": broken, "b": lambda _: made.append("b")},
+        {"a": calls("a"), "x": broken, "i": calls("i"), "b": calls("b")},
         effort,
         instances=1,
         deadline=timing.Deadline(None),
         on_error=lambda name, error: made.append(name),
+        idle=("i", "not called"),
     )
-    assert "".join(made) == "axb" + 2 * ("aaaaa" + "bbbbb")
-    assert [len(times[name].blocks_ms) for name in "ab"] == [2, 2]
+    settled = "axib" + "aaaa"
+    assert "".join(made) == settled + 2 * ("aaaaa" + "bbbbb") + 2 * "iiiii"
+    assert [len(times[name].blocks_ms) for name in "abi"] == [2, 2, 2]
 
 
 def test_instances_of_a_program_stay_apart() -> None:

@@ -31,6 +31,9 @@ ARMS: dict[str, Arm] = {
 
 NAMES = (*ARMS, *TORCH)
 
+IDLE = ("communication",)
+"""Arms that compute nothing."""
+
 # Windowed einsums on several streams have ended whole processes (jax#39200): only
 # where they are asked for by name.
 DEFAULT = tuple(name for name in NAMES if name != "xla_windowed_multi")

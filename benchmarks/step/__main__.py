@@ -36,7 +36,9 @@ PASSES = {"forward": (False,), "backward": (True,), "both": (True, False)}
 
 FULL = timing.Effort(warmups=2, blocks=5, calls=8, lead_in=4, instances=1)
 QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
-CODE_PATH = timing.Effort(warmups=1, blocks=2, calls=1, lead_in=1, instances=1)
+CODE_PATH = timing.Effort(
+    warmups=1, blocks=2, calls=1, lead_in=1, instances=1, settling_s=0
+)
 """Fewer calls than for a layer: one takes tens of milliseconds."""
 
 
