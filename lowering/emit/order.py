@@ -43,6 +43,13 @@ class Order:
     """
     made: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
     """By identity, what the loops' steps made."""
+    received: dict[int, tuple[Any, Values]] = dataclasses.field(
+        default_factory=dict[int, tuple[Any, Values]]
+    )
+    """By identity, what came on streams outside of loops.
+
+    Each with what had been computed when it was waited for.
+    """
 
     @property
     def active(self) -> bool:
@@ -69,20 +76,29 @@ class Order:
             result[k] = value
         return result, beside
 
-    def after_compute(self, outs: Sequence[Any]) -> None:
-        """The step's results stand for it."""
+    def after_compute(self, outs: Sequence[Any], added: Sequence[Any] = ()) -> None:
+        """The step's results stand for it.
+
+        Sums that XLA has `added` outside of the kernels it may fuse with their readers.
+        """
         if self.active and outs:
             self.chains[self.machine.current] = self.last_compute = tuple(outs)
-            self.made |= {id(out): out for out in outs}
+            apart = {id(value) for value in added}
+            self.made |= {id(out): out for out in outs if id(out) not in apart}
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside all loops, which is not fused into one inside.
 
         A sum in the last matmul of a loop would have that wait for the last transfer.
+        What was received is read once all that stood beside it is computed.
         """
-        if self.active:
-            return list(ins)
-        return [lax.optimization_barrier(v) if id(v) in self.made else v for v in ins]
+        return list(ins) if self.active else [self._left(value) for value in ins]
+
+    def _left(self, value: Any) -> Any:
+        if id(value) in self.made:
+            return lax.optimization_barrier(value)
+        _, beside = self.received.get(id(value), (None, ()))
+        return self._behind([value], beside)[0]
 
     def accumulated(self, old: Any | None, new: Any) -> None:
         """`new` is an accumulator with something added to `old`, if it had a value.
@@ -118,7 +134,12 @@ class Order:
 
     def wait(self, name: str) -> None:
         """The current stream goes on when the communication has ended."""
-        self._join(self.in_flight.pop(name))
+        results = self.in_flight.pop(name)
+        if self.active and not self.depth:
+            self.received |= {
+                id(value): (value, self.last_compute) for value in results
+            }
+        self._join(results)
 
     def synchronize(self, stream: StreamKey) -> None:
         """The current stream goes on when what is on `stream` has ended.
@@ -140,6 +161,7 @@ class Order:
             in_flight=dict(self.in_flight),
             accumulators=dict(self.accumulators),
             made=dict(self.made),
+            received=dict(self.received),
         )
 
     def _join(self, values: Values) -> None:
@@ -147,10 +169,14 @@ class Order:
             self.chains[self.machine.current] = _distinct((*self.chain(), *values))
 
     def _tie(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
+        return self._behind(values, deps) if self.active else list(values)
+
+    def _behind(self, values: Sequence[Any], deps: Iterable[Any]) -> list[Any]:
+        """The values, once `deps` are there."""
         own = {id(value) for value in values}
         others = _distinct(map(self.latest, deps))
         others = [d for d in others if d is not None and id(d) not in own]
-        if not (self.active and values and others):
+        if not (values and others):
             return list(values)
         # A barrier result that nobody uses keeps its operand in the barrier as long as
         # the operand has other users, as a step's results have.

@@ -90,7 +90,6 @@ class WholeShards(MovingLoop):
             *self.beside,
             *on_stream(_MOVES, waits, back=OWN),
             ir.Synchronize(stream=_MOVES),
-            *self.totals(),
         ]
 
 
@@ -101,17 +100,21 @@ class Unchunked:
         self.work = work
         self.sums = sums
         self.filled: dict[str, ir.Buffer] = {}
+        self.last: list[ir.Stmt] = []
 
     def statements(self) -> list[ir.Stmt]:
         body: list[ir.Stmt] = []
         for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
             group = [*nodes]
             body += self.moved(group) if moves else _statements(group)
-            self.sums.made(group)
+            if not (moves and self.leaves(group)):
+                self.sums.made(group)
+        self.sums.made(self.work.nodes)
         return [
             ir.GetCurrentStream(stream=MAIN),
             *on_stream(OWN, [ir.Synchronize(stream=MAIN), *body]),
             ir.Synchronize(stream=OWN),
+            *self.last,
         ]
 
     def in_order(self) -> list[Node]:
@@ -126,13 +129,25 @@ class Unchunked:
         communicates = isinstance(node.stmt, ir.Communicate)
         return communicates and self.work.part(node).growth != 1
 
+    def leaves(self, nodes: Group) -> bool:
+        """Whether nothing here reads what the nodes make."""
+        read = {buffer.name for node in self.work.nodes for buffer in node.reads}
+        return read.isdisjoint(b.name for node in nodes for b in node.writes)
+
     def moved(self, nodes: Group) -> list[ir.Stmt]:
-        """Communications at one time, and the sums beside them."""
+        """Communications at one time, and the sums beside them.
+
+        What they add up is added up behind all of this if it leaves it: in no stream,
+        so that XLA may fuse it with what reads it, and reads parts in place.
+        """
         work = dataclasses.replace(self.work, nodes=nodes)
         shards = WholeShards(work, self.sums.beside())
         statements = shards.statements()
         self.filled |= shards.filled
-        return statements
+        if self.leaves(nodes):
+            self.last += shards.totals()
+            return statements
+        return [*statements, *shards.totals()]
 
 
 def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:

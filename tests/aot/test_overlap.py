@@ -7,6 +7,7 @@ hides: because none could, or because jhost does not have it so yet.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -387,8 +388,14 @@ def test_gradients_of_weights_are_beside_whole_shards(tp: Mesh) -> None:
         pipeline="p2p",
     )
     with sums.standing("beside transfers"):
-        schedule = hosted.lower(*types).compile().schedule()
+        compiled = hosted.lower(*types).compile()
+    schedule = compiled.schedule()
     permutes = [c for c in schedule.communications if c.kind == "CollectivePermute"]
     assert len(permutes) == 24, str(schedule)
     exposed = [n for n, each in enumerate(permutes) if not each.matmuls]
     assert exposed == [12, 13, 14], str(schedule)  # of the first gather of the backward
+    # What is sent is copied out of a product, and what stays is added where it is.
+    copied = re.findall(
+        rf"%wrapped_slice\S* = bf16\[{TOKENS // 4},", compiled.as_text()
+    )
+    assert len(copied) == 2 * 3
