@@ -36,7 +36,8 @@ class Memory:
     """The contents of one buffer with memory of its own.
 
     `read_whole`: whether something will read it other than in parts.  `received`:
-    whether a communication outside of loops has written to it.
+    whether a communication outside of loops has written to it.  Its `base` may be of a
+    narrower dtype until it is read: what comes first in an accumulator.
     """
 
     def __init__(
@@ -85,14 +86,14 @@ class Memory:
         self.base, self.pieces = value, []
 
     def assemble(self) -> Any:
-        """The whole contents as one array."""
+        """The whole contents as one array, of its dtype."""
         waiting = [piece for piece in self.pieces if not piece.merged]
         if self.base is None or waiting:
             self.base = self._assembled(waiting)
         for piece in waiting:
             piece.merged = True
         self.pieces = [piece for piece in self.pieces if piece.current]
-        return self.base
+        return _converted(self.base, self.dtype)
 
     def _assembled(self, pieces: list[Piece]) -> Any:
         whole_pieces = all(piece.current for piece in pieces)
@@ -100,6 +101,7 @@ class Memory:
         if whole_pieces and (value := joined(self.shape, parts)) is not None:
             return value
         value = self._initial() if self.base is None else self.base
+        value = _converted(value, self.dtype)
         for windows, part in parts:
             value = put(value, windows, part)
         return value
@@ -141,8 +143,16 @@ class View:
             self.memory.remember(self.region, self.windows(), value)
         return value.reshape(self.shape)
 
+    def held(self) -> Any:
+        """The value, in the dtype in which it came: see `Memory`."""
+        memory = self.memory
+        whole = self.source is None and memory.base is not None and not memory.pieces
+        return memory.base if whole else self.read()
+
     def write(self, value: Any) -> None:
         """Change the elements of the memory that this view covers."""
+        if self.source is not None:
+            value = _converted(value, self.memory.dtype)
         self.memory.write(self.region, self.windows(), value)
 
     def is_static(self) -> bool:
@@ -155,6 +165,10 @@ class View:
         if self.source is None or self.window is None:
             return ()
         return merged((*self.source.windows(), self.window))
+
+
+def _converted(value: Any, dtype: np.dtype) -> Any:
+    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
 
 
 def new_view(

@@ -182,13 +182,15 @@ class _Emitter(Machine):
         for memory, base in zip(placed, bases, strict=True):
             memory.base = base
         ins = self.order.leaving(ins)
-        outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk))
-        outs = self.combined(stmt, outs)
-        for buffer, value in zip(stmt.outs, outs, strict=True):
+        outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk), widen=False)
+        found = self.combined(stmt, outs)
+        for buffer, value in zip(stmt.outs, found, strict=True):
             self.write(buffer, value)
         for memory in placed:
             memory.assemble()
-        self.order.after_compute(outs)
+        both = zip(outs, found, strict=True)
+        added = [value for came, value in both if came.dtype != value.dtype]
+        self.order.after_compute(found, added)
 
     def is_made_here(self, buffer: ir.Buffer) -> bool:
         """Whether the loop, or the work around it, makes a buffer or receives it.
@@ -234,7 +236,7 @@ class _Emitter(Machine):
         zero_is_neutral = stmt.reducer in ("sum", "or") or not view.memory.zero_init
         if view.memory.fresh(view.region) and zero_is_neutral:
             return None
-        return self.order.latest(view.read())
+        return self.order.latest(view.held())
 
     def site(self, chunk: ir.Chunk | None) -> Site:
         at = chunk and ChunkAt(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.rules.reducers import COMBINE
@@ -26,7 +28,10 @@ def accumulators(stmt: Compute) -> list[int]:
 def combine(
     stmt: Compute, held: Sequence[Any | None], new: Sequence[Any]
 ) -> Sequence[Any]:
-    """What accumulators that `held` so much, or None, hold with the `new` results."""
+    """What accumulators that `held` so much, or None, hold with the `new` results.
+
+    Of either as wide as the accumulators; what comes first stays as narrow as it is.
+    """
     reducer = stmt.reducer
     if reducer is None or all(old is None for old in held):
         return new
@@ -34,5 +39,12 @@ def combine(
         (unit_eqn,) = stmt.unit.eqns
         assert unit_eqn.rule.combine is not None
         return unit_eqn.rule.combine(held, new)
-    pairs = zip(held, new, strict=True)
-    return [v if old is None else COMBINE[reducer](old, v) for old, v in pairs]
+    dtypes = [stmt.outs[number].dtype for number in accumulators(stmt)]
+    return [
+        v
+        if old is None
+        else COMBINE[reducer](
+            lax.convert_element_type(old, dtype), lax.convert_element_type(v, dtype)
+        )
+        for old, v, dtype in zip(held, new, dtypes, strict=True)
+    ]

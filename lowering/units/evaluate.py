@@ -128,8 +128,13 @@ class UnitPlace:
         return self._local(factor) // (chunk.groups * chunk.extent)
 
 
-def evaluate_unit(unit: Unit, args: Sequence[Any], site: Site) -> list[Any]:
-    """The unit's results at `site`, each equation under its user's line."""
+def evaluate_unit(
+    unit: Unit, args: Sequence[Any], site: Site, widen: bool = True
+) -> list[Any]:
+    """The unit's results at `site`, each equation under its user's line.
+
+    What accumulators want wider than a kernel makes it is as it came, unless `widen`.
+    """
     env: dict[Var, Any] = dict(zip(unit.invars, args, strict=True))
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
@@ -139,20 +144,22 @@ def evaluate_unit(unit: Unit, args: Sequence[Any], site: Site) -> list[Any]:
                 outs = call_once(eqn, operands, tuple(site.mesh))
             else:
                 outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
-                outs = _for_accumulators(unit_eqn, outs)
+                outs = _for_accumulators(unit_eqn, outs, widen)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [env[var] for var in unit.outvars]
 
 
-def _for_accumulators(unit_eqn: UnitEqn, outs: Sequence[Any]) -> Sequence[Any]:
+def _for_accumulators(
+    unit_eqn: UnitEqn, outs: Sequence[Any], widen: bool
+) -> Sequence[Any]:
     """Results as accumulators want them, and those beside them in their own dtypes."""
     if not unit_eqn.accumulators:
         return outs
     own = (aval_of(var).dtype for var in unit_eqn.eqn.outvars)
-    dtypes = (
-        wide or dtype for wide, dtype in zip(unit_eqn.accumulators, own, strict=True)
-    )
-    return [*map(lax.convert_element_type, outs, dtypes)]
+    return [
+        out if wide and not widen else lax.convert_element_type(out, wide or dtype)
+        for out, wide, dtype in zip(outs, unit_eqn.accumulators, own, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

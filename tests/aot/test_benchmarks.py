@@ -94,4 +94,22 @@ def test_memory_does_not_grow_with_chunks_of_keys(
         memory: Any = compiled(built, mesh, overlap_options(mesh)).memory_analysis()
         return memory.temp_size_in_bytes
 
-    assert temporary(8) <= temporary(4)
+    assert temporary(8) <= 1.001 * temporary(4)  # buffers of scalars
+
+
+@pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_ring_of_two_finds_is_wide_in_no_memory(
+    backward: bool, h200s: MakeH200s, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part waits as narrow as it came; both are added where they are read."""
+    as_with_cudnn(monkeypatch)
+    (case,) = cases.select(
+        cases.all_cases(along_tp(2), small=False), ["ring_attention/8b/32768"]
+    )
+    mesh = h200s({"dp": 2, "tp": 2})
+    (built,) = arms.ARMS["jhost_p2p"](case, mesh, backward)
+    text = compiled(built, mesh, overlap_options(mesh)).as_text() or ""
+    entry = text[text.index("ENTRY") :]
+    assert "bf16[1,16384,32,128]" in entry
+    assert "f32[1,16384," not in entry
