@@ -19,8 +19,8 @@ def test_what_came_first_stays_narrow_until_it_is_read() -> None:
     region = view.region.select(0, np.array([2]), 2)
     last = view.select(window((4,), 0, 2, 2, 1, False), region)
     for each, wanted in ((view, [0, 1, 2, 3]), (last, [2, 3])):
-        chex.assert_trees_all_equal(each.read(), np.float32(wanted))
+        chex.assert_trees_all_equal(each.read(), np.asarray(wanted, np.float32))
     last.write(jnp.ones(2, jnp.bfloat16))
     for each, wanted in ((view, [0, 1, 1, 1]), (last, [1, 1])):
-        chex.assert_trees_all_equal(each.read(), np.float32(wanted))
+        chex.assert_trees_all_equal(each.read(), np.asarray(wanted, np.float32))
         assert each.held().dtype == np.float32
