@@ -103,13 +103,14 @@ def measure(
 
     for name, call in calls.items():
         attempt(name, lambda call=call: _warm_up(call, effort.warmups))
-    for name in [name for name in times if name not in idle][:1]:
-        attempt(name, lambda name=name: _settle(calls[name], effort.settling_s))
-    for turns in (calls.keys() - idle, calls.keys() & idle):
+    busy = [name for name in times if name not in idle]
+    if busy:
+        attempt(busy[0], lambda: _settle(calls[busy[0]], effort.settling_s))
+    for group in (busy, [name for name in times if name in idle]):
         for number in range(effort.blocks):
             if number and deadline.passed():
                 break
-            for name in filter(turns.__contains__, calls):
+            for name in group:
                 attempt(
                     name,
                     lambda name=name: _block(

@@ -37,7 +37,7 @@ class Memory:
 
     `read_whole`: whether something will read it other than in parts.  `received`:
     whether a communication outside of loops has written to it.  Its `base` may be of a
-    narrower dtype until it is read: what comes first in an accumulator.
+    narrower dtype, as what comes first in an accumulator is: it is read in its own.
     """
 
     def __init__(

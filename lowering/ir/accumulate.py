@@ -39,12 +39,10 @@ def combine(
         (unit_eqn,) = stmt.unit.eqns
         assert unit_eqn.rule.combine is not None
         return unit_eqn.rule.combine(held, new)
-    dtypes = [stmt.outs[number].dtype for number in accumulators(stmt)]
-    return [
-        v
-        if old is None
-        else COMBINE[reducer](
-            lax.convert_element_type(old, dtype), lax.convert_element_type(v, dtype)
-        )
-        for old, v, dtype in zip(held, new, dtypes, strict=True)
-    ]
+    found = list(new)
+    for number, out in enumerate(accumulators(stmt)):
+        if (old := held[number]) is not None:
+            dtype = stmt.outs[out].dtype
+            both = (lax.convert_element_type(x, dtype) for x in (old, new[number]))
+            found[number] = COMBINE[reducer](*both)
+    return found

@@ -106,9 +106,7 @@ class Unchunked:
         body: list[ir.Stmt] = []
         for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
             group = [*nodes]
-            body += self.moved(group) if moves else _statements(group)
-            if not (moves and self.leaves(group)):
-                self.sums.made(group)
+            body += self.moved(group) if moves else self.computed(group)
         self.sums.made(self.work.nodes)
         return [
             ir.GetCurrentStream(stream=MAIN),
@@ -129,25 +127,30 @@ class Unchunked:
         communicates = isinstance(node.stmt, ir.Communicate)
         return communicates and self.work.part(node).growth != 1
 
-    def leaves(self, nodes: Group) -> bool:
-        """Whether nothing here reads what the nodes make."""
-        read = {buffer.name for node in self.work.nodes for buffer in node.reads}
-        return read.isdisjoint(b.name for node in nodes for b in node.writes)
+    def computed(self, nodes: Group) -> list[ir.Stmt]:
+        self.sums.made(nodes)
+        return _statements(nodes)
 
     def moved(self, nodes: Group) -> list[ir.Stmt]:
         """Communications at one time, and the sums beside them.
 
-        What they add up is added up behind all of this if it leaves it: in no stream,
-        so that XLA may fuse it with what reads it, and reads parts in place.
+        What they add up is added up behind all of this if nothing here reads it: in no
+        stream, so that XLA may fuse it with what does, and reads parts in place.
         """
         work = dataclasses.replace(self.work, nodes=nodes)
         shards = WholeShards(work, self.sums.beside())
         statements = shards.statements()
         self.filled |= shards.filled
-        if self.leaves(nodes):
+        if not self.reads(nodes):
             self.last += shards.totals()
             return statements
+        self.sums.made(nodes)
         return [*statements, *shards.totals()]
+
+    def reads(self, nodes: Group) -> bool:
+        """Whether anything here reads what the nodes make."""
+        made = {buffer.name for node in nodes for buffer in node.writes}
+        return any(b.name in made for node in self.work.nodes for b in node.reads)
 
 
 def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:

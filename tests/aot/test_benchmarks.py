@@ -27,8 +27,8 @@ from benchmarks.axes import along_tp
 from benchmarks.communication import Streamed
 
 
-def case_of(name: str) -> cases.Case:
-    (case,) = cases.select(cases.all_cases(along_tp(4), small=False), [name])
+def case_of(name: str, devices: int = 4) -> cases.Case:
+    (case,) = cases.select(cases.all_cases(along_tp(devices), small=False), [name])
     return case
 
 
@@ -94,7 +94,8 @@ def test_memory_does_not_grow_with_chunks_of_keys(
         memory: Any = compiled(built, mesh, overlap_options(mesh)).memory_analysis()
         return memory.temp_size_in_bytes
 
-    assert temporary(8) <= 1.001 * temporary(4)  # buffers of scalars
+    # Of arrays: more chunks have some sixty scalars more, each in its 256 bytes.
+    assert temporary(8) <= temporary(4) + 64 * 256
 
 
 @pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
@@ -104,10 +105,7 @@ def test_what_a_ring_of_two_finds_is_wide_in_no_memory(
 ) -> None:
     """The first part waits as narrow as it came; both are added where they are read."""
     as_with_cudnn(monkeypatch)
-    (case,) = cases.select(
-        cases.all_cases(along_tp(2), small=False), ["ring_attention/8b/32768"]
-    )
-    mesh = h200s({"dp": 2, "tp": 2})
+    mesh, case = h200s({"dp": 2, "tp": 2}), case_of("ring_attention/8b/32768", 2)
     (built,) = arms.ARMS["jhost_p2p"](case, mesh, backward)
     text = compiled(built, mesh, overlap_options(mesh)).as_text() or ""
     entry = text[text.index("ENTRY") :]
