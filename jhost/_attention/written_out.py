@@ -166,9 +166,9 @@ def _masks(
     rows, columns = (x.astype(np.int32) for x in positions)
     rows, columns = rows.reshape(*batch, -1, 1), columns.reshape(*batch, 1, -1)
     if settings.left is not None:
-        yield columns >= rows - settings.left
+        yield rows - columns <= settings.left
     if settings.right is not None:
-        yield columns <= rows + settings.right
+        yield columns - rows <= settings.right  # their sum may be too large
     if "mask" in more:
         yield more["mask"]
     if "query_seq_lengths" in more:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
 from jhost._jax import arg_names, close, is_array, scan_counts, source_line
 from jhost.lowering.ir import statements as ir
@@ -32,6 +34,47 @@ def _has_references(eqn: JaxprEqn) -> bool:
         return True
     bodies = jaxprs_in_params(eqn.params)
     return any(_has_references(inner) for body in bodies for inner in body.eqns)
+
+
+def asks_each(eqn: JaxprEqn) -> bool:
+    """Whether it is a `while` with a condition for each of a batch, as `vmap` makes."""
+    if eqn.primitive.name != "while":
+        return False
+    (condition,) = eqn.params["cond_jaxpr"].out_avals
+    return bool(condition.shape)
+
+
+def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What `asks_each`, with one condition: it goes on while any of the batch does.
+
+    Those that do not keep what they have, as JAX lowers it.
+    """
+    first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = (
+        jaxpr_as_fun(close(eqn.params[name])) for name in ("cond_jaxpr", "body_jaxpr")
+    )
+
+    def run(args: Sequence[Any]) -> Sequence[Any]:
+        consts, body_consts = args[:first], args[first : first + count]
+
+        def go_on(carry: Sequence[Any]) -> Any:
+            (each,) = condition(*consts, *carry)
+            return jnp.any(each)
+
+        def step(carry: Sequence[Any]) -> Sequence[Any]:
+            (each,) = condition(*consts, *carry)
+            new = body(*body_consts, *carry)
+            return [_chosen(each, *pair) for pair in zip(new, carry, strict=True)]
+
+        return lax.while_loop(go_on, step, list(args[first + count :]))
+
+    return run
+
+
+def _chosen(each: Any, new: Any, old: Any) -> Any:
+    """The new ones of those of a batch for which `each` is true."""
+    wide = lax.broadcast_in_dim(each, new.shape, range(each.ndim))
+    return lax.select(wide, new, old)
 
 
 def out_names(eqn: JaxprEqn) -> list[str]:

@@ -25,6 +25,7 @@ from jhost._jax import (
     user_context,
     with_each_eqn,
 )
+from jhost.lowering.frontend.control_flow import asks_each, while_any
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.properties import (
     CALLS,
@@ -122,6 +123,8 @@ class _Inliner:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+        if self.for_programs and asks_each(eqn):
+            return self.traced(while_any(eqn), args, eqn)
         takes_buffers = self.for_programs and eqn.primitive.name in CONTROL_FLOW
         if takes_buffers or eqn.primitive.name in IDENTITIES:
             args = [self.as_variable(atom) for atom in args]

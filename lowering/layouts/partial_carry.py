@@ -12,8 +12,9 @@ XLA may run them beside other work.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar, TypeGuard
 
 import jax
@@ -32,7 +33,7 @@ from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
 from jhost.lowering.layouts.commute import Body, is_reduction, reduced_last
 from jhost.lowering.layouts.remarks import reduced_behind_remark
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.units.make import computes_of
 
 _LATENCY_BYTES = 2**18
 """Of an all-reduce of so many bytes the time is latency, on any GPU with NVLink.
@@ -312,30 +313,21 @@ def _reduced_behind(
         zeros = dataclasses.replace(begin, name=name, partial=partial)
         name = names.fresh(f"{out.name}_partial")
         terms = dataclasses.replace(out, name=name, partial=partial)
-        before.append(_computed(names, "zeros", _zeros(zeros), [], zeros))
+        fill = functools.partial(_zeros, zeros)
+        before += computes_of("zeros", fill, [], zeros, names)
         carry[number], carried[number] = zeros, terms
         if begin.name in zero:
             behind.append(Reshard(out=out, source=terms))
             continue
         total = dataclasses.replace(out, name=names.fresh(f"{out.name}_total"))
         behind.append(Reshard(out=total, source=terms))
-        behind.append(_computed(names, "add", lax.add, [begin, total], out))
+        behind += computes_of("add", lax.add, [begin, total], out, names)
     stmt = dataclasses.replace(stmt, carry=tuple(carry), carried=tuple(carried))
     return [*before, stmt, *behind]
 
 
-def _zeros(buffer: Buffer) -> Callable[[], jax.Array]:
-    # A scalar alone would be a literal, and no unit computes it.
-    return lambda: lax.squeeze(lax.full((1, *buffer.shape), 0, buffer.dtype), (0,))
-
-
-def _computed(
-    names: Names,
-    what: str,
-    function: Callable[..., jax.Array],
-    ins: Sequence[Buffer],
-    out: Buffer,
-) -> Compute:
-    types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
-    unit = unit_of(names.fresh(what), function, *types)
-    return Compute(unit=unit, ins=tuple(ins), outs=(out,))
+def _zeros(buffer: Buffer) -> jax.Array:
+    """By one equation; of a scalar `lax.full` makes a literal, which no unit has."""
+    if buffer.shape:
+        return lax.full(buffer.shape, 0, buffer.dtype)
+    return lax.transpose_p.bind(np.zeros((), buffer.dtype), permutation=())

@@ -150,7 +150,8 @@ class _Values:
         inside = (*body.params[first:], *body.results[count:])
         for one, other in zip(inside, (*scan.xs, *scan.ys), strict=True):
             self.of(id(body), one)
-            self.of(here, other)
+            iterations = _Factor([((here, other.name), -len(other.shape))], scan.length)
+            self.of(here, other).computations.append([iterations])
             self.same.merge((id(body), one.name), (here, other.name))
 
     def computation(

@@ -203,7 +203,7 @@ class _Padder:
         self.body += computes_of(
             "padding",
             lambda x: lax.pad(x, fill, more),
-            value,
+            [value],
             out,
             self.names,
             pads=True,
@@ -229,7 +229,7 @@ class _Padder:
     def computed(
         self, name: str, fun: Callable[[Any], Any], source: Buffer, out: Buffer
     ) -> Buffer:
-        self.body += computes_of(name, fun, source, out, self.names)
+        self.body += computes_of(name, fun, [source], out, self.names)
         return out
 
     def named(self, buffer: Buffer, suffix: str) -> Buffer:

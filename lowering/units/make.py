@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,19 +36,19 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
 def computes_of(
     name: str,
     fun: Callable[..., Any],
-    source: Buffer,
+    ins: Sequence[Buffer],
     out: Buffer,
     names: Names,
     *,
     pads: bool = False,
 ) -> list[Compute]:
-    """Statements of an equation each that compute `fun` of `source` into `out`.
+    """Statements of an equation each that compute `fun` of `ins` into `out`.
 
     Between them stand values laid out as `out` is; `name` and `pads` are the units'.
     """
-    unit = unit_of(name, fun, jax.ShapeDtypeStruct(source.shape, source.dtype))
+    unit = unit_of(name, fun, *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins))
     (result,) = unit.outvars
-    buffers = {unit.invars[0]: source, result: out}
+    buffers = {**dict(zip(unit.invars, ins, strict=True)), result: out}
     computes: list[Compute] = []
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
@@ -65,6 +65,6 @@ def computes_of(
         one = Unit(
             name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,), pads=pads
         )
-        ins = tuple(buffers[v] for v in invars)
-        computes.append(Compute(unit=one, ins=ins, outs=(buffers[var],)))
+        read = tuple(buffers[v] for v in invars)
+        computes.append(Compute(unit=one, ins=read, outs=(buffers[var],)))
     return computes

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
+from jhost._jax import aval_of, fresh_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
@@ -97,21 +98,11 @@ class _Segmenter:
 
     def merged(self, computes: Sequence[ir.Compute]) -> ir.Compute:
         """One computation that does what `computes` do, in their order."""
-        made = {
-            b.name: v
-            for c in computes
-            for b, v in zip(c.outs, c.unit.outvars, strict=True)
-        }
+        made = {buffer.name for compute in computes for buffer in compute.outs}
         reads = Counter(buffer.name for compute in computes for buffer in compute.ins)
-        variables = dict(made)
-        eqns: list[ir.UnitEqn] = []
-        ins = {}
-        for compute in computes:
-            for buffer, var in zip(compute.ins, compute.unit.invars, strict=True):
-                variables.setdefault(buffer.name, var)
-                if buffer.name not in made:
-                    ins[buffer.name] = buffer
-            eqns += _renamed(compute, variables)
+        ins = {b.name: b for c in computes for b in c.ins if b.name not in made}
+        variables = _variables(computes)
+        eqns = [eqn for compute in computes for eqn in _renamed(compute, variables)]
         outs = [
             buffer
             for compute in computes
@@ -122,7 +113,7 @@ class _Segmenter:
             name=self.names.fresh("unit"),
             eqns=tuple(eqns),
             invars=tuple(variables[name] for name in ins),
-            outvars=tuple(made[buffer.name] for buffer in outs),
+            outvars=tuple(variables[buffer.name] for buffer in outs),
         )
         first = computes[0]
         return dataclasses.replace(
@@ -130,15 +121,45 @@ class _Segmenter:
         )
 
 
+def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
+    """A variable of the unit for each buffer that `computes` touch, by its name.
+
+    In the user's equations it has the shape of the whole, and in others, such as
+    barriers and sums of what came, that of the part that a device has.  Rules go by the
+    whole, which is the larger.
+    """
+    largest: dict[str, Var] = {}
+    for compute in computes:
+        for buffer, var in _touched(compute):
+            if _is_larger(var, largest.setdefault(buffer.name, var)):
+                largest[buffer.name] = var
+    taken: set[Var] = set()
+    variables: dict[str, Var] = {}
+    for name, var in largest.items():
+        variables[name] = fresh_var(var.aval) if var in taken else var
+        taken.add(var)
+    return variables
+
+
+def _touched(compute: ir.Compute) -> Iterator[tuple[ir.Buffer, Var]]:
+    yield from zip(compute.ins, compute.unit.invars, strict=True)
+    yield from zip(compute.outs, compute.unit.outvars, strict=True)
+
+
+def _is_larger(one: Var, other: Var) -> bool:
+    return any(
+        n > m for n, m in zip(aval_of(one).shape, aval_of(other).shape, strict=True)
+    )
+
+
 def _renamed(compute: ir.Compute, variables: dict[str, Var]) -> Iterator[ir.UnitEqn]:
     """The equations of `compute` on the variables that its buffers have in the unit."""
-    pairs = zip(compute.ins, compute.unit.invars, strict=True)
-    renamed = {var: variables[buffer.name] for buffer, var in pairs}
+    renamed = {var: variables[buffer.name] for buffer, var in _touched(compute)}
     for unit_eqn in compute.unit.eqns:
-        eqn = _with_invars(unit_eqn.eqn, renamed)
+        eqn = unit_eqn.eqn
+        invars = [
+            v if isinstance(v, Literal) else renamed.get(v, v) for v in eqn.invars
+        ]
+        outvars = [renamed.get(v, v) for v in eqn.outvars]
+        eqn = eqn.replace(invars=invars, outvars=outvars)
         yield dataclasses.replace(unit_eqn, eqn=eqn)
-
-
-def _with_invars(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
-    invars = [v if isinstance(v, Literal) else renamed.get(v, v) for v in eqn.invars]
-    return eqn.replace(invars=invars)

@@ -39,6 +39,7 @@ SEGMENTS = (
 AS_JAX: dict[str, dict[str, Any]] = {
     "none": {},
     "window": {"local_window_size": (1, 2)},
+    "wide window": {"local_window_size": (1, 2**31 - 1)},
     "causal window": {"is_causal": True, "local_window_size": 2, "scale": 0.7},
     "bias": {"bias": array(1, N, T, S, seed=5)},
     "bias and mask": {

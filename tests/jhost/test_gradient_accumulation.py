@@ -23,6 +23,7 @@ from tests.jhost.blocks import (
     same,
 )
 from tests.lowering.on_mesh import program_of, tp
+from tests.lowering.traced import check
 
 # What these programs are part of is compiled without the options of these tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
@@ -56,6 +57,22 @@ def test_all_microbatches_inside() -> None:
         return accumulated(relu_block)
 
     same(lambda f: f(*ARGS), all_of, "collective", out_shardings=None)
+
+
+@each_pipeline
+def test_sums_of_a_scan_beside_a_stream(pipeline: str) -> None:
+    """They begin with zeros, of a matrix and of a scalar, in a program with a loop."""
+
+    def f(x: jax.Array, w: jax.Array, xs: jax.Array) -> Any:
+        def step(sums: Any, a: jax.Array) -> Any:
+            return (sums[0] + a.T @ a, sums[1] + jnp.sum(a)), None
+
+        zeros = jnp.zeros((8, 8)), jnp.zeros(())
+        return rows(x @ w), lax.scan(step, zeros, xs)[0]
+
+    specs = P("tp"), P(None, "tp"), P(None, "tp")
+    how = tp(4, specs, (P(None, "tp"), P()), pipeline=pipeline)
+    check(f, X, UP, MICROBATCHES, **how)
 
 
 @each_pipeline

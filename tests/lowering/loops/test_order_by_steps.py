@@ -233,6 +233,10 @@ READERS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
         False,
     ),
     "itself": (lambda h: h[:, : h.shape[0]] @ h, False),
+    "one by one": (
+        lambda h: lax.scan(lambda c, row: (c + row, c - row), h[0] * 0, h)[1],
+        False,
+    ),
     "sequences of a shard": (
         lambda h: jnp.cumsum(h.reshape(-1, 2, h.shape[1]), axis=1).reshape(h.shape),
         True,
@@ -253,6 +257,31 @@ def test_what_a_whole_is_read_by(
     how = p2p({"tp": 4}, (P("tp"), *WEIGHTS), P("tp"))
     program = exact(read_as_a_whole(reader), *args, **how)
     assert (placed_by_rank(program) == 0) == turned
+
+
+@given(
+    st.sampled_from([2, 4]),
+    st.booleans(),
+    st.sampled_from([(), (3,), (2, 2)]),
+    st.sampled_from([P(), P("tp")]),
+    st.sampled_from([P("tp"), P()]),
+)
+@settings(max_examples=12, deadline=None)
+def test_iterations_of_a_scan_have_their_order(
+    devices: int, reverse: bool, row: tuple[int, ...], ins: P, outs: P
+) -> None:
+    """Without a loop over chunks, too: shards of what it stacks, slices, or both."""
+
+    def f(x: jax.Array) -> Any:
+        rows = jhost.shard(x * 2, ins)
+        start = jnp.zeros(row)
+        carry, ys = lax.scan(
+            lambda c, r: (c + r, c * r), start, jhost.shard(rows, P()), reverse=reverse
+        )
+        return carry, jhost.shard(jhost.shard(ys, outs) * 2, outs)
+
+    args = array(2 * devices, *row)
+    exact(f, args, **p2p({"tp": devices}, (ins,), (P(), outs)))
 
 
 def test_sequences_of_two_shards_beside_data_parallelism() -> None:
