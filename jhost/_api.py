@@ -69,7 +69,9 @@ def jit(
         donate_argnames: as for `jax.jit`.
         chunks: how many chunks a stream is cut into, or `"auto"`, where the mark itself
             does not say.
-        pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.
+        pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
+            over devices with work behind them go beside it, by permutes, where that is
+            predicted to gain, or with `"p2p"` of the whole function.
         streams: how many streams the iterations of a loop take turns on.
         interpret: run the Host IR statement by statement, for debugging.
         replication_limit: the bytes that a device may receive for an operation that

@@ -1,15 +1,19 @@
-"""Where contractions over all chunks stand, as a choice may have it."""
+"""Where sums stand, over all chunks and over devices, as a choice may have it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 from unittest import mock
 
+from jhost.lowering.cost.choose_sums import ChooseSums
 from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.loops import lower_streams
+from jhost.lowering.rules.dim_rule import axes_size
 
 EVERY: tuple[Sums, ...] = get_args(Sums)
 
@@ -23,4 +27,20 @@ def standing(sums: Sums) -> Generator[None]:
         return choose(dataclasses.replace(mark, sums=sums), *rest)
 
     with mock.patch.object(lower_streams, "choose_pipeline", chosen):
+        yield
+
+
+@contextmanager
+def by_permutes(asked: bool = True) -> Generator[None]:
+    """Sums over devices are made by permutes wherever there is work behind them.
+
+    If that is `asked`; of any size.
+    """
+
+    def is_open(_: ChooseSums, stmt: Communicate, program: Program) -> bool:
+        devices = axes_size(stmt.axes, dict(program.mesh.shape))
+        return devices & (devices - 1) == 0
+
+    is_asked = mock.patch.multiple(ChooseSums, is_open=is_open, gains=lambda *_: True)
+    with is_asked if asked else nullcontext():
         yield

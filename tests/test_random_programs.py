@@ -54,9 +54,11 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(WHOLE), st.sampled_from(sums.EVERY))
-def test_random_programs_equal_the_plain_function(case: Case, where: Sums) -> None:
-    with sums.standing(where):
+@given(cases(WHOLE), st.sampled_from(sums.EVERY), st.booleans())
+def test_random_programs_equal_the_plain_function(
+    case: Case, where: Sums, permutes: bool
+) -> None:
+    with sums.standing(where), sums.by_permutes(permutes):
         assert_case(case)
 
 
@@ -98,9 +100,9 @@ def test_infinities_and_no_numbers_stay_where_they_are(case: Case) -> None:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY))
+@given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), st.booleans())
 def test_their_gradients_equal_the_plain_functions(
-    case: Case, inside: bool, where: Sums
+    case: Case, inside: bool, where: Sums, permutes: bool
 ) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()
@@ -125,7 +127,7 @@ def test_their_gradients_equal_the_plain_functions(
             f = jhost.jit(both(case.function), **case.settings(results=False))
         else:
             f = both(case.compiled(functools.partial(jhost.jit, **case.settings())))
-        with sums.standing(where):
+        with sums.standing(where), sums.by_permutes(permutes):
             result = f(*case.placed())
     except REFUSALS:
         return

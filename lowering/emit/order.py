@@ -136,9 +136,8 @@ class Order:
         """The current stream goes on when the communication has ended."""
         results = self.in_flight.pop(name)
         if self.active and not self.depth:
-            self.received |= {
-                id(value): (value, self.last_compute) for value in results
-            }
+            beside = _distinct((*self.chain(), *self.last_compute))
+            self.received |= {id(value): (value, beside) for value in results}
         self._join(results)
 
     def synchronize(self, stream: StreamKey) -> None:

@@ -1,0 +1,220 @@
+"""Sums over devices by permutes, beside what is computed until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, PipelineKind, Wait, walk
+from tests import sums
+from tests.lowering.on_mesh import each_size, exact, on
+from tests.lowering.traced import array, lowered
+
+WIDTH = 4
+
+
+@pytest.fixture(autouse=True)
+def by_permutes() -> Iterator[None]:
+    with sums.by_permutes():
+        yield
+
+
+def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """With small integers throughout."""
+    for w in weights:
+        y = x @ w
+        x = jnp.where(jnp.abs(y) < 4, y, 1)
+    return x
+
+
+def gradients(x: jax.Array, *weights: jax.Array) -> Any:
+    every = tuple(range(1 + len(weights)))
+    return jax.grad(lambda *args: jnp.sum(layers(*args)), every)(x, *weights)
+
+
+def operands(rows: int, count: int) -> list[jax.Array]:
+    weights = [array(WIDTH, WIDTH, seed=n) for n in range(count)]
+    return [array(rows, WIDTH, seed=9), *weights]
+
+
+def data_parallel(devices: int, count: int, **how: Any) -> dict[str, Any]:
+    specs = P("dp"), *(P(),) * count
+    return on({"dp": devices}, specs, specs, **how)
+
+
+def on_data(devices: int, count: int) -> Program:
+    """The gradients' program."""
+    step = jhost.jit(gradients, **data_parallel(devices, count))
+    return step.lower(*operands(2 * devices, count)).host_ir
+
+
+def kinds(program: Program) -> list[str]:
+    every = statements(program)
+    return [stmt.kind for stmt in every if isinstance(stmt, Communicate)]
+
+
+# --- What stands where ------------------------------------------------------------- #
+
+
+def test_sums_set_out_before_the_next_work(golden: Callable[..., None]) -> None:
+    def step(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        return gradients(jhost.shard(x, P("dp")), w, v)[1:]
+
+    golden(str(lowered(step, (4, 2), (2, 2), (2, 2), dp=2)))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_each_round_swaps_with_one_other_device(devices: int) -> None:
+    swaps = ["CollectivePermute"] * 4 * (devices.bit_length() - 1)
+    assert kinds(on_data(devices, count=4)) == swaps
+
+
+def test_no_more_than_three_times_as_many_are_under_way() -> None:
+    under_way, most = 0, 0
+    for stmt in walk(on_data(2, count=9).body):
+        under_way += isinstance(stmt, Communicate) - isinstance(stmt, Wait)
+        most = max(most, under_way)
+    assert most == 3
+
+
+def test_what_work_reads_at_once_is_not_swapped() -> None:
+    """A row-parallel matmul, whose sum the next one multiplies."""
+
+    def chain(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        x, w = jhost.shard(x, P(None, "tp")), jhost.shard(w, P("tp"))
+        return jhost.shard(x @ w, P()) @ v
+
+    assert kinds(lowered(chain, (4, 4), (4, 4), (4, 4), tp=2)) == ["AllReduce"]
+
+
+def test_effects_keep_their_order() -> None:
+    """What prints a sum comes before what prints later, and waits for it there."""
+
+    def printed(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        total = jhost.shard(x.T @ x, P())
+        jax.debug.print("{}", total[0, 0], ordered=False)
+        return total, (x @ w) @ v
+
+    shapes = (jax.ShapeDtypeStruct((4, 4), jnp.float32),) * 3
+    settings = on({"dp": 2}, (P("dp"), P(), P()), (P(), P("dp")))
+    program = jhost.jit(printed, **settings).lower(*shapes).host_ir
+    assert kinds(program) == ["AllReduce"]
+
+
+# --- Values ------------------------------------------------------------------------ #
+
+
+@each_size
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_gradients_are_exact(devices: int, count: int) -> None:
+    program = exact(
+        gradients, *operands(2 * devices, count), **data_parallel(devices, count)
+    )
+    assert set(kinds(program)) == {"CollectivePermute"}
+
+
+@pytest.mark.parametrize("devices", [3, 6])
+def test_other_numbers_of_devices_sum_by_collectives(devices: int) -> None:
+    program = exact(gradients, *operands(2 * devices, 3), **data_parallel(devices, 3))
+    assert set(kinds(program)) == {"AllReduce"}
+
+
+@each_size
+def test_in_the_body_of_a_scan(devices: int) -> None:
+    def scanned(x: jax.Array, w: jax.Array) -> Any:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return layers(x, w, w.T), None
+
+        return lax.scan(layer, x, w)[0]
+
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        return jax.grad(lambda *args: jnp.sum(scanned(*args)), (0, 1))(x, w)
+
+    args = array(devices, WIDTH), array(3, WIDTH, WIDTH, seed=1)
+    specs = P("dp"), P()
+    exact(step, *args, **on({"dp": devices}, specs, specs))
+
+
+@given(
+    st.sampled_from([{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 4, "tp": 2}]),
+    st.integers(1, 3),
+    st.sampled_from(["off", "collective", "p2p"]),
+    st.sampled_from(sums.EVERY),
+)
+@settings(max_examples=10, deadline=None)
+def test_beside_tensor_parallel_loops(
+    axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
+) -> None:
+    def blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            y = jhost.stream(layers(x, up) @ down, axis=0)
+            y = jhost.shard(y, P(("dp", "tp")))
+            x = jhost.shard(x + jnp.where(jnp.abs(y) < 4, y, 1), P(("dp", "tp")))
+            x = jnp.where(jnp.abs(x) < 4, x, 1)
+        return x
+
+    def step(*args: jax.Array) -> Any:
+        every = tuple(range(len(args)))
+        return jax.grad(lambda *args: jnp.sum(blocks(*args)), every)(*args)
+
+    args = operands(2 * axes["dp"] * axes["tp"], 2 * count)
+    specs = P(("dp", "tp")), *(P(None, "tp"), P("tp")) * count
+    with sums.standing(where):
+        exact(step, *args, **on(axes, specs, specs, pipeline=pipeline))
+
+
+def test_over_two_axes_at_once() -> None:
+    specs = P(("a", "b")), P(), P(), P()
+    axes = {"a": 2, "b": 4}
+    program = exact(gradients, *operands(8, 3), **on(axes, specs, specs))
+    assert "CollectivePermute" in kinds(program)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("scale", [1, 0.1])
+def test_devices_have_equal_bits(dtype: str, scale: float) -> None:
+    """XLA would add what a device has before it is rounded, or multiply and add."""
+
+    def scaled(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = jnp.float32 if scale != 1 else x.dtype
+        total = jnp.asarray(scale, wide) * (x.T @ x).astype(wide)
+        return jhost.shard(total.astype(x.dtype), P()), x @ w
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((64, 32), (32, 32)))
+    settings = on({"dp": 8}, (P("dp"), P()), (P(), P("dp")))
+    settings["compiler_options"] = {}  # XLA's optimizations are what may go wrong
+    step = jhost.jit(scaled, **settings)
+    assert kinds(step.lower(x, w).host_ir) == ["CollectivePermute"] * 3
+    total, _ = step(x, w)
+    shards = [np.asarray(shard.data) for shard in total.addressable_shards]
+    for shard in shards:
+        np.testing.assert_array_equal(shard, shards[0])
+    exactly = scale * np.square(x.astype(jnp.float32)).sum(0)
+    rounding = 4 * float(jnp.finfo(dtype).eps)  # once by itself, and once a round
+    np.testing.assert_allclose(
+        np.diag(shards[0]).astype(np.float32), exactly, rtol=rounding
+    )
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+def test_no_numbers_are_those_of_the_plain_function(special: float) -> None:
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        return jhost.shard(x.T @ x, P()), jhost.shard(x @ w, P("dp"))
+
+    x = np.ones((8, 2), np.float32)
+    x[5, 1] = special
+    args = x, np.ones((2, 2), np.float32)
+    settings = on({"dp": 4}, (P("dp"), P()), (P(), P("dp")))
+    exact(step, *args, **settings)
