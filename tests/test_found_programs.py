@@ -72,3 +72,61 @@ def test_a_mark_that_is_off_takes_no_other_with_it(interpret: bool) -> None:
         ("collective", 2),
         ("off", 1),
     ]
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_what_comes_is_waited_for_before_it_is_gathered_on(
+    make_mesh: MakeMesh, interpret: bool
+) -> None:
+    """A wait for what was received early moved behind what sends it on."""
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+
+    def function(x: jax.Array, y: jax.Array, w: jax.Array) -> Any:
+        x = jhost.stream(x, axis=0)
+        return x @ w, x + y
+
+    rows = P("tp", "dp")
+    specs = {"in_shardings": (rows, rows, P()), "out_shardings": P()}
+    shapes = [(4, 4), (4, 4), (4, 8)]
+    check(function, shapes, interpret, mesh=mesh, pipeline="p2p", **specs)
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("rows", [2, 6, 8])
+def test_shards_are_padded_as_each_device_has_them(
+    make_mesh: MakeMesh, interpret: bool, rows: int
+) -> None:
+    """What pads a shard took the size of the whole from those who read it."""
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+
+    def function(x: jax.Array) -> jax.Array:
+        x = jhost.shard(jhost.stream(x, axis=0), P("tp", None, "dp"))
+        return (x - x.max(2, keepdims=True)) * x.sum(2, keepdims=True)
+
+    specs = {"in_shardings": P(None, "tp", "dp"), "out_shardings": P("tp", None, "dp")}
+    check(function, [(rows, 2, 4)], interpret, mesh=mesh, pipeline="p2p", **specs)
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_wishes_are_those_that_were_settled(
+    make_mesh: MakeMesh, interpret: bool
+) -> None:
+    """Of two tries to lay values out, the one that lost left axes open to the other."""
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    batch, length, groups, heads = 2, 4, 2, 2
+
+    def function(x: jax.Array, emb: jax.Array, wk: jax.Array, o: jax.Array) -> Any:
+        x = x @ emb
+        k = jhost.stream(x @ wk, axis=0)
+        query = jax.numpy.ones((batch, length, groups, heads), x.dtype)
+        s = jax.numpy.einsum("bqgd,bsd->bgqs", query, k)
+        s = jhost.shard(s, P(None, "tp", None, "dp"))
+        s = s - s.max(-1, keepdims=True)
+        s = s * s.sum(-1, keepdims=True)
+        h = jax.numpy.einsum("bgts,bsd->btgd", s, k)
+        h = h.reshape(batch, length, groups * heads) @ o + x
+        return jhost.shard(h @ emb, P("tp", None, "dp"))
+
+    shapes = [(batch, length, 8), (8, 8), (8, heads), (groups * heads, 8)]
+    specs = {"in_shardings": P()}
+    check(function, shapes, interpret, mesh=mesh, pipeline="p2p", **specs)

@@ -76,12 +76,12 @@ class Solver:
         the other with what follows from the operands.
         """
         by_operands = self.settled_from(self.forward().in_order())
-        goals = dict(self.wishes.goals)
+        goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
         fewer = by_operands.total < by_constraints.total
         if fewer and self.repeats_no_more(by_operands, by_constraints):
-            self.wishes.goals = goals
+            self.wishes.goals, self.wishes.open = goals, left_open
             return by_operands
         return by_constraints
 

@@ -61,7 +61,7 @@ def _sending_together(body: Sequence[Stmt]) -> Sequence[Stmt]:
     sends = body[start:end]
     if not all(isinstance(stmt, Communicate | Select | Wait) for stmt in sends):
         return body
-    come = {stmt.out.name for stmt in sends if isinstance(stmt, Communicate)}
+    come = {stmt.out.name for stmt in body if isinstance(stmt, Communicate)}
     if any(buffer.name in come for stmt in sends for buffer in touched(stmt)[0]):
         return body  # what comes goes on
     waits = [stmt for stmt in sends if isinstance(stmt, Wait)]

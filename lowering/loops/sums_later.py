@@ -5,7 +5,7 @@ share the rows.  As a collective it would run alone: NCCL's kernels find no
 multiprocessor beside a matmul.  So devices swap what they have with one other after the
 other, and add: in round j with the one whose rank differs by bit j (recursive doubling;
 Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
-Operations in MPICH", section 4.4).  All add the same pairs, and have equal bits.
+Operations in MPICH").  All add the same pairs, and have equal bits.
 
 What is swapped is waited for when the sums after the next set out: what is computed
 until then stands beside it, and no more than three times as many are kept.

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from jax.extend.core import Literal, Var
 
-from jhost._jax import aval_of, fresh_var
+from jhost._jax import fresh_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
@@ -28,6 +28,7 @@ from jhost.lowering.ir.graph import (
 )
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.dim_rule import Dims, shape_of
 
 
 def merge_computations(one: Group, other: Group) -> bool:
@@ -122,34 +123,61 @@ class _Segmenter:
 
 
 def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
-    """A variable of the unit for each buffer that `computes` touch, by its name.
-
-    In the user's equations it has the shape of the whole, and in others, such as
-    barriers and sums of what came, that of the part that a device has.  Rules go by the
-    whole, which is the larger.
-    """
-    largest: dict[str, Var] = {}
+    """A variable of the unit for each buffer that `computes` touch, by its name."""
+    found: dict[str, list[tuple[Var, Dims]]] = {}
     for compute in computes:
+        mapped = _mapped(compute)
         for buffer, var in _touched(compute):
-            if _is_larger(var, largest.setdefault(buffer.name, var)):
-                largest[buffer.name] = var
+            found.setdefault(buffer.name, []).append((var, mapped.get(var, ())))
     taken: set[Var] = set()
     variables: dict[str, Var] = {}
-    for name, var in largest.items():
+    for name, each in found.items():
+        var = _widest(each)
         variables[name] = fresh_var(var.aval) if var in taken else var
         taken.add(var)
     return variables
 
 
-def _touched(compute: ir.Compute) -> Iterator[tuple[ir.Buffer, Var]]:
-    yield from zip(compute.ins, compute.unit.invars, strict=True)
-    yield from zip(compute.outs, compute.unit.outvars, strict=True)
+def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
+    """The variable of the largest shape, of those that stand for one buffer.
+
+    In the user's equations it has the shape of the whole, and in others, such as
+    barriers and sums of what came, that of the part that a device has.  Rules go by the
+    whole.  But of a dim that an equation of the part knows no factor of, as one that
+    pads it, the size is that of its variable.
+    """
+    widest = found[0][0]
+    for var, _ in found:
+        if _is_larger(var, widest):
+            widest = var
+    for var, dims in found:
+        sizes = zip(dims, shape_of(var), shape_of(widest), strict=False)
+        if any(dim is None and here < whole for dim, here, whole in sizes):
+            return var
+    return widest
 
 
 def _is_larger(one: Var, other: Var) -> bool:
-    return any(
-        n > m for n, m in zip(aval_of(one).shape, aval_of(other).shape, strict=True)
-    )
+    return any(n > m for n, m in zip(shape_of(one), shape_of(other), strict=True))
+
+
+def _mapped(compute: ir.Compute) -> dict[Var, Dims]:
+    """What the dims of each variable of a computation follow."""
+    return {
+        var: dims
+        for eqn in compute.unit.eqns
+        for var, dims in zip(
+            (*eqn.eqn.invars, *eqn.eqn.outvars),
+            (*eqn.rule.operands, *eqn.rule.results),
+            strict=True,
+        )
+        if isinstance(var, Var)
+    }
+
+
+def _touched(compute: ir.Compute) -> Iterator[tuple[ir.Buffer, Var]]:
+    yield from zip(compute.ins, compute.unit.invars, strict=True)
+    yield from zip(compute.outs, compute.unit.outvars, strict=True)
 
 
 def _renamed(compute: ir.Compute, variables: dict[str, Var]) -> Iterator[ir.UnitEqn]:
