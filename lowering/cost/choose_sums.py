@@ -19,7 +19,6 @@ from jhost.lowering.ir.reach import apart
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.loops.sums_later import sums_beside_work, with_sums_later
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
@@ -43,20 +42,18 @@ class ChooseSums(EachProgram):
     pipeline: PipelineKind | Literal["auto"] = "auto"
 
     def change(self, program: Program) -> Program:
-        sums = [
-            stmt for stmt in sums_beside_work(program) if self.is_open(stmt, program)
-        ]
+        sums = [stmt for stmt in sums_beside_work(program) if self.is_open(stmt)]
         if not sums:
             return program
-        later = with_sums_later(program, {stmt.name for stmt in sums})
+        later, swapped = with_sums_later(program, {stmt.name for stmt in sums})
         if self.pipeline == "auto" and not self.gains(program, later):
             return program
-        return dataclasses.replace(later, remarks=(*program.remarks, _said(sums)))
+        return dataclasses.replace(later, remarks=(*program.remarks, _said(swapped)))
 
-    def is_open(self, stmt: Communicate, program: Program) -> bool:
+    def is_open(self, stmt: Communicate) -> bool:
         """Whether a sum may be made by permutes, as far as it stands for itself."""
-        devices, rates = axes_size(stmt.axes, dict(program.mesh.shape)), self.rates
-        if bytes_of(stmt.source) < _LEAST or devices & (devices - 1):
+        rates = self.rates
+        if bytes_of(stmt.source) < _LEAST:
             return False
         if rates is not None and apart(stmt.axes, rates.reach):
             return False

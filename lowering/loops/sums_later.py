@@ -54,7 +54,11 @@ class _Sum:
 
 
 def sums_beside_work(program: Program) -> list[ir.Communicate]:
-    """The sums over devices behind which there is work before it needs them."""
+    """The sums that can be swapped, and have work behind them before it needs them.
+
+    Those are sums over a power of two of devices.
+    """
+    mesh = dict(program.mesh.shape)
     found: list[ir.Communicate] = []
     open_ones: dict[str, set[str]] = {}  # what is made of each sum, by its name
     sums: dict[str, ir.Communicate] = {}
@@ -63,7 +67,7 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
         made = {b.name for stmt in block for b in touched(stmt)[1]}
         of = [name for name, values in open_ones.items() if values & read]
         stmt = _sum_of(block)
-        if stmt is not None:
+        if stmt is not None and axes_size(stmt.axes, mesh).bit_count() == 1:
             sums[stmt.out.name] = stmt
             open_ones[stmt.out.name] = {stmt.out.name}
         if _can_wait(block):
@@ -78,13 +82,18 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
     return found
 
 
-def with_sums_later(program: Program, chosen: Container[str]) -> Program:
-    """`program` with those sums, by name, as swaps beside what is computed next.
+def with_sums_later(
+    program: Program, chosen: Container[str]
+) -> tuple[Program, list[ir.Communicate]]:
+    """`program` with some of `sums_beside_work`, by name, beside what is computed next.
 
-    Each is one of `sums_beside_work`, over a power of two of devices.
+    Returns:
+        The program, and those that are swapped.  Others were needed too early: what
+        reads one has all that are under way made.
     """
-    body = _Later(program, chosen).statements()
-    return dataclasses.replace(program, body=tuple(body))
+    later = _Later(program, chosen)
+    body = later.statements()
+    return dataclasses.replace(program, body=tuple(body)), later.swapped
 
 
 class _Later:
@@ -100,6 +109,7 @@ class _Later:
         self.coming: list[_Sum] = []
         self.under_way: list[list[_Sum]] = []
         self.put_off: list[ir.Stmt] = []
+        self.swapped: list[ir.Communicate] = []
         self.body: list[ir.Stmt] = []
 
     def statements(self) -> list[ir.Stmt]:
@@ -138,6 +148,7 @@ class _Later:
     def turn(self) -> None:
         """Those to come set out; the first of those under way are waited for."""
         first = self.under_way.pop(0) if len(self.under_way) == _AHEAD else []
+        self.swapped += [each.stmt for each in self.coming]
         self.under_way.append([self.sent(each) for each in self.coming])
         self.coming = []
         left, added = self.added(first)

@@ -127,7 +127,7 @@ def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
     found: dict[str, list[tuple[Var, Dims]]] = {}
     for compute in computes:
         mapped = _mapped(compute)
-        for buffer, var in _touched(compute):
+        for buffer, var in _values_of(compute):
             found.setdefault(buffer.name, []).append((var, mapped.get(var, ())))
     taken: set[Var] = set()
     variables: dict[str, Var] = {}
@@ -175,14 +175,14 @@ def _mapped(compute: ir.Compute) -> dict[Var, Dims]:
     }
 
 
-def _touched(compute: ir.Compute) -> Iterator[tuple[ir.Buffer, Var]]:
+def _values_of(compute: ir.Compute) -> Iterator[tuple[ir.Buffer, Var]]:
     yield from zip(compute.ins, compute.unit.invars, strict=True)
     yield from zip(compute.outs, compute.unit.outvars, strict=True)
 
 
 def _renamed(compute: ir.Compute, variables: dict[str, Var]) -> Iterator[ir.UnitEqn]:
     """The equations of `compute` on the variables that its buffers have in the unit."""
-    renamed = {var: variables[buffer.name] for buffer, var in _touched(compute)}
+    renamed = {var: variables[buffer.name] for buffer, var in _values_of(compute)}
     for unit_eqn in compute.unit.eqns:
         eqn = unit_eqn.eqn
         invars = [

@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.rates import rates_of
-from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import permutes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import StreamDefaults
-from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.pipeline import passes, run_passes
-from tests.lowering.traced import built
+from tests.lowering.traced import built, remarks
 
 
 def gradients(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
@@ -46,16 +45,13 @@ def chosen(
 
 
 def swaps(program: Program) -> int:
-    return sum(
-        isinstance(stmt, Communicate) and stmt.kind == "CollectivePermute"
-        for stmt in statements(program)
-    )
+    return permutes(program)["dp"]
 
 
 def test_large_sums_are_said_to_go_by_permutes() -> None:
     program = chosen()
     assert swaps(program) == 1  # the first weight's has no work behind it
-    (note,) = (remark for remark in program.remarks if isinstance(remark, Note))
+    (note,) = remarks(program, Note)
     assert note.form == (
         "{}: 33.6 MB summed over dp by permutes, beside what is computed next"
     )

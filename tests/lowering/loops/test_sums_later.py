@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind, Wait, walk
 from tests import sums
-from tests.lowering.on_mesh import each_size, exact, on
-from tests.lowering.traced import array, lowered
+from tests.lowering.on_mesh import each_size, exact, on, program_of
+from tests.lowering.traced import array, lowered, remarks
 
 WIDTH = 4
 
@@ -55,8 +56,8 @@ def data_parallel(devices: int, count: int, **how: Any) -> dict[str, Any]:
 
 def on_data(devices: int, count: int) -> Program:
     """The gradients' program."""
-    step = jhost.jit(gradients, **data_parallel(devices, count))
-    return step.lower(*operands(2 * devices, count)).host_ir
+    args = operands(2 * devices, count)
+    return program_of(gradients, *args, **data_parallel(devices, count))
 
 
 def kinds(program: Program) -> list[str]:
@@ -108,8 +109,22 @@ def test_effects_keep_their_order() -> None:
 
     shapes = (jax.ShapeDtypeStruct((4, 4), jnp.float32),) * 3
     settings = on({"dp": 2}, (P("dp"), P(), P()), (P(), P("dp")))
-    program = jhost.jit(printed, **settings).lower(*shapes).host_ir
-    assert kinds(program) == ["AllReduce"]
+    assert kinds(program_of(printed, *shapes, **settings)) == ["AllReduce"]
+
+
+def test_what_is_said_to_be_swapped_is() -> None:
+    """The second sum would set out with the product that has the first one made."""
+
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        x = jhost.shard(x, P("dp"))
+        first, y = jhost.shard(x.T @ x, P()), x @ w
+        second = jhost.shard(y.T @ y, P())
+        return first @ v, second, y @ w
+
+    program = lowered(f, (8, 2), (2, 2), (2, 2), dp=2)
+    assert kinds(program) == ["CollectivePermute", "AllReduce"]
+    (note,) = remarks(program, Note)
+    assert len(note.values) == 1
 
 
 # --- Values ------------------------------------------------------------------------ #
