@@ -13,10 +13,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from benchmarks.communication import AXIS
 
+FSDP = "fsdp"
+
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Axes by their sizes: tp, and before it dp, if rows are split over it as well."""
+    """Axes by their sizes: tp, and before it those that rows are split over as well.
+
+    Over dp each device has all of a weight that its tp leaves it, over fsdp a shard.
+    """
 
     sizes: tuple[tuple[str, int], ...]
 
@@ -38,13 +43,18 @@ class Axes:
 
     @property
     def groups(self) -> int:
-        """How many of such groups share the rows, each with all weights."""
+        """How many of such groups share the rows."""
         return self.devices // self.tp
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The axes that rows are split over, and weights are not."""
+        """The axes that rows are split over, and features are not."""
         return tuple(axis for axis in self.names if axis != AXIS)
+
+    @property
+    def shards(self) -> str | None:
+        """The axis that a weight is sharded over in its other dim, if there is one."""
+        return FSDP if FSDP in self.names else None
 
     @property
     def rows(self) -> P:
@@ -97,8 +107,8 @@ def along_tp(devices: int) -> Axes:
     return Axes(((AXIS, devices),))
 
 
-def parsed(text: str) -> Axes:
-    """Those of "dp=2,tp=2".
+def parsed(text: str, others: Sequence[str] = ("dp",)) -> Axes:
+    """Those of "dp=2,tp=2": tp, and any of the `others` before it.
 
     Raises:
         ValueError: it names others, or has no sizes.
@@ -107,6 +117,7 @@ def parsed(text: str) -> Axes:
     if not all(size.isdigit() and int(size) for _, _, size in pairs):
         raise ValueError(f"--mesh: sizes of axes, as dp=2,tp=2, but got {text}")
     sizes = {name: int(size) for name, _, size in pairs}
-    if set(sizes) - {"dp", AXIS} or AXIS not in sizes:
-        raise ValueError(f"--mesh: tp, and dp if wanted, but not {text}")
+    if set(sizes) - {*others, AXIS} or AXIS not in sizes:
+        wanted = " or ".join(others)
+        raise ValueError(f"--mesh: tp, and {wanted} if wanted, but not {text}")
     return Axes(tuple(sizes.items()))

@@ -2,7 +2,8 @@
 
     python -m benchmarks.step [--mesh tp=2] [--models 8b] [--forms written,scan]
 
-`--mesh dp=2,tp=2 --processes 2` starts two processes, of two devices each.
+`--mesh dp=2,tp=2 --processes 2` starts two processes, of two devices each.  Over dp
+weights are copied, over fsdp each device has a shard of them.
 
 `python -m benchmarks.pages` makes a section of docs/benchmarks.md from such files.
 """
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        where = axes.parsed(arguments.mesh)
+        where = axes.parsed(arguments.mesh, ("dp", axes.FSDP))
         launch.join_or_start(_MODULE, argv, arguments.processes, where.devices)
         on_gpu = jax.default_backend() == "gpu"
         mesh = where.mesh()
@@ -157,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", type=names, help="8b, 70b; default: both, quick: 8b")
     add("--forms", type=names, help=f"{', '.join(LAYERS)}; default: all, quick: scan")
     add("--passes", choices=PASSES, default="both")
-    add("--mesh", default="tp=4", help="tp=2, tp=4 or dp=2,tp=2; default: tp=4")
+    add("--mesh", default="tp=4", help="tp=2, dp=2,tp=2 or fsdp=2,tp=1; default: tp=4")
     add("--processes", type=int, default=1, help="that share the mesh; default: 1")
     add("--layers", type=int, help="default: 4 written out, 6 in a scan")
     add("--sequences", type=int, default=4, help="in a step; default: 4")

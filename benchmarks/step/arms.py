@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from benchmarks.arms.base import per_device
-from benchmarks.communication import AXIS, Collectives, Communication, Rows
-from benchmarks.step.programs import Step
+from benchmarks.axes import FSDP
+from benchmarks.communication import AXIS, Collectives, Rows
+from benchmarks.step.programs import Step, StepCommunication
 
 Arm: TypeAlias = Callable[[Step, Mesh, bool], Any]
 """From a step, a mesh and whether gradients are wanted."""
@@ -40,6 +41,18 @@ class Marked:
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return jhost.stream(h @ w, axis=0)
 
+    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
+        return shard
+
+
+class ByHand(Collectives):
+    """One collective each, for weights as well."""
+
+    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
+        if FSDP not in spec:
+            return shard
+        return lax.all_gather(shard, FSDP, axis=spec.index(FSDP), tiled=True)
+
 
 class Alone:
     """No communication: a device's own rows stand in for those of all.
@@ -60,6 +73,12 @@ class Alone:
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return h @ w
 
+    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
+        if FSDP not in spec:
+            return shard
+        whole = jnp.concatenate([shard] * lax.axis_size(FSDP), axis=spec.index(FSDP))
+        return lax.optimization_barrier(whole)
+
 
 def gspmd(step: Step, mesh: Mesh, backward: bool) -> Any:
     """`jax.jit` of the global function, whose layouts are said."""
@@ -74,7 +93,7 @@ def gspmd(step: Step, mesh: Mesh, backward: bool) -> Any:
 
 def plain(step: Step, mesh: Mesh, backward: bool) -> Any:
     """What anybody writes: `jax.shard_map`, one collective each."""
-    return _by_hand(step, mesh, backward, Collectives(), _summed)
+    return _by_hand(step, mesh, backward, ByHand(), _summed)
 
 
 def compute(step: Step, mesh: Mesh, backward: bool) -> Any:
@@ -86,7 +105,7 @@ def _by_hand(
     step: Step,
     mesh: Mesh,
     backward: bool,
-    comm: Communication,
+    comm: StepCommunication,
     total: Callable[[jax.Array, tuple[str, ...]], jax.Array],
 ) -> Any:
     """Gradients are taken on each device, and those of copies added up at the end."""

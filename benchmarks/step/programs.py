@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,14 @@ from benchmarks.layers import MODELS, Model
 
 LAYERS = {"written": 4, "scan": 6, "written-checkpoint": 4, "scan-checkpoint": 6}
 """The forms of a program, and how many layers each has unless it is told."""
+
+
+class StepCommunication(Communication, Protocol):
+    """What layer functions ask for, and a step for them."""
+
+    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
+        """A weight with the shards of all devices that are not tp's."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +64,13 @@ class Step:
         """x, then the weights: one after another, or those of all layers stacked."""
         x = Operand("x", (self.tokens, self.model.hidden), self.axes.rows)
         if self.scans:
-            return (x, *(_stacked(w, self.layers) for w in _weights(self.model)))
-        return (x, *_weights(self.model) * self.layers)
+            return (x, *(_stacked(w, self.layers) for w in self.weights))
+        return (x, *self.weights * self.layers)
+
+    @property
+    def weights(self) -> tuple[Operand, ...]:
+        """Those of one layer, in the order in which `layers.layer` takes them."""
+        return _weights(self.model, self.axes.shards)
 
     @property
     def specs(self) -> tuple[P, ...]:
@@ -66,13 +79,13 @@ class Step:
     def types(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(o.shape, jnp.bfloat16) for o in self.operands]
 
-    def loss(self, comm: Communication, *operands: jax.Array) -> jax.Array:
+    def loss(self, comm: StepCommunication, *operands: jax.Array) -> jax.Array:
         """The sum of squares, so that the backward pass starts from the result."""
         x, *weights = operands
         result = self._layers(comm)(x, tuple(weights))
         return jnp.sum(result.astype(jnp.float32) ** 2)
 
-    def function(self, comm: Communication, backward: bool) -> Callable[..., Any]:
+    def function(self, comm: StepCommunication, backward: bool) -> Callable[..., Any]:
         """The loss; with its gradients by all operands if both passes are wanted."""
         loss = functools.partial(self.loss, comm)
         everything = tuple(range(len(self.operands)))
@@ -81,10 +94,15 @@ class Step:
     def out_specs(self, backward: bool) -> Any:
         return (P(), self.specs) if backward else P()
 
-    def _layers(self, comm: Communication) -> Callable[..., jax.Array]:
-        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            return layers.layer(comm, self.model, (x, *weights)), None
+    def _layers(self, comm: StepCommunication) -> Callable[..., jax.Array]:
+        specs = [operand.spec for operand in self.weights]
 
+        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            whole = map(comm.weight, weights, specs)
+            return layers.layer(comm, self.model, (x, *whole)), None
+
+        if self.axes.shards:
+            layer = jax.checkpoint(layer, policy=_kept, prevent_cse=not self.scans)
         if self.checkpoints:
             layer = jax.checkpoint(layer, prevent_cse=not self.scans)
         if self.scans:
@@ -99,18 +117,22 @@ class Step:
         return written
 
 
-def _weights(model: Model) -> tuple[Operand, ...]:
-    """Those of one layer, in the order in which `layers.layer` takes them."""
+def _kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether the backward has a value: all but weights, which it gathers again."""
+    return primitive.name not in ("all_gather", "concatenate", "optimization_barrier")
+
+
+def _weights(model: Model, shards: str | None) -> tuple[Operand, ...]:
     hidden, attended = model.hidden, model.heads * model.head
     gain = functools.partial(Operand, shape=(hidden,), spec=P(None))
     return (
         gain("first_gain"),
-        _matrix("qkv", (hidden, model.qkv), P(None, AXIS)),
-        _matrix("out", (attended, hidden), P(AXIS, None)),
+        _matrix("qkv", (hidden, model.qkv), P(shards, AXIS)),
+        _matrix("out", (attended, hidden), P(AXIS, shards)),
         gain("second_gain"),
-        _matrix("gate", (hidden, model.ffn), P(None, AXIS)),
-        _matrix("up", (hidden, model.ffn), P(None, AXIS)),
-        _matrix("down", (model.ffn, hidden), P(AXIS, None)),
+        _matrix("gate", (hidden, model.ffn), P(shards, AXIS)),
+        _matrix("up", (hidden, model.ffn), P(shards, AXIS)),
+        _matrix("down", (model.ffn, hidden), P(AXIS, shards)),
     )
 
 

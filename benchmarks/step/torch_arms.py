@@ -25,6 +25,8 @@ class Task:
     profiled: bool
 
     def reason(self, arm: str) -> str | None:
+        if self.step.axes.shards:
+            return "has no shards of weights"
         return "has no scan" if self.step.scans else None
 
     def job(self, arms: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jhost.lowering.ir.statements import Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, axes_size, factors_of
 from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.work import flops_of
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
@@ -27,7 +28,8 @@ class Operation:
     whose layout does.  `reduces` says that it works on each step of a reduced factor.
 
     `pinned` is the one assignment that it can have, where its rule says so.  `cut` are
-    the dims of each operand that only loops cut.
+    the dims of each operand that only loops cut.  `flops` are those of what `reduces`,
+    on whole arrays.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -43,6 +45,7 @@ class Operation:
     pinned: Assignment | None = None
     reduces: bool = False
     cut: tuple[frozenset[int], ...] = ()
+    flops: int = 0
 
     def required(self, operand: int, assignment: Assignment) -> Layout:
         """The layout that `assignment` asks of an operand."""
@@ -76,6 +79,11 @@ class Operation:
         return tuple(spread)
 
     @property
+    def stacks(self) -> bool:
+        """Whether a value leaves an iteration and is stacked, as it was made there."""
+        return self.taking and not self.hands_on and self.like is None
+
+    @property
     def makes_any_part(self) -> bool:
         """Whether every device can make any part of its result out of nothing."""
         made = not self.ins and len(self.outs) == 1
@@ -103,6 +111,7 @@ def _induced(dims: Dims, assignment: Assignment) -> Layout:
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
     """What `stmt` reads and writes, under names with a prefix, and factors between."""
+    flops = 0
     if isinstance(stmt, Set):
         factors = Factors()
         dims = factors.dims(stmt.out.shape)
@@ -110,10 +119,12 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         ins, outs = (stmt.source,), (stmt.out,)
     else:
         (unit_eqn,) = stmt.unit.eqns
+        flops = flops_of(unit_eqn.eqn)
         rule, ins, outs = unit_eqn.rule, stmt.ins, stmt.outs
         operands = operand_maps(stmt)
     cut = tuple(_cut_by_loops(rule, dims) for dims in operands)
     operands, results = (_sharded(rule, maps) for maps in (operands, rule.results))
+    reduces = rule.reduces or rule.contracts
     return Operation(
         stmt=stmt,
         ins=tuple(prefix + buffer.name for buffer in ins),
@@ -122,10 +133,11 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         results=results,
         sizes=rule.sizes,
         reducers=rule.reducers,
-        reduces=rule.reduces or rule.contracts,
+        reduces=reduces,
         hands_on=isinstance(stmt, Set),
         pinned=rule.pinned,
         cut=cut,
+        flops=flops if reduces else 0,
     )
 
 

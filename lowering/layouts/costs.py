@@ -1,4 +1,7 @@
-"""What it costs to move values: the bytes that each device receives."""
+"""What it costs to move values: the bytes that each device receives.
+
+Work has a price in bytes as well.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,39 @@ class Moved:
         )
 
     @property
-    def of_bytes(self) -> tuple[int, int]:
-        """The bytes alone."""
-        return self.exposed, self.hidden
-
-    @property
     def all(self) -> int:
         return self.exposed + self.hidden
 
 
 NOTHING = Moved()
+
+_FLOPS_PER_BYTE = 2048
+"""What a device computes while it receives a byte: an H100 about 700 TFLOP/s of
+bfloat16, and 350 GB/s from its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Price:
+    """What moves, and the work of each device."""
+
+    moved: Moved = NOTHING
+    flops: int = 0
+
+    @property
+    def in_bytes(self) -> Moved:
+        """With bytes for the work, those that could come in its time."""
+        exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
+        return dataclasses.replace(self.moved, exposed=exposed)
+
+    def beats(self, other: Price) -> bool:
+        """Whether it is less; for less work, no more may move than that is worth.
+
+        What loops hide counts there as well.
+        """
+        mine, others = self.in_bytes, other.in_bytes
+        pays = self.moved < other.moved or mine.all < others.all
+        return pays and mine < others
+
 
 AS_IT_LIES = ("*",)
 """Wanted of a dim that may be sharded over whatever axes are left."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.effects import Effects
 
 Move: TypeAlias = tuple[str, Layout]
@@ -20,7 +20,7 @@ Move: TypeAlias = tuple[str, Layout]
 
 
 class Decisions:
-    """Layouts and assignments, and the bytes that they move in all.
+    """Layouts and assignments, and the bytes that they move and the work, in all.
 
     A value is brought to another layout once, however many operations read it there.
     """
@@ -38,6 +38,7 @@ class Decisions:
         self.layouts = dict(given)
         self.assignments: dict[int, Assignment] = {}
         self.total = NOTHING
+        self.flops = 0
         self.movers: dict[Move, list[int]] = {}
         self.moves_of: dict[str, set[Layout]] = {}
 
@@ -48,14 +49,21 @@ class Decisions:
         if old is not None:
             effect = self.effects.of(op, old)
             self.total -= effect.cost
+            self.flops -= effect.flops
             for move in effect.wants:
                 self._drop(move, number)
         self.assignments[number] = assignment
         effect = self.effects.of(op, assignment)
         self.total += effect.cost
+        self.flops += effect.flops
         for move in effect.wants:
             self._add(move, number)
         return {name for name, layout in effect.rests if self._lay_out(name, layout)}
+
+    @property
+    def price(self) -> Price:
+        """What all moves, and the work."""
+        return Price(self.total, self.flops)
 
     def in_order(self) -> tuple[Assignment, ...]:
         """The assignments of all operations."""

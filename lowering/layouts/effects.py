@@ -9,6 +9,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.costs import AS_IT_LIES, NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Effect:
     """What an assignment asks of the operands, and makes of the results.
 
     `cost` is of bringing the results to where they rest, `more` of the way from there
-    to what their consumers wish for.
+    to what their consumers wish for.  `flops` are those of each device.
     """
 
     wants: tuple[tuple[str, Layout], ...]
@@ -24,6 +25,7 @@ class Effect:
     cost: Moved
     more: Moved
     settled: bool
+    flops: int
 
 
 class Effects:
@@ -56,7 +58,16 @@ class Effects:
         if op.hands_on:
             # Its source is moved, once for the copy and for those that want it so.
             wants, cost = [(op.ins[0], op.handed_on(rests[0][1]))], NOTHING
-        return Effect(tuple(wants), tuple(rests), cost, more, settled)
+        flops = self.flops(op, assignment)
+        return Effect(tuple(wants), tuple(rests), cost, more, settled, flops)
+
+    def flops(self, op: Operation, assignment: Assignment) -> int:
+        """The work of a device, as often as it is done."""
+        if not op.flops:
+            return 0
+        axes = [axis for axes in assignment for axis in axes]
+        times = self.costs.times(op.outs[0])
+        return times * op.flops // axes_size(axes, self.costs.mesh)
 
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
         """What is wanted of an operand; a loop takes the dim that it cuts as it lies.

@@ -54,7 +54,7 @@ def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
 
 def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -> bool:
     """Change a decision, and those after it that it bears on, if that is better."""
-    before, undo = made.total, list[tuple[int, Assignment]]()
+    before, undo = made.price, list[tuple[int, Assignment]]()
     waiting = {number}
     order = [number]
     while order:
@@ -70,7 +70,7 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
             if reader > other and reader not in waiting:
                 waiting.add(reader)
                 heapq.heappush(order, reader)
-    if made.total < before:
+    if made.price.beats(before):
         return True
     for other, old in reversed(undo):
         made.decide(other, old)
@@ -105,9 +105,9 @@ def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> boo
     """
     return (
         2 * other.total.all <= best.total.all
-        and other.total < best.total
+        and other.price.beats(best.price)
         and all(other.layouts[p.name] == best.layouts[p.name] for p in solver.params)
-        and solver.repeats_no_more(other, best)
+        and other.flops <= best.flops
     )
 
 

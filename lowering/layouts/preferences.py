@@ -64,7 +64,8 @@ class Wishes:
         """Carry wishes from the consumers of values to their producers."""
         for number in reversed(range(len(operations))):
             op = operations[number]
-            assignment = assignments[number] if assignments else self.suggested(op)
+            decided = assignments is not None and not op.stacks
+            assignment = assignments[number] if decided else self.suggested(op)
             for position, name in enumerate(op.ins):
                 wish = op.required(position, assignment)
                 if name not in self.fixed and self.is_legal(name, wish):

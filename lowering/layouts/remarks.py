@@ -18,6 +18,7 @@ from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.levels import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
+from jhost.lowering.layouts.solver import Score
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.work import flops_of
 from jhost.lowering.streams.parts import whole_reason
@@ -175,16 +176,7 @@ class LayoutRemarks:
         if rank is None:
             return self.undivisible(op.sizes[factor], axis)
         mine, instead = contest.rank, f"were dim {dim} left over {axis}"
-        if rank[0].of_bytes == mine[0].of_bytes and rank[0] > mine[0]:
-            return _Reason(f"{instead}, as much would move in more communications")
-        if rank[0] > mine[0]:
-            return _Reason(f"{instead}, {_rival_text(rank[0], mine[0])}")
-        if rank[0] < mine[0]:
-            return _Reason(f"{instead}, more would move in the program")
-        if rank[1] > mine[1]:
-            return _Reason(f"{instead}, as much would move and more work be repeated")
-        larger = ", of a larger operand" if rank[2] > mine[2] else ""
-        return _Reason(f"{instead}, as much would move{larger}")
+        return _Reason(f"{instead}, {_rival_text(rank, mine)}")
 
     def undivided(self, op: Operation, contest: Contest) -> Iterator[_Reason]:
         for (axis, factor), rank in contest.rivals.items():
@@ -264,11 +256,22 @@ def _moved_text(moved: Moved) -> str:
     return f"{hidden} and {bytes_text(moved.exposed)} outside it"
 
 
-def _rival_text(rival: Moved, chosen: Moved) -> str:
-    moved = _moved_text(rival).replace("a device", "a device would move", 1)
-    text = f"in all {moved}"
-    late = chosen.hidden and not rival.hidden
-    return f"{text}, which no pipeline would hide" if late else text
+def _rival_text(rival: Score, chosen: Score) -> str:
+    """What would be worse: more bytes, or as many and something else, or work."""
+    moved, instead = chosen.moved, rival.moved
+    if rival.cost < chosen.cost:
+        return "more would move in the program"
+    if (instead.exposed, instead.hidden) == (moved.exposed, moved.hidden):
+        if rival.cost.exposed > chosen.cost.exposed or rival.shared > chosen.shared:
+            return "as much would move and more work be repeated"
+        if instead.communications > moved.communications:
+            return "as much would move in more communications"
+        larger = ", of a larger operand" if rival.largest > chosen.largest else ""
+        return f"as much would move{larger}"
+    text = _moved_text(instead).replace("a device", "a device would move", 1)
+    late = moved.hidden and not instead.hidden
+    text = f"in all {text}, which no pipeline would hide" if late else f"in all {text}"
+    return f"{text} and more work be repeated" if instead < moved else text
 
 
 def made_text(made: Buffer, op: Operation) -> str:

@@ -17,7 +17,7 @@ from jhost.lowering.ir.operation import (
     Operation,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.costs import Costs, Moved
+from jhost.lowering.layouts.costs import Costs, Price
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
 from jhost.lowering.layouts.levels import Level
@@ -39,7 +39,7 @@ class Contest:
 class Solution:
     """Layouts by buffer name; an assignment and a contest for each operation.
 
-    `moved` is what it all comes to.
+    `price` is what it all comes to.
     """
 
     operations: tuple[Operation, ...]
@@ -48,7 +48,7 @@ class Solution:
     assignments: tuple[Assignment, ...]
     contests: tuple[Contest, ...]
     costs: Costs
-    moved: Moved
+    price: Price
 
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""
@@ -81,7 +81,7 @@ def solve_layouts(
         assignments=best.in_order(),
         contests=tuple(contests),
         costs=solver.costs,
-        moved=best.total,
+        price=best.price,
     )
 
 

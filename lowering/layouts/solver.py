@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
@@ -23,7 +22,7 @@ from jhost.lowering.ir.operation import (
     claims_of,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved
+from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
 from jhost.lowering.layouts.hidden_dims import StreamedDim
@@ -33,8 +32,19 @@ from jhost.lowering.layouts.preferences import Wishes
 _ROUNDS = 16
 """A wish crosses the whole program in one round; most settle in two or three."""
 
-Score: TypeAlias = tuple[Moved, int, int]
-"""Bytes moved; then work repeated; then the largest operand that must move."""
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Score:
+    """How good an assignment is: less is better, and what comes first counts first.
+
+    What it costs; then the axes, with a minus, that share the work; then the largest
+    operand that must move.
+    """
+
+    cost: Moved
+    shared: int
+    largest: int
+    moved: Moved = dataclasses.field(compare=False)
 
 
 class Solver:
@@ -79,20 +89,11 @@ class Solver:
         goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
-        fewer = by_operands.total < by_constraints.total
-        if fewer and self.repeats_no_more(by_operands, by_constraints):
+        less_work = by_operands.flops <= by_constraints.flops
+        if less_work and by_operands.price.beats(by_constraints.price):
             self.wishes.goals, self.wishes.open = goals, left_open
             return by_operands
         return by_constraints
-
-    def repeats_no_more(self, one: Decisions, other: Decisions) -> bool:
-        """Whether no reduction is done by more devices alike than in the `other`."""
-        decided = zip(self.operations, one.in_order(), other.in_order(), strict=True)
-        return all(
-            sum(map(len, mine)) >= sum(map(len, theirs))
-            for op, mine, theirs in decided
-            if op.reduces
-        )
 
     def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
         self.wishes.backward(self.operations, suggested)
@@ -157,14 +158,14 @@ class Solver:
         best: dict[int, tuple[Score, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
-            spread = rank[1] if op.reduces else 0
-            if spread not in best or rank < best[spread][0]:
-                best[spread] = rank, candidate
-            if rank[0] == NOTHING:
+            shared = rank.shared if op.reduces else 0
+            if shared not in best or rank < best[shared][0]:
+                best[shared] = rank, candidate
+            if rank.moved == NOTHING:
                 break  # nothing moves, and later candidates spread the work less
         assert best, "the assignment to nobody always fits"
-        spread = min(best, key=lambda spread: (best[spread][0][0].all, spread))
-        return best[spread][1]
+        shared = min(best, key=lambda shared: (best[shared][0].cost.all, shared))
+        return best[shared][1]
 
     def candidates(
         self, op: Operation, layouts: Mapping[str, Layout]
@@ -201,13 +202,14 @@ class Solver:
     ) -> Score:
         """How good an assignment is, with the way to what the consumers wish for."""
         effect = self.effects.of(op, assignment)
-        total, largest = effect.cost + effect.more, 0
+        moved, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
             if layouts[name] != want and (name, want) not in moves:
-                total += self.costs.reshard(name, layouts[name], want)
+                moved += self.costs.reshard(name, layouts[name], want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
-        spread = sum(len(axes) for axes in assignment)
-        return total, -spread, largest
+        shared = -sum(len(axes) for axes in assignment)
+        cost = Price(moved, effect.flops).in_bytes
+        return Score(cost, shared, largest, moved)
 
     def paying(self, made: Decisions) -> list[int]:
         """The operations that move something, or whose results are moved."""
