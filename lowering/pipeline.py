@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
-from jhost.lowering.cost.choose_sums import ChooseSums
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
@@ -91,7 +91,7 @@ def passes(
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseSums(rates, settings.pipeline),
+        ChooseTransfers(rates, settings.pipeline),
         Segment(),
         ReceiveEarly(),
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 from unittest import mock
 
-from jhost.lowering.cost.choose_sums import ChooseSums
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.marks import Sums
 from jhost.lowering.loops import lower_streams
 
@@ -34,6 +34,6 @@ def by_permutes(asked: bool = True) -> Generator[None]:
     If that is `asked`; of any size.
     """
     yes = mock.Mock(return_value=True)
-    is_asked = mock.patch.multiple(ChooseSums, is_open=yes, gains=yes)
+    is_asked = mock.patch.multiple(ChooseTransfers, is_open=yes, gains=yes)
     with is_asked if asked else nullcontext():
         yield

@@ -158,10 +158,9 @@ class _Clock:
         beside = _beside(task)
         moving = self.moving[task.network]
         free = moving + task.gap if beside else self.computing
-        free = max(free, moving) if task.alone else free
         end = max(free, ready + task.delay) + task.seconds
         self.ends[number] = end
         if task.transfer:
-            self.moving[task.network] = end
+            self.moving[task.network] = max(moving, end)
         if not beside:
             self.computing = end

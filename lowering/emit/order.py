@@ -33,6 +33,8 @@ class Order:
     )
     last_compute: Values = ()
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    before: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    """What stood before each communication outside of loops, on its stream."""
     depth: int = 0
     accumulators: dict[int, tuple[Any, Any]] = dataclasses.field(
         default_factory=dict[int, tuple[Any, Any]]
@@ -131,12 +133,21 @@ class Order:
     def issued(self, name: str, results: Sequence[Any]) -> None:
         """The communication is under way; its stream goes on."""
         self.in_flight[name] = tuple(results)
+        if not self.depth:
+            self.before[name] = self.chain()
 
     def wait(self, name: str) -> None:
-        """The current stream goes on when the communication has ended."""
+        """The current stream goes on when the communication has ended.
+
+        Outside of loops, so has what stood before it on the stream: that a barrier of
+        all that was ever sent keeps none of it.
+        """
         results = self.in_flight.pop(name)
+        before = {id(value) for value in self.before.pop(name, ())}
         if self.active and not self.depth:
-            beside = _distinct((*self.chain(), *self.last_compute))
+            chain = tuple(value for value in self.chain() if id(value) not in before)
+            self.chains[self.machine.current] = chain
+            beside = _distinct((*chain, *self.last_compute))
             self.received |= {id(value): (value, beside) for value in results}
         self._join(results)
 
@@ -158,6 +169,7 @@ class Order:
             self,
             chains=dict(self.chains),
             in_flight=dict(self.in_flight),
+            before=dict(self.before),
             accumulators=dict(self.accumulators),
             made=dict(self.made),
             received=dict(self.received),

@@ -199,10 +199,11 @@ class _Emitter(Machine):
         """
         if self.order.depth:
             return buffer.name in self.made
+        if self.is_part(buffer):
+            return False
         memory = self.views[buffer.name].memory
         chunk = any(dim.stream is not None for dim in buffer.dims)
-        new = memory.received or not memory.pieces
-        return chunk and new and not self.is_part(buffer)
+        return memory.received or (chunk and not memory.pieces)
 
     def is_part(self, buffer: ir.Buffer) -> bool:
         """Whether a buffer is an alias."""

@@ -64,8 +64,11 @@ class Wishes:
         """Carry wishes from the consumers of values to their producers."""
         for number in reversed(range(len(operations))):
             op = operations[number]
-            decided = assignments is not None and not op.stacks
-            assignment = assignments[number] if decided else self.suggested(op)
+            # As it was made, and a sum where it is wished for.
+            if assignments is None or op.stacks:
+                assignment = self.suggested(op)
+            else:
+                assignment = assignments[number]
             for position, name in enumerate(op.ins):
                 wish = op.required(position, assignment)
                 if name not in self.fixed and self.is_legal(name, wish):

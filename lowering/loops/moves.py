@@ -218,12 +218,12 @@ class MovingLoop(ChunkLoop):
         count = self.devices - self.hidden.count
         return unit_of(
             self.work.names.fresh("total"),
-            functools.partial(_total, stmt.reducer, is_narrow(stmt.out)),
+            functools.partial(combined, stmt.reducer, is_narrow(stmt.out)),
             *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * count,
         )
 
 
-def _total(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
+def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
     """The terms combined from the left, sums of narrow floats in float32."""
     dtype = terms[0].dtype
     if widen and reducer == "sum":

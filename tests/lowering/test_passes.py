@@ -81,7 +81,7 @@ def test_the_passes_stand_in_order() -> None:
         "compute_late",
         "lower_streams",
         "order_by_steps",
-        "choose_sums",
+        "choose_transfers",
         "segment",
         "receive_early",
         "insert_deallocations",
@@ -100,7 +100,7 @@ LEAVING = (
     "stack_less",
     "compute_late",
     "order_by_steps",
-    "choose_sums",
+    "choose_transfers",
     "choose_permutes",
 )
 STEPS = [step for step in SEQUENCE if step.name not in LEAVING]

@@ -208,7 +208,7 @@ def test_every_pass_is_dumped_in_order(
         "f.09_compute_late.txt",
         "f.10_lower_streams.txt",
         "f.11_order_by_steps.txt",
-        "f.12_choose_sums.txt",
+        "f.12_choose_transfers.txt",
         "f.13_segment.txt",
         "f.14_receive_early.txt",
         "f.15_insert_deallocations.txt",

@@ -1,0 +1,66 @@
+"""The permutes that a collective outside of loops is made of, and aliases of its parts.
+
+At step k a device sends to the one k further on, and its parts are those of the devices
+from itself on: as in loops, see `moves.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.dim_rule import axes_size
+
+
+class ByPermutes:
+    """Writes permutes and aliases, under names that are fresh in a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.mesh: Mapping[str, int] = dict(program.mesh.shape)
+        self.names = Names.of(program)
+
+    def devices(self, stmt: ir.Communicate) -> int:
+        """How many take part in a collective."""
+        return axes_size(stmt.axes, self.mesh)
+
+    def rank(self, stmt: ir.Communicate) -> Index:
+        """Which of them this one is."""
+        return linear_rank(stmt.axes, self.mesh)
+
+    def permute(
+        self, stmt: ir.Communicate, source: ir.Buffer, shift: Index
+    ) -> ir.Communicate:
+        """What sends `source`, of a collective, to the device `shift` further on."""
+        came = self.names.fresh(f"{stmt.out.name}_came")
+        return ir.Communicate(
+            name=self.names.fresh("c"),
+            kind="CollectivePermute",
+            out=dataclasses.replace(source, name=came),
+            source=source,
+            axes=stmt.axes,
+            shift=shift,
+        )
+
+    def part(self, stmt: ir.Communicate, step: int) -> ir.Select:
+        """An alias of what the device `step` further on has or gets of the whole.
+
+        Of an all-gather that is its result, of a reduce-scatter what it is made of.
+        """
+        assert stmt.dim is not None
+        whole, of = stmt.out, stmt.source
+        if stmt.kind == "ReduceScatter":
+            whole, of = of, whole
+        size, rank = of.shape[stmt.dim], self.rank(stmt)
+        place = (rank + step) % self.devices(stmt) if step else rank
+        name = self.names.fresh(f"{whole.name}_part")
+        return ir.Select(
+            out=dataclasses.replace(stmt.source, name=name, shape=of.shape),
+            source=whole,
+            dim=stmt.dim,
+            index=place * size,
+            size=Constant(size),
+        )

@@ -1,0 +1,181 @@
+"""All-gathers by permutes, each beside what is computed before it is read.
+
+The shards of a weight wait for nothing, and as a collective they would come alone:
+NCCL's kernels find no multiprocessor beside a matmul.  So each device sends its shard
+to all others, by permutes, while what reads the weights before is computed.
+
+That work stands on a stream of its own, which says when: those of a gather set out when
+the work before is done, and are waited for when that beside them is.  As many are kept
+as are under way: two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Container, Iterator, Sequence
+
+import jax
+from jax import lax
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.index import Constant
+from jhost.lowering.ir.program import Program
+from jhost.lowering.loops.by_permutes import ByPermutes
+from jhost.lowering.loops.chunk import MAIN
+from jhost.lowering.loops.collective import on_stream
+from jhost.lowering.loops.outside import (
+    TRANSFERS,
+    Block,
+    blocks_of,
+    contracts,
+    on_transfers,
+)
+from jhost.lowering.loops.p2p import OWN
+from jhost.lowering.units.make import unit_of
+
+_AHEAD = 2
+"""How many gathers set out before the work that reads the first of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Gather:
+    """A gather that sets out before block `start`, and that `reader` reads first."""
+
+    stmt: ir.Communicate
+    start: int
+    reader: int
+
+
+def gathers_beside_work(program: Program) -> list[ir.Communicate]:
+    """The all-gathers that have work between their source and what reads them."""
+    return [each.stmt for each in _gathers([*blocks_of(program)], None)]
+
+
+def with_gathers_early(program: Program, chosen: Container[str]) -> Program:
+    """`program` with those of `gathers_beside_work`, by name, beside work before."""
+    blocks = [*blocks_of(program)]
+    writer = _Writer(program)
+    gathers = _gathers(blocks, chosen)
+    gone = {each.stmt.name for each in gathers}
+    body: list[ir.Stmt] = []
+    for number, block in enumerate(blocks):
+        coming = [each for each in gathers if each.start == number]
+        read = [each for each in gathers if each.reader == number]
+        body += [*writer.ends(read), *writer.begins(coming)]
+        if any(each.start <= number < each.reader for each in gathers):
+            block = _on_own(block)
+        if _name_of(block[0]) not in gone:
+            body += block
+    return dataclasses.replace(program, body=tuple(body))
+
+
+def _name_of(stmt: ir.Stmt) -> str | None:
+    """The communication that a statement is, or waits for."""
+    if isinstance(stmt, ir.Communicate):
+        return stmt.name
+    return stmt.communication if isinstance(stmt, ir.Wait) else None
+
+
+def _on_own(block: Block) -> Block:
+    if not contracts(block[0]):
+        return block
+    own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block])
+    return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]
+
+
+# --- Which, and when ------------------------------------------------------------- #
+
+
+def _gathers(blocks: Sequence[Block], chosen: Container[str] | None) -> list[_Gather]:
+    """In the order of their readers; each sets out when that of two before is read."""
+    working = [number for number, block in enumerate(blocks) if contracts(block[0])]
+    made = {b.name: n for n, block in enumerate(blocks) for b in _writes(block)}
+    found: list[_Gather] = []
+    readers: list[int] = []
+    for reader, stmt in _read(blocks):
+        ready = made.get(stmt.source.name, -1) + 1
+        turn = readers[-_AHEAD] if len(readers) >= _AHEAD else 0
+        readers.append(reader)
+        start = next((n for n in working if n >= max(ready, turn)), reader)
+        if start < reader and (chosen is None or stmt.name in chosen):
+            found.append(_Gather(stmt, start, reader))
+    return found
+
+
+def _read(blocks: Sequence[Block]) -> Iterator[tuple[int, ir.Communicate]]:
+    """The all-gathers, each behind the number of the first block that reads it."""
+    gathers = {
+        block[0].out.name: block[0]
+        for block in blocks
+        if isinstance(block[0], ir.Communicate) and block[0].kind == "AllGather"
+    }
+    for number, block in enumerate(blocks):
+        for stmt in block:
+            for buffer in touched(stmt)[0]:
+                if gather := gathers.pop(buffer.name, None):
+                    yield number, gather
+
+
+def _writes(block: Block) -> Iterator[ir.Buffer]:
+    return itertools.chain.from_iterable(touched(stmt)[1] for stmt in block)
+
+
+# --- Statements ------------------------------------------------------------------ #
+
+
+class _Writer(ByPermutes):
+    """Writes what a gather is: permutes that set out, and what puts parts together."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.permutes: dict[str, list[ir.Communicate]] = {}
+
+    def begins(self, gathers: Sequence[_Gather]) -> list[ir.Stmt]:
+        """The permutes of some gathers, beside what comes next."""
+        permutes = [p for each in gathers for p in self.sent(each.stmt)]
+        return on_transfers(permutes) if permutes else []
+
+    def sent(self, stmt: ir.Communicate) -> list[ir.Communicate]:
+        """What each device gets from the one after it, from the next, and so on."""
+        devices = self.devices(stmt)
+        self.permutes[stmt.name] = [
+            self.permute(stmt, stmt.source, Constant(devices - step))
+            for step in range(1, devices)
+        ]
+        return self.permutes[stmt.name]
+
+    def ends(self, gathers: Sequence[_Gather]) -> list[ir.Stmt]:
+        """Waits for the permutes of some gathers, and puts what came in its place."""
+        stmts = [each.stmt for each in gathers]
+        waits = [
+            ir.Wait(communication=permute.name)
+            for stmt in stmts
+            for permute in self.permutes[stmt.name]
+        ]
+        if not waits:
+            return []
+        placed = [each for stmt in stmts for each in self.placed(stmt)]
+        return [*on_transfers(waits), ir.Synchronize(stream=TRANSFERS), *placed]
+
+    def placed(self, stmt: ir.Communicate) -> Iterator[ir.Stmt]:
+        """The device's own shard and what came, each in its place of the whole.
+
+        Not before all is there: XLA would make room for the whole when a program
+        begins, and put the shard there.
+        """
+        shards = [stmt.source, *(permute.out for permute in self.permutes[stmt.name])]
+        there = [
+            dataclasses.replace(shard, name=self.names.fresh(shard.name))
+            for shard in shards
+        ]
+        types = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]
+        name = self.names.fresh("there")
+        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        yield ir.Compute(unit=unit, ins=tuple(shards), outs=tuple(there))
+        yield ir.Allocate(buffer=stmt.out)
+        for step, shard in enumerate(there):
+            part = self.part(stmt, step)
+            yield part
+            yield ir.Set(out=part.out, source=shard)
