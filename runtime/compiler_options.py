@@ -80,12 +80,14 @@ class Loops(TypedDict, total=False):
 
     `adds_up`: whether they have sums of matmuls, as those of weight gradients do;
     `permuted` are the axes along which they permute, any within a process if that is
-    not known, and `puts` says that NCCL is to put.
+    not known, and `puts` says that NCCL is to put.  As many communications are
+    `under_way` at a time outside of them.
     """
 
     adds_up: bool
     permuted: Collection[str] | None
     puts: bool
+    under_way: int
 
 
 def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, Any]:
@@ -100,7 +102,9 @@ def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, An
     # Several permutes may be under way: a gather's all queue at the start, and a piece
     # of an all-reduce goes back to all the others while the next is sent to them.
     sums = _ADDS_UP if loops.get("adds_up") else {}
-    return {_MANY_AT_ONCE: 2 * mesh.size, **_WANTED, **ways, **put, **sums}
+    # And outside of loops all that are under way, beside one collective.
+    many = max(2 * mesh.size, 1 + loops.get("under_way", 0))
+    return {_MANY_AT_ONCE: many, **_WANTED, **ways, **put, **sums}
 
 
 def _ways(devices: Devices, permuted: Collection[str] | None) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
 from jhost.lowering.explain import is_pipelined, puts
 from jhost.lowering.interpret.program import interpret
-from jhost.lowering.ir.bodies import adds_up
+from jhost.lowering.ir.bodies import adds_up, most_under_way
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -94,6 +94,7 @@ def loops_of(program: Program) -> Loops:
         "adds_up": adds_up(program),
         "permuted": permutes(program),
         "puts": puts(program),
+        "under_way": most_under_way(program),
     }
 
 

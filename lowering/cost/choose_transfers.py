@@ -101,7 +101,8 @@ class ChooseTransfers(EachProgram):
 
 def _said(form: str, stmts: Sequence[Communicate]) -> Note:
     axes = " and ".join(dict.fromkeys(axis for stmt in stmts for axis in stmt.axes))
-    moved = bytes_text(sum(bytes_of(stmt.source) for stmt in stmts))
+    wholes = (max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
     return Note(
-        form=form.format(moved, axes), values=tuple(stmt.out.name for stmt in stmts)
+        form=form.format(bytes_text(sum(wholes)), axes),
+        values=tuple(stmt.out.name for stmt in stmts),
     )

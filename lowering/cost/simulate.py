@@ -119,7 +119,8 @@ def _beside(task: Task) -> bool:
 class _Clock:
     """When the queue of computations and those of transfers are free.
 
-    What goes over the network takes no turns with what stays on a host.
+    What goes over the network takes no turns with what stays on a host, and what runs
+    alone waits for computations, but for no copies that run beside them.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:

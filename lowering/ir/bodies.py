@@ -44,6 +44,20 @@ def adds_up(program: Program) -> bool:
     return any(isinstance(stmt, ir.Compute) and stmt.reducer for stmt in stmts)
 
 
+def most_under_way(program: Program) -> int:
+    """The most communications that are under way at a time outside of loops."""
+    most = 0
+    for each in programs(program):
+        under_way: set[str] = set()
+        for stmt in each.body:
+            if isinstance(stmt, ir.Communicate):
+                under_way.add(stmt.name)
+            elif isinstance(stmt, ir.Wait):
+                under_way.discard(stmt.communication)
+            most = max(most, len(under_way))
+    return most
+
+
 def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:
     """`program` with each of its bodies, and then itself, changed."""
     if any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):

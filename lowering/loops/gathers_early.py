@@ -5,8 +5,8 @@ NCCL's kernels find no multiprocessor beside a matmul.  So each device sends its
 to all others, by permutes, while what reads the weights before is computed.
 
 That work stands on a stream of its own, which says when: those of a gather set out when
-the work before is done, and are waited for when that beside them is.  As many are kept
-as are under way: two.
+the work before is done, and are waited for when that beside them is.  Two gathers are
+under way or there, and not yet read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops.by_permutes import ByPermutes
@@ -50,17 +50,16 @@ class _Gather:
 
 def gathers_beside_work(program: Program) -> list[ir.Communicate]:
     """The all-gathers that have work between their source and what reads them."""
-    return [each.stmt for each in _gathers([*blocks_of(program)], None)]
+    return [each.stmt for each in _gathers(program, None)]
 
 
 def with_gathers_early(program: Program, chosen: Container[str]) -> Program:
     """`program` with those of `gathers_beside_work`, by name, beside work before."""
-    blocks = [*blocks_of(program)]
     writer = _Writer(program)
-    gathers = _gathers(blocks, chosen)
+    gathers = _gathers(program, chosen)
     gone = {each.stmt.name for each in gathers}
     body: list[ir.Stmt] = []
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(blocks_of(program)):
         coming = [each for each in gathers if each.start == number]
         read = [each for each in gathers if each.reader == number]
         body += [*writer.ends(read), *writer.begins(coming)]
@@ -79,7 +78,8 @@ def _name_of(stmt: ir.Stmt) -> str | None:
 
 
 def _on_own(block: Block) -> Block:
-    if not contracts(block[0]):
+    """A block that is work on the main stream, on that of such work."""
+    if not (isinstance(block[0], ir.Compute) and contracts(block)):
         return block
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block])
     return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]
@@ -88,14 +88,16 @@ def _on_own(block: Block) -> Block:
 # --- Which, and when ------------------------------------------------------------- #
 
 
-def _gathers(blocks: Sequence[Block], chosen: Container[str] | None) -> list[_Gather]:
+def _gathers(program: Program, chosen: Container[str] | None) -> list[_Gather]:
     """In the order of their readers; each sets out when that of two before is read."""
-    working = [number for number, block in enumerate(blocks) if contracts(block[0])]
-    made = {b.name: n for n, block in enumerate(blocks) for b in _writes(block)}
+    blocks = [*blocks_of(program)]
+    working = [number for number, block in enumerate(blocks) if contracts(block)]
+    memory = Aliases(program.body).memory
+    made = {memory(b).name: n for n, block in enumerate(blocks) for b in _writes(block)}
     found: list[_Gather] = []
     readers: list[int] = []
     for reader, stmt in _read(blocks):
-        ready = made.get(stmt.source.name, -1) + 1
+        ready = made.get(memory(stmt.source).name, -1) + 1
         turn = readers[-_AHEAD] if len(readers) >= _AHEAD else 0
         readers.append(reader)
         start = next((n for n in working if n >= max(ready, turn)), reader)

@@ -33,13 +33,15 @@ def blocks_of(program: Program) -> Iterator[Block]:
 def works(block: Block) -> bool:
     """Whether transfers may run beside a block: it contracts, or is a loop."""
     loops = ir.For | ir.Scan | ir.While | ir.Cond
-    return any(contracts(stmt) or isinstance(stmt, loops) for stmt in block)
+    return contracts(block) or any(isinstance(stmt, loops) for stmt in block)
 
 
-def contracts(stmt: ir.Stmt) -> bool:
-    """Whether a statement is a matmul, or another kernel that sums products."""
-    return isinstance(stmt, ir.Compute) and any(
-        eqn.rule.contracts for eqn in stmt.unit.eqns
+def contracts(block: Block) -> bool:
+    """Whether there is a matmul in a block, or another kernel that sums products."""
+    return any(
+        isinstance(stmt, ir.Compute)
+        and any(eqn.rule.contracts for eqn in stmt.unit.eqns)
+        for stmt in ir.walk(tuple(block))
     )
 
 

@@ -134,6 +134,10 @@ def test_copies_within_a_process_and_symmetric_buffers_between_several(
     assert "xla_gpu_enable_triton_gemm" not in wanted
     adding = compiler_options.wanted_options(mesh, adds_up=True, permuted=permuted)
     assert adding == wanted | {"xla_gpu_enable_triton_gemm": False}
+    many = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    for under_way, limit in ((0, 8), (7, 8), (9, 10)):
+        found = compiler_options.wanted_options(mesh, under_way=under_way)
+        assert found[many] == limit
     if processes == 1:
         put = compiler_options.wanted_options(mesh, permuted=permuted, puts=True)
         assert put == wanted | PUTS

@@ -1,8 +1,9 @@
-"""Which sums over devices are made by permutes, by prediction and as asked."""
+"""Which transfers outside of loops are by permutes, by prediction and as asked."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,14 @@ def gradients(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
     return jax.grad(loss, (0, 1))(w, v)
 
 
+def shards(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    x, w, v = (jhost.shard(each, P("dp")) for each in (x, w, v))
+    return jhost.shard(x @ w, P("dp")) @ v
+
+
 def chosen(
+    f: Callable[..., Any] = gradients,
+    *,
     rows: int = 8192,
     width: int = 4096,
     devices: int = 2,
@@ -41,7 +49,7 @@ def chosen(
     sequence = passes(settings=StreamDefaults(**how), streams=4, rates=rates).all
     shapes = (rows, width), (width, width), (width, width)
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    return run_passes(built(gradients, *args, dp=devices), sequence)
+    return run_passes(built(f, *args, dp=devices), sequence)
 
 
 def swaps(program: Program) -> int:
@@ -57,13 +65,24 @@ def test_large_sums_are_said_to_go_by_permutes() -> None:
     )
 
 
+@pytest.mark.parametrize(("devices", "rows"), [(2, 8192), (3, 9216)])
+def test_large_shards_are_said_to_come_by_permutes(devices: int, rows: int) -> None:
+    """Of any number of devices; the first are read at once."""
+    program = chosen(shards, devices=devices, rows=rows, width=12288)
+    assert swaps(program) == devices - 1
+    (note,) = remarks(program, Note)
+    assert note.form == (
+        "{}: 302.0 MB gathered over dp by permutes, beside what is computed before"
+    )
+
+
+@pytest.mark.parametrize("f", [gradients, shards])
 @pytest.mark.parametrize(
     "how",
     [
         {"pipeline": "off"},
         {"pipeline": "collective"},
         {"width": 512},  # half a megabyte
-        {"devices": 3, "rows": 9216},
         {"reach": {"dp": "host"}},
         {"reach": {"dp": "hosts"}, "pipeline": "p2p"},
         {"kind": "cpu"},
@@ -72,9 +91,14 @@ def test_large_sums_are_said_to_go_by_permutes() -> None:
     ],
     ids=str,
 )
-def test_others_stay_collectives(how: dict[str, Any]) -> None:
-    assert not swaps(chosen(**how))
+def test_others_stay_collectives(f: Callable[..., Any], how: dict[str, Any]) -> None:
+    assert not swaps(chosen(f, **how))
 
 
-def test_asked_for_by_name_they_need_no_rates() -> None:
-    assert swaps(chosen(kind="none that is known", pipeline="p2p")) == 1
+def test_all_reduces_of_three_devices_stay_collectives() -> None:
+    assert not swaps(chosen(devices=3, rows=9216))
+
+
+@pytest.mark.parametrize("f", [gradients, shards])
+def test_asked_for_by_name_they_need_no_rates(f: Callable[..., Any]) -> None:
+    assert swaps(chosen(f, kind="none that is known", pipeline="p2p")) == 1

@@ -1,0 +1,94 @@
+"""Shards of weights, and their gradients' sums, beside matmuls on H200s."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jhost
+from tests.aot.on_h200 import MakeH200s, exposed
+
+ROWS, WIDTH, LAYERS, DEVICES = 32768, 8192, 6, 4
+WEIGHT = 2 * WIDTH * WIDTH
+"""Its bytes."""
+
+
+@pytest.fixture
+def fsdp(h200s: MakeH200s) -> Mesh:
+    return h200s({"fsdp": DEVICES})
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x + jax.nn.gelu(x @ w)
+
+
+def written(x: jax.Array, weights: Any) -> jax.Array:
+    for w in weights:
+        x = layer(x, w)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+def compiled(f: Any, weights: Any, spec: Any, outs: Any, mesh: Mesh, **how: Any) -> Any:
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    hosted: Any = jhost.jit(
+        f, mesh=mesh, in_shardings=(P("fsdp"), spec), out_shardings=outs, **how
+    )
+    return hosted.lower(x, weights).compile()
+
+
+def of_layers(f: Any, mesh: Mesh, outs: Any, **how: Any) -> Any:
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    return compiled(f, [weight] * LAYERS, [P("fsdp")] * LAYERS, outs, mesh, **how)
+
+
+def test_a_forward_has_its_weights_when_it_gets_there(fsdp: Mesh) -> None:
+    """All but the first come beside the matmuls before."""
+    schedule = of_layers(written, fsdp, P()).schedule()
+    kinds = Counter(each.kind for each in schedule.communications)
+    permutes = (LAYERS - 1) * (DEVICES - 1)
+    assert kinds["AllGather"] == 1, str(schedule)
+    assert kinds["CollectivePermute"] == permutes, str(schedule)
+    assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
+
+
+def test_a_backward_sends_its_sums_beside_what_comes_next(fsdp: Mesh) -> None:
+    """Behind the first layer's sum nothing is left."""
+    outs = [P("fsdp")] * LAYERS
+    schedule = of_layers(jax.grad(written, 1), fsdp, outs).schedule()
+    kinds = Counter(each.kind for each in schedule.communications)
+    assert kinds["ReduceScatter"] == 1, str(schedule)
+    assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
+
+
+def test_no_more_weights_are_whole_than_two(fsdp: Mesh) -> None:
+    """Of a forward, beside the one that is worked with."""
+    early, whole = (
+        of_layers(written, fsdp, P(), **how).memory_analysis().temp_size_in_bytes
+        for how in ({}, {"pipeline": "off"})
+    )
+    assert early < whole + 2.5 * WEIGHT
+
+
+def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> None:
+    """Of two weights in an iteration the second comes beside the first's matmul."""
+
+    def f(x: jax.Array, weights: Any) -> jax.Array:
+        def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            first, second = weights
+            return layer(layer(x, first), second), None
+
+        y, _ = lax.scan(block, x, weights)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    weight = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
+    spec = (P(None, "fsdp"),) * 2
+    schedule = compiled(f, (weight, weight), spec, P(), fsdp).schedule()
+    kinds = Counter(each.kind for each in schedule.communications)
+    assert kinds["CollectivePermute"] == DEVICES - 1, str(schedule)
+    assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
