@@ -119,15 +119,15 @@ def _beside(task: Task) -> bool:
 class _Clock:
     """When the queue of computations and those of transfers are free.
 
-    What goes over the network takes no turns with what stays on a host, and what runs
-    alone waits for computations, but for no copies that run beside them.
+    What goes over the network takes no turns with what stays on a host, nor do copies
+    with the kernels of collectives.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.ends: dict[int, float] = {}
         self.computing = 0.0
-        self.moving = {False: 0.0, True: 0.0}
+        self.moving: dict[tuple[bool, bool], float] = {}
 
     def issue_ready(self, transfers: Sequence[int]) -> list[int]:
         """Issue those that wait for nothing unissued; the others are returned."""
@@ -157,11 +157,13 @@ class _Clock:
             self.ends[number] = ready
             return
         beside = _beside(task)
-        moving = self.moving[task.network]
+        queue = task.network, task.copied
+        moving = self.moving.get(queue, 0.0)
         free = moving + task.gap if beside else self.computing
+        free = max(free, moving) if task.alone else free
         end = max(free, ready + task.delay) + task.seconds
         self.ends[number] = end
         if task.transfer:
-            self.moving[task.network] = max(moving, end)
+            self.moving[queue] = end
         if not beside:
             self.computing = end

@@ -45,10 +45,11 @@ class Task:
     """One statement of one iteration; `after` are the numbers of those it waits for.
 
     `seconds` on the device and `host` on its launching thread; `delay`, `gap`, `meet`
-    and whether it goes over the `network` are a link's.  `alone`: a transfer beside
-    which nothing computes; `between`: one between processes.  A `copy` either cuts a
-    part out of an array for others, as soon as it can, or puts one in place, when the
-    array is read.  `inside` is what the bodies of control flow come to.
+    and whether it goes over the `network`, or is `copied` by no kernel, are a link's.
+    `alone`: a transfer beside which nothing computes; `between`: one between processes.
+    A `copy` either cuts a part out of an array for others, as soon as it can, or puts
+    one in place, when the array is read.  `inside` is what the bodies of control flow
+    come to.
     """
 
     seconds: float
@@ -59,6 +60,7 @@ class Task:
     meet: float = 0.0
     transfer: bool = False
     network: bool = False
+    copied: bool = False
     between: bool = False
     alone: bool = False
     copy: Literal["cut", "put"] | None = None
@@ -308,6 +310,7 @@ class _Unrolled(Machine):
             meet=link.meet,
             transfer=True,
             network=link.network,
+            copied=link.beside_compute,
             between=bool(apart(axes, self.rates.reach)),
             # Outside of loops XLA itself finds what a collective can run beside, but
             # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.

@@ -139,8 +139,8 @@ class Order:
     def wait(self, name: str) -> None:
         """The current stream goes on when the communication has ended.
 
-        Outside of loops, so has what stood before it on the stream: that a barrier of
-        all that was ever sent keeps none of it.
+        Outside of loops, so has what stood before it on the stream.  It leaves the
+        chain, or all that was ever sent would be kept for the next barrier.
         """
         results = self.in_flight.pop(name)
         before = {id(value) for value in self.before.pop(name, ())}

@@ -89,8 +89,8 @@ class Solver:
         goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
-        less_work = by_operands.flops <= by_constraints.flops
-        if less_work and by_operands.price.beats(by_constraints.price):
+        no_more_work = by_operands.flops <= by_constraints.flops
+        if no_more_work and by_operands.price.beats(by_constraints.price):
             self.wishes.goals, self.wishes.open = goals, left_open
             return by_operands
         return by_constraints
