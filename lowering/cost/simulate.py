@@ -119,15 +119,16 @@ def _beside(task: Task) -> bool:
 class _Clock:
     """When the queue of computations and those of transfers are free.
 
-    What goes over the network takes no turns with what stays on a host, nor do copies
-    with the kernels of collectives.
+    What goes over the network takes no turns with what stays on a host.  What runs
+    alone waits for computations and for `kernels` of other collectives, not for copies.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.ends: dict[int, float] = {}
         self.computing = 0.0
-        self.moving: dict[tuple[bool, bool], float] = {}
+        self.moving = {False: 0.0, True: 0.0}
+        self.kernels = 0.0
 
     def issue_ready(self, transfers: Sequence[int]) -> list[int]:
         """Issue those that wait for nothing unissued; the others are returned."""
@@ -157,13 +158,13 @@ class _Clock:
             self.ends[number] = ready
             return
         beside = _beside(task)
-        queue = task.network, task.copied
-        moving = self.moving.get(queue, 0.0)
+        moving = self.moving[task.network]
         free = moving + task.gap if beside else self.computing
-        free = max(free, moving) if task.alone else free
+        free = max(free, self.kernels) if task.alone else free
         end = max(free, ready + task.delay) + task.seconds
         self.ends[number] = end
         if task.transfer:
-            self.moving[queue] = end
+            self.moving[task.network] = max(moving, end)
+            self.kernels = self.kernels if task.copied else end
         if not beside:
             self.computing = end
