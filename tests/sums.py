@@ -29,7 +29,7 @@ def standing(sums: Sums) -> Generator[None]:
 
 @contextmanager
 def by_permutes(asked: bool = True) -> Generator[None]:
-    """Sums over devices are made by permutes wherever there is work behind them.
+    """What moves outside of loops goes by permutes wherever there is work beside it.
 
     If that is `asked`; of any size.
     """

@@ -41,17 +41,15 @@ class Marked:
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return jhost.stream(h @ w, axis=0)
 
-    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
+    def weight(self, shard: jax.Array, dim: int) -> jax.Array:
         return shard
 
 
 class ByHand(Collectives):
     """One collective each, for weights as well."""
 
-    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
-        if FSDP not in spec:
-            return shard
-        return lax.all_gather(shard, FSDP, axis=spec.index(FSDP), tiled=True)
+    def weight(self, shard: jax.Array, dim: int) -> jax.Array:
+        return lax.all_gather(shard, FSDP, axis=dim, tiled=True)
 
 
 class Alone:
@@ -73,10 +71,8 @@ class Alone:
     def reduce(self, h: jax.Array, w: jax.Array) -> jax.Array:
         return h @ w
 
-    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
-        if FSDP not in spec:
-            return shard
-        whole = jnp.concatenate([shard] * lax.axis_size(FSDP), axis=spec.index(FSDP))
+    def weight(self, shard: jax.Array, dim: int) -> jax.Array:
+        whole = jnp.concatenate([shard] * lax.axis_size(FSDP), axis=dim)
         return lax.optimization_barrier(whole)
 
 

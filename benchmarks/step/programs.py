@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import layers
-from benchmarks.axes import Axes
+from benchmarks.axes import FSDP, Axes
 from benchmarks.case import Operand
 from benchmarks.communication import AXIS, Communication
 from benchmarks.layers import MODELS, Model
@@ -25,8 +25,8 @@ LAYERS = {"written": 4, "scan": 6, "written-checkpoint": 4, "scan-checkpoint": 6
 class StepCommunication(Communication, Protocol):
     """What layer functions ask for, and a step for them."""
 
-    def weight(self, shard: jax.Array, spec: P) -> jax.Array:
-        """A weight with the shards of all devices that are not tp's."""
+    def weight(self, shard: jax.Array, dim: int) -> jax.Array:
+        """A weight that is whole along `dim`, of the shards over fsdp."""
         ...
 
 
@@ -98,7 +98,10 @@ class Step:
         specs = [operand.spec for operand in self.weights]
 
         def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            whole = map(comm.weight, weights, specs)
+            whole = [
+                comm.weight(w, spec.index(FSDP)) if FSDP in spec else w
+                for w, spec in zip(weights, specs, strict=True)
+            ]
             return layers.layer(comm, self.model, (x, *whole)), None
 
         if self.axes.shards:

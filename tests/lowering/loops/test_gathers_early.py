@@ -15,8 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.bodies import statements
-from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.statements import (
     Allocate,
     Communicate,
@@ -27,6 +26,13 @@ from jhost.lowering.ir.statements import (
 )
 from tests import sums
 from tests.lowering.on_mesh import each_size, exact, on, program_of
+from tests.lowering.outside import (
+    gradients_of,
+    kinds,
+    layer,
+    operands,
+    tensor_parallel_blocks,
+)
 from tests.lowering.traced import array, lowered
 
 WIDTH = 8
@@ -38,12 +44,6 @@ def by_permutes() -> Iterator[None]:
         yield
 
 
-def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-    """With small integers throughout."""
-    y = x @ w
-    return jnp.where(jnp.abs(y) < 4, y, 1).astype(x.dtype)
-
-
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
     """Rows stay where they are."""
     for w in weights:
@@ -51,9 +51,7 @@ def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
     return x
 
 
-def gradients(x: jax.Array, *weights: jax.Array) -> Any:
-    every = tuple(range(1 + len(weights)))
-    return jax.grad(lambda *args: jnp.sum(layers(*args)), every)(x, *weights)
+gradients = gradients_of(layers)
 
 
 def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -63,21 +61,11 @@ def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.scan(body, x, w)[0]
 
 
-def operands(rows: int, count: int) -> list[jax.Array]:
-    weights = [array(WIDTH, WIDTH, seed=n) for n in range(count)]
-    return [array(rows, WIDTH, seed=9), *weights]
-
-
 def sharded(devices: int, count: int, **how: Any) -> dict[str, Any]:
     """Rows and weights over one axis: by turns in their first and last dim."""
     weights = P("fsdp"), P(None, "fsdp")
     specs = P("fsdp"), *(weights[n % 2] for n in range(count))
     return on({"fsdp": devices}, specs, specs, **how)
-
-
-def kinds(program: Program) -> list[str]:
-    every = statements(program)
-    return [stmt.kind for stmt in every if isinstance(stmt, Communicate)]
 
 
 # --- What stands where ------------------------------------------------------------- #
@@ -102,18 +90,14 @@ def test_a_shard_goes_from_each_device_to_each_other(devices: int) -> None:
 
 def test_no_more_than_two_come_at_a_time() -> None:
     """Nor are more kept that nothing has read."""
-    args, how = operands(16, 9), sharded(2, 9)
+    args, how = operands(16, 9, WIDTH), sharded(2, 9)
     how["out_shardings"] = P("fsdp")
     program = program_of(layers, *args, **how)
-    under_way, most = 0, 0
-    for stmt in walk(program.body):
-        under_way += isinstance(stmt, Communicate) - isinstance(stmt, Wait)
-        most = max(most, under_way)
-    assert most == 2
+    assert most_under_way(program) == 2
 
 
 def test_nothing_is_put_together_before_it_has_come() -> None:
-    program = program_of(gradients, *operands(16, 4), **sharded(2, 4))
+    program = program_of(gradients, *operands(16, 4, WIDTH), **sharded(2, 4))
     came: set[str] = set()
     in_flight: dict[str, str] = {}
     for stmt in walk(program.body):
@@ -144,7 +128,9 @@ def test_what_is_made_right_before_is_gathered_at_once() -> None:
 @each_size
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_gradients_are_exact(devices: int, count: int) -> None:
-    program = exact(gradients, *operands(8 * devices, count), **sharded(devices, count))
+    program = exact(
+        gradients, *operands(8 * devices, count, WIDTH), **sharded(devices, count)
+    )
     found = kinds(program)
     assert found.count("AllGather") == 1
     assert "CollectivePermute" in found
@@ -162,12 +148,9 @@ def test_any_number_of_devices(devices: int) -> None:
 def test_in_the_body_of_a_scan(devices: int) -> None:
     """Each layer's come for itself, forward and backward."""
 
-    def step(x: jax.Array, w: jax.Array) -> Any:
-        return jax.grad(lambda *args: jnp.sum(scanned(*args)), (0, 1))(x, w)
-
     args = array(devices, WIDTH), array(3, WIDTH, WIDTH, seed=1)
     specs = P("fsdp"), P(None, "fsdp")
-    program = exact(step, *args, **on({"fsdp": devices}, specs, specs))
+    program = exact(gradients_of(scanned), *args, **on({"fsdp": devices}, specs, specs))
     assert "CollectivePermute" in kinds(program)
 
 
@@ -181,23 +164,12 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:
-    def blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        for up, down in zip(weights[::2], weights[1::2], strict=True):
-            y = jhost.stream(layer(x, up) @ down, axis=0)
-            y = jhost.shard(y, P(("fsdp", "tp")))
-            x = jhost.shard(x + jnp.where(jnp.abs(y) < 4, y, 1), P(("fsdp", "tp")))
-            x = jnp.where(jnp.abs(x) < 4, x, 1)
-        return x
-
-    def step(*args: jax.Array) -> Any:
-        every = tuple(range(len(args)))
-        return jax.grad(lambda *args: jnp.sum(blocks(*args)), every)(*args)
-
-    args = operands(2 * axes["fsdp"] * axes["tp"], 2 * count)
+    args = operands(2 * axes["fsdp"] * axes["tp"], 2 * count, WIDTH)
     weights = (P("fsdp", "tp"), P("tp", "fsdp")) * count
     specs = P(("fsdp", "tp")), *weights
+    blocks = tensor_parallel_blocks("fsdp")
     with sums.standing(where):
-        exact(step, *args, **on(axes, specs, specs, pipeline=pipeline))
+        exact(gradients_of(blocks), *args, **on(axes, specs, specs, pipeline=pipeline))
 
 
 @given(st.data())

@@ -14,12 +14,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Communicate, PipelineKind, Wait, walk
+from jhost.lowering.ir.statements import PipelineKind
 from tests import sums
 from tests.lowering.on_mesh import each_size, exact, on, program_of
+from tests.lowering.outside import (
+    gradients_of,
+    kinds,
+    layer,
+    operands,
+    tensor_parallel_blocks,
+)
 from tests.lowering.traced import array, lowered, remarks
 
 WIDTH = 4
@@ -32,21 +39,12 @@ def by_permutes() -> Iterator[None]:
 
 
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """With small integers throughout."""
     for w in weights:
-        y = x @ w
-        x = jnp.where(jnp.abs(y) < 4, y, 1)
+        x = layer(x, w)
     return x
 
 
-def gradients(x: jax.Array, *weights: jax.Array) -> Any:
-    every = tuple(range(1 + len(weights)))
-    return jax.grad(lambda *args: jnp.sum(layers(*args)), every)(x, *weights)
-
-
-def operands(rows: int, count: int) -> list[jax.Array]:
-    weights = [array(WIDTH, WIDTH, seed=n) for n in range(count)]
-    return [array(rows, WIDTH, seed=9), *weights]
+gradients = gradients_of(layers)
 
 
 def data_parallel(devices: int, count: int, **how: Any) -> dict[str, Any]:
@@ -56,13 +54,8 @@ def data_parallel(devices: int, count: int, **how: Any) -> dict[str, Any]:
 
 def on_data(devices: int, count: int) -> Program:
     """The gradients' program."""
-    args = operands(2 * devices, count)
+    args = operands(2 * devices, count, WIDTH)
     return program_of(gradients, *args, **data_parallel(devices, count))
-
-
-def kinds(program: Program) -> list[str]:
-    every = statements(program)
-    return [stmt.kind for stmt in every if isinstance(stmt, Communicate)]
 
 
 # --- What stands where ------------------------------------------------------------- #
@@ -82,11 +75,7 @@ def test_each_round_swaps_with_one_other_device(devices: int) -> None:
 
 
 def test_no_more_than_three_times_as_many_are_under_way() -> None:
-    under_way, most = 0, 0
-    for stmt in walk(on_data(2, count=9).body):
-        under_way += isinstance(stmt, Communicate) - isinstance(stmt, Wait)
-        most = max(most, under_way)
-    assert most == 3
+    assert most_under_way(on_data(2, count=9)) == 3
 
 
 def test_what_work_reads_at_once_is_not_swapped() -> None:
@@ -134,14 +123,16 @@ def test_what_is_said_to_be_swapped_is() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
-        gradients, *operands(2 * devices, count), **data_parallel(devices, count)
+        gradients, *operands(2 * devices, count, WIDTH), **data_parallel(devices, count)
     )
     assert set(kinds(program)) == {"CollectivePermute"}
 
 
 @pytest.mark.parametrize("devices", [3, 6])
 def test_other_numbers_of_devices_sum_by_collectives(devices: int) -> None:
-    program = exact(gradients, *operands(2 * devices, 3), **data_parallel(devices, 3))
+    program = exact(
+        gradients, *operands(2 * devices, 3, WIDTH), **data_parallel(devices, 3)
+    )
     assert set(kinds(program)) == {"AllReduce"}
 
 
@@ -153,12 +144,9 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
 
         return lax.scan(layer, x, w)[0]
 
-    def step(x: jax.Array, w: jax.Array) -> Any:
-        return jax.grad(lambda *args: jnp.sum(scanned(*args)), (0, 1))(x, w)
-
     args = array(devices, WIDTH), array(3, WIDTH, WIDTH, seed=1)
     specs = P("dp"), P()
-    exact(step, *args, **on({"dp": devices}, specs, specs))
+    exact(gradients_of(scanned), *args, **on({"dp": devices}, specs, specs))
 
 
 @given(
@@ -171,28 +159,17 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
 def test_beside_tensor_parallel_loops(
     axes: dict[str, int], count: int, pipeline: PipelineKind, where: Any
 ) -> None:
-    def blocks(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        for up, down in zip(weights[::2], weights[1::2], strict=True):
-            y = jhost.stream(layers(x, up) @ down, axis=0)
-            y = jhost.shard(y, P(("dp", "tp")))
-            x = jhost.shard(x + jnp.where(jnp.abs(y) < 4, y, 1), P(("dp", "tp")))
-            x = jnp.where(jnp.abs(x) < 4, x, 1)
-        return x
-
-    def step(*args: jax.Array) -> Any:
-        every = tuple(range(len(args)))
-        return jax.grad(lambda *args: jnp.sum(blocks(*args)), every)(*args)
-
-    args = operands(2 * axes["dp"] * axes["tp"], 2 * count)
+    args = operands(2 * axes["dp"] * axes["tp"], 2 * count, WIDTH)
     specs = P(("dp", "tp")), *(P(None, "tp"), P("tp")) * count
+    blocks = tensor_parallel_blocks("dp")
     with sums.standing(where):
-        exact(step, *args, **on(axes, specs, specs, pipeline=pipeline))
+        exact(gradients_of(blocks), *args, **on(axes, specs, specs, pipeline=pipeline))
 
 
 def test_over_two_axes_at_once() -> None:
     specs = P(("a", "b")), P(), P(), P()
     axes = {"a": 2, "b": 4}
-    program = exact(gradients, *operands(8, 3), **on(axes, specs, specs))
+    program = exact(gradients, *operands(8, 3, WIDTH), **on(axes, specs, specs))
     assert "CollectivePermute" in kinds(program)
 
 
