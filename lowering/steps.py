@@ -130,8 +130,6 @@ def _steps(
                 worth = repeats * _chunks_worth(stmt)
                 inner = tuple(_steps(program, stmt.body, worth, times))
                 yield from _around(_loop_text(stmt), inner)
-            case ir.If(then=then, otherwise=otherwise):
-                yield from _steps(program, (*then, *otherwise), repeats, times)
             case ir.Scan() | ir.While() | ir.Cond():
                 for name, inner, often in named_bodies(stmt, times):
                     yield from _around(name, steps_of(inner, often))

@@ -91,7 +91,7 @@ def taken_from_pieces(program: Program) -> set[str]:
         if isinstance(stmt, ir.Compute):
             for in_place, buffer in zip(read_in_place(stmt), stmt.ins, strict=True):
                 (arrays if in_place else found).add(buffer.name)
-        elif not isinstance(stmt, ir.Select | ir.Deallocate | ir.For | ir.If):
+        elif not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
             arrays |= {buffer.name for buffer in touched(stmt)[0]}
     return found - arrays
 

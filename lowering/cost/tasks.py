@@ -144,10 +144,6 @@ class _Unrolled(Machine):
                     self.places.allocate(buffer.name)
                 case ir.For():
                     self.loop(stmt)
-                case ir.If(predicate=predicate, then=then, otherwise=otherwise):
-                    known = not isinstance(predicate, ir.Buffer)
-                    holds = not known or evaluate(predicate, self.at)
-                    self.run(then if holds else otherwise)
                 case ir.Select(index=index):
                     self.places.select(stmt, evaluate(index, self.at))
                 case ir.Set(out=out, source=source):
@@ -158,8 +154,6 @@ class _Unrolled(Machine):
                     self.compute(stmt)
                 case ir.Communicate():
                     self.communicate(stmt)
-                case ir.Recv(buffer=buffer, axis=axis):
-                    self.transfer("CollectivePermute", buffer, buffer, (axis,))
                 case ir.Wait(communication=name):
                     self.join({self.in_flight[name]})
                 case ir.GetCurrentStream() | ir.SetCurrentStream():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -41,11 +40,10 @@ class Memory:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, zero_init: bool, read_whole: bool
+        self, shape: tuple[int, ...], dtype: np.dtype, read_whole: bool
     ) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.zero_init = zero_init
         self.read_whole = read_whole
         self.received = False
         self.base: Any = None
@@ -100,17 +98,13 @@ class Memory:
         parts = [(piece.windows, piece.value) for piece in pieces]
         if whole_pieces and (value := joined(self.shape, parts)) is not None:
             return value
-        value = self._initial() if self.base is None else self.base
+        # Not zeros: XLA would fill them, 70 us for 117 MB on an H200.
+        empty = self.base is None
+        value = lax.empty(self.shape, self.dtype) if empty else self.base
         value = _converted(value, self.dtype)
         for windows, part in parts:
             value = put(value, windows, part)
         return value
-
-    def _initial(self) -> Any:
-        if self.zero_init:
-            return jnp.zeros(self.shape, self.dtype)
-        # Not zeros: XLA would fill them, 70 us for 117 MB on an H200.
-        return lax.empty(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,24 +169,8 @@ def new_view(
     buffer: Buffer,
     shape: tuple[int, ...],
     mesh_dims: int,
-    zero_init: bool = False,
     read_whole: bool = True,
 ) -> View:
     """A buffer with memory of its own, which a ragged last chunk makes smaller."""
-    memory = Memory(shape, buffer.dtype, zero_init, read_whole)
+    memory = Memory(shape, buffer.dtype, read_whole)
     return View(memory, whole_region(shape, mesh_dims), shape)
-
-
-class Snapshot:
-    """The contents of memories, to be restored after a branch was traced."""
-
-    def __init__(self, memories: list[Memory]) -> None:
-        self._saved = [
-            (memory, memory.base, [dataclasses.replace(p) for p in memory.pieces])
-            for memory in memories
-        ]
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for memory, base, pieces in self._saved:
-            memory.base, memory.pieces = base, [dataclasses.replace(p) for p in pieces]

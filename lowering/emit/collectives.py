@@ -13,7 +13,6 @@ from jax import lax
 
 from jhost.lowering.ir.ranks import AtRanks, Ranks
 from jhost.lowering.ir.statements import Communicate
-from jhost.lowering.ir.transfers import Transfer
 from jhost.lowering.rules.reducers import COMBINE, Reducer
 
 _EXTREMA: Mapping[Reducer, Callable[..., Any]] = {"max": lax.pmax, "min": lax.pmin}
@@ -31,13 +30,8 @@ def reducer_of(stmt: Communicate) -> Reducer:
     return stmt.reducer
 
 
-def communicate(
-    stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: AtRanks
-) -> Any:
-    """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
-
-    Reduce and Gather leave zeros on the devices that are not the root.
-    """
+def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
+    """What the current device has in `stmt.out` when each has `x` in `stmt.source`."""
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
         return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
@@ -52,15 +46,6 @@ def communicate(
             return lax.all_to_all(
                 x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
             )
-        case "Broadcast":
-            return _broadcast(x, axes, ranks, root)
-        case "Reduce":
-            return _on_root(_all_reduce(x, axes, reducer_of(stmt)), axes, root)
-        case "Gather":
-            gathered = lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
-            return _on_root(gathered, axes, root)
-        case "Scatter":
-            return _exchange(x, axes, devices, dim_of(stmt))[root]
         case "CollectivePermute":
             targets = ranks.targets(axes, shift)[:, 0].tolist()
             return _permute(x, axes, ranks, list(enumerate(targets)))
@@ -79,29 +64,13 @@ def _shape_after(
 ) -> tuple[int, ...]:
     """The shape of what a communication makes of a value of `shape`."""
     sizes = list(shape)
-    if stmt.kind in ("AllGather", "Gather"):
+    if stmt.kind == "AllGather":
         sizes[dim_of(stmt)] *= devices
     elif stmt.dim is not None:
         sizes[stmt.dim] //= devices
     if stmt.source_dim is not None:
         sizes[stmt.source_dim] *= devices
     return tuple(sizes)
-
-
-def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:
-    """What the current device receives when each sends `x`."""
-    sources = np.reshape(sent.sources, ranks.shape)
-    if (sources.ravel() == np.arange(ranks.count)).all():
-        return x  # every device sends to itself
-    dim = list(ranks.sizes).index(sent.send.axis)
-    along = np.moveaxis(np.unravel_index(sources, ranks.shape)[dim], dim, 0)
-    along = along.reshape(along.shape[0], -1)
-    if (along == along[:, :1]).all():
-        pairs = [(int(source), r) for r, source in enumerate(along[:, 0])]
-        return lax.ppermute(x, sent.send.axis, pairs)
-    # Peers along the axis differ by the other axes: one permutation of all devices.
-    pairs = [(source, device) for device, source in enumerate(sent.sources)]
-    return lax.ppermute(x, tuple(ranks.sizes), pairs)
 
 
 def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
@@ -158,24 +127,6 @@ def _exchange(x: Any, axes: tuple[str, ...], devices: int, dim: int) -> Any:
     """This device's part of `dim` from every device, along a new dim 0."""
     shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
     return lax.all_to_all(x.reshape(shape), axes, split_axis=dim, concat_axis=0)
-
-
-def _on_root(x: Any, axes: tuple[str, ...], root: int) -> Any:
-    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros_like(x))
-
-
-def _broadcast(x: Any, axes: tuple[str, ...], ranks: Ranks, root: int) -> Any:
-    """The devices that have it double each round; `lax.pbroadcast` lacks the CPU."""
-    devices = ranks.extent(axes)
-    distance = (lax.axis_index(axes) - root) % devices
-    have = 1
-    while have < devices:
-        senders = range(min(have, devices - have))
-        pairs = [((root + s) % devices, (root + s + have) % devices) for s in senders]
-        arrived = (distance >= have) & (distance < have + len(senders))
-        x = jnp.where(arrived, _permute(x, axes, ranks, pairs), x)
-        have *= 2
-    return x
 
 
 def _permute(

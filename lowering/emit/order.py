@@ -163,18 +163,6 @@ class Order:
         else:
             self.chains[self.machine.current] = self.last_compute
 
-    def copy(self) -> Order:
-        """This state, to go on from in a branch."""
-        return dataclasses.replace(
-            self,
-            chains=dict(self.chains),
-            in_flight=dict(self.in_flight),
-            before=dict(self.before),
-            accumulators=dict(self.accumulators),
-            made=dict(self.made),
-            received=dict(self.received),
-        )
-
     def _join(self, values: Values) -> None:
         if self.active:
             self.chains[self.machine.current] = _distinct((*self.chain(), *values))

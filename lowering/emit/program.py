@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jhost import errors
-from jhost.lowering.emit.buffers import Memory, Snapshot, View, new_view
-from jhost.lowering.emit.collectives import communicate, transfer
+from jhost.lowering.emit.buffers import Memory, View, new_view
+from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.emit.order import Order, Values
 from jhost.lowering.emit.shard_map import shard_map
@@ -24,12 +24,11 @@ from jhost.lowering.emit.tied import made_in, tied
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
-from jhost.lowering.ir.effects import Aliases, read_whole, written
+from jhost.lowering.ir.effects import read_whole
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
@@ -84,7 +83,6 @@ class _Emitter(Machine):
         self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
         self.order = Order(self)
-        self.group: list[ir.Send | ir.Recv] = []
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         for buffer, value in zip(self.program.params, params, strict=True):
@@ -102,8 +100,8 @@ class _Emitter(Machine):
 
     def statement(self, stmt: ir.Stmt) -> None:
         match stmt:
-            case ir.Allocate(buffer=buffer, zero_init=zero_init):
-                self.views[buffer.name] = self.new(buffer, buffer.shape, zero_init)
+            case ir.Allocate(buffer=buffer):
+                self.views[buffer.name] = self.new(buffer, buffer.shape)
             case ir.Deallocate(buffer=buffer):
                 del self.views[buffer.name]
             case ir.Select():
@@ -116,12 +114,6 @@ class _Emitter(Machine):
                 self.compute(stmt)
             case ir.Communicate():
                 self.communicate(stmt)
-            case ir.Send() | ir.Recv():
-                self.group.append(stmt)
-            case ir.StartCoalescing():
-                self.group = []
-            case ir.EndCoalescing(name=name):
-                self.end_coalescing(name)
             case ir.Wait(communication=name):
                 self.order.wait(name)
             case ir.GetCurrentStream() | ir.SetCurrentStream():
@@ -130,18 +122,14 @@ class _Emitter(Machine):
                 self.order.synchronize(self.stream_key(stream))
             case ir.For():
                 self.loop(stmt)
-            case ir.If():
-                self.branch(stmt)
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
     # --- Values --------------------------------------------------------------- #
 
-    def new(
-        self, buffer: ir.Buffer, shape: tuple[int, ...], zero_init: bool = False
-    ) -> View:
+    def new(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> View:
         whole = buffer.name in self.read_whole
-        return new_view(buffer, shape, len(self.ranks.sizes), zero_init, whole)
+        return new_view(buffer, shape, len(self.ranks.sizes), whole)
 
     def read(self, buffer: ir.Buffer) -> Any:
         return self.views[buffer.name].read()
@@ -234,8 +222,7 @@ class _Emitter(Machine):
     def held(self, stmt: ir.Compute, accumulator: ir.Buffer) -> Any | None:
         """What an accumulator holds; a fresh one holds nothing."""
         view = self.views[accumulator.name]
-        zero_is_neutral = stmt.reducer in ("sum", "or") or not view.memory.zero_init
-        if view.memory.fresh(view.region) and zero_is_neutral:
+        if view.memory.fresh(view.region):
             return None
         return self.order.latest(view.held())
 
@@ -253,25 +240,12 @@ class _Emitter(Machine):
 
     def communicate(self, stmt: ir.Communicate) -> None:
         (source,) = self.order.before_communication([self.read(stmt.source)])
-        root = 0 if stmt.root is None else self.static(stmt.root)
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
-        value = communicate(stmt, source, self.ranks, root, shift)
+        value = communicate(stmt, source, self.ranks, shift)
         self.write(stmt.out, value)
         if not self.order.depth:
             self.views[stmt.out.name].memory.received = True
         self.order.issued(stmt.name, [value])
-
-    def end_coalescing(self, name: str) -> None:
-        transfers = match_transfers(self.group, self.ranks, self.loops)
-        sources = [self.read(t.send.buffer) for t in transfers]
-        sources = self.order.before_communication(sources)
-        received = [
-            transfer(t, source, self.ranks)
-            for t, source in zip(transfers, sources, strict=True)
-        ]
-        for t, value in zip(transfers, received, strict=True):
-            self.write(t.recv.buffer, value)
-        self.order.issued(name, received)
 
     # --- Control -------------------------------------------------------------- #
 
@@ -296,11 +270,6 @@ class _Emitter(Machine):
         if turn.last:
             in_flight.update(own.in_flight)
 
-    def scoped(self, body: tuple[ir.Stmt, ...]) -> None:
-        """Run `body`; what it defines ends with it."""
-        with set_aside(self.views, {}):
-            self.body(body)
-
     def control_flow(self, stmt: ir.ControlFlow) -> None:
         """`lax`'s own, whose bodies are programs on one device like this one."""
 
@@ -314,57 +283,3 @@ class _Emitter(Machine):
     def memory(self, name: str) -> int | None:
         """The memory that a name stands for, if it exists."""
         return id(self.views[name].memory) if name in self.views else None
-
-    def branch(self, stmt: ir.If) -> None:
-        predicate = stmt.predicate
-        if isinstance(predicate, ir.Buffer):
-            self.conditional(stmt, self.read(predicate))
-        elif isinstance(value := self.index(predicate), int):
-            self.body(stmt.then if value else stmt.otherwise)
-        else:
-            self.conditional(stmt, value)
-
-    def conditional(self, stmt: ir.If, predicate: Any) -> None:
-        """`lax.cond` over the memories that either branch writes."""
-        targets = self.written_memories((*stmt.then, *stmt.otherwise))
-
-        def run(body: tuple[ir.Stmt, ...]) -> Callable[..., list[Any]]:
-            return lambda *contents: self.run_branch(body, targets, contents)
-
-        contents = [memory.assemble() for memory in targets]
-        results = lax.cond(
-            predicate.astype(bool), run(stmt.then), run(stmt.otherwise), *contents
-        )
-        for memory, value in zip(targets, results, strict=True):
-            memory.replace(value)
-        self.order.after_compute(results)
-
-    def run_branch(
-        self,
-        body: tuple[ir.Stmt, ...],
-        targets: Sequence[Memory],
-        contents: Sequence[Any],
-    ) -> list[Any]:
-        """Trace a branch, and leave no trace of it in the state."""
-        memories = {id(v.memory): v.memory for v in self.views.values()}
-        saved, order = Snapshot(list(memories.values())), self.order
-        self.order = order.copy()
-        for memory, value in zip(targets, contents, strict=True):
-            memory.replace(value)
-        self.scoped(body)
-        results = [memory.assemble() for memory in targets]
-        saved.restore()
-        self.order = order
-        return results
-
-    def written_memories(self, body: tuple[ir.Stmt, ...]) -> list[Memory]:
-        """The memories outside that `body` may write, through whatever alias."""
-        aliases = Aliases(body)
-        memories: dict[int, Memory] = {}
-        for stmt in ir.walk(body):
-            for buffer in () if isinstance(stmt, ir.Select) else written(stmt):
-                name = aliases.memory(buffer).name
-                if name in self.views:
-                    memory = self.views[name].memory
-                    memories[id(memory)] = memory
-        return list(memories.values())

@@ -25,7 +25,6 @@ from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.regions import Region, overlap, whole_region
-from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.verify.state import stream_key_text
 
 
@@ -67,7 +66,6 @@ class _Memory:
 
     value: Any
     written: bool = False
-    zero_init: bool = False
     writes: list[Region] = dataclasses.field(default_factory=list[Region])
 
 
@@ -89,14 +87,13 @@ class _Interpreter(Machine):
         self.mesh = mesh
         self.memories: dict[str, _Memory] = {}
         self.aliases: dict[str, _Alias] = {}
-        self.group: list[ir.Send | ir.Recv] = []
         self.trace: list[Record] = []
 
     def body(self, body: Sequence[ir.Stmt]) -> None:
         for stmt in body:
             text = statement_text(stmt, {*self.memories, *self.aliases})
             self.statement(stmt)
-            if not isinstance(stmt, ir.For | ir.If):
+            if not isinstance(stmt, ir.For):
                 self.record(text)
 
     def record(self, text: str) -> None:
@@ -113,8 +110,8 @@ class _Interpreter(Machine):
 
     def statement(self, stmt: ir.Stmt) -> None:
         match stmt:
-            case ir.Allocate(buffer=buffer, zero_init=zero_init):
-                self.allocate(buffer, zero_init)
+            case ir.Allocate(buffer=buffer):
+                self.allocate(buffer)
             case ir.Deallocate(buffer=buffer):
                 del self.memories[buffer.name]
             case ir.Select():
@@ -127,12 +124,6 @@ class _Interpreter(Machine):
                 self.compute(stmt)
             case ir.Communicate():
                 self.communicate(stmt)
-            case ir.Send() | ir.Recv():
-                self.group.append(stmt)
-            case ir.StartCoalescing():
-                self.group = []
-            case ir.EndCoalescing():
-                self.exchange()
             case ir.Wait():
                 pass  # what a communication writes is there at once
             case ir.GetCurrentStream() | ir.SetCurrentStream():
@@ -141,18 +132,14 @@ class _Interpreter(Machine):
                 pass  # statements run one after the other
             case ir.For():
                 self.loop(stmt)
-            case ir.If():
-                self.branch(stmt)
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
     # --- Buffers -------------------------------------------------------------- #
 
-    def allocate(self, buffer: ir.Buffer, zero_init: bool) -> None:
+    def allocate(self, buffer: ir.Buffer) -> None:
         shape = (*self.ranks.shape, *buffer.shape)
-        fill = jnp.zeros if zero_init else _poison
-        value = fill(shape, buffer.dtype)
-        self.memories[buffer.name] = _Memory(value, zero_init=zero_init)
+        self.memories[buffer.name] = _Memory(_poison(shape, buffer.dtype))
 
     def region(self, name: str) -> Region:
         if name in self.aliases:
@@ -228,23 +215,15 @@ class _Interpreter(Machine):
     def is_fresh(self, name: str) -> bool:
         """Whether nothing was written there: the first result is then taken as is."""
         memory, region = self.memories[self.owner(name)], self.region(name)
-        known = memory.written or memory.zero_init
-        return not known and not any(overlap(region, w) for w in memory.writes)
+        touched = any(overlap(region, write) for write in memory.writes)
+        return not memory.written and not touched
 
     def communicate(self, stmt: ir.Communicate) -> None:
-        root = 0 if stmt.root is None else self.static(stmt.root)
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
         targets = self.ranks.targets(stmt.axes, shift)[:, 0]
         sources = tuple(np.argsort(targets).tolist())
-        step = steps.communicate(self.mesh, stmt, root, sources)
+        step = steps.communicate(self.mesh, stmt, sources)
         self.write(stmt.out.name, step(self.read(stmt.source.name)))
-
-    def exchange(self) -> None:
-        transfers = match_transfers(self.group, self.ranks, self.loops)
-        sent = [self.read(transfer.send.buffer.name) for transfer in transfers]
-        for transfer, value in zip(transfers, sent, strict=True):
-            received = steps.permute(self.mesh, transfer.sources)(value)
-            self.write(transfer.recv.buffer.name, received)
 
     # --- Control -------------------------------------------------------------- #
 
@@ -277,33 +256,6 @@ class _Interpreter(Machine):
         self.body(body)
         self.memories = {n: m for n, m in self.memories.items() if n in memories}
         self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
-
-    def branch(self, stmt: ir.If) -> None:
-        """Run the branch that all take; where devices differ, both, and choose."""
-        if isinstance(stmt.predicate, ir.Buffer):
-            predicate = self.read(stmt.predicate.name)
-        elif isinstance(value := self.value(stmt.predicate), int):
-            self.body(stmt.then if value else stmt.otherwise)
-            return
-        else:
-            predicate = self.at_ranks(stmt.predicate)
-        before = {name: memory.value for name, memory in self.memories.items()}
-        then = self.outcome(stmt.then, before)
-        otherwise = self.outcome(stmt.otherwise, before)
-        for name in before:
-            if then[name] is not otherwise[name]:
-                chosen = steps.choose(self.mesh)(predicate, then[name], otherwise[name])
-                self.memories[name].value = chosen
-
-    def outcome(
-        self, body: Sequence[ir.Stmt], before: dict[str, Any]
-    ) -> dict[str, Any]:
-        """What the memories hold after `body`; they are put back."""
-        self.scoped(body)
-        after = {name: self.memories[name].value for name in before}
-        for name, value in before.items():
-            self.memories[name].value = value
-        return after
 
 
 def _poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:

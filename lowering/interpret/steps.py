@@ -103,24 +103,6 @@ def combine(mesh: Mesh, stmt: Compute) -> OnDevices:
     return _per_device(mesh, step)
 
 
-@cached(256)
-def choose(mesh: Mesh) -> OnDevices:
-    """(predicate, a, b) -> a where the predicate holds."""
-    return _per_device(mesh, lambda p, a, b: jnp.where(p.astype(bool), a, b))
-
-
-@cached(256)
-def permute(mesh: Mesh, sources: tuple[int, ...]) -> OnDevices:
-    """(sent,) -> what comes from the device that each receives from."""
-    axes = mesh.axis_names
-
-    def step(x: Any) -> Any:
-        mine = jnp.asarray(sources)[lax.axis_index(axes)]
-        return _every(x, axes)[mine]
-
-    return _per_device(mesh, step)
-
-
 def control_flow(
     mesh: Mesh, stmt: ControlFlow, ins: Sequence[Any], run: RunBody
 ) -> Sequence[Any]:
@@ -150,15 +132,13 @@ def control_flow(
 
 
 @cached(256)
-def communicate(
-    mesh: Mesh, stmt: Communicate, root: int, sources: tuple[int, ...]
-) -> OnDevices:
+def communicate(mesh: Mesh, stmt: Communicate, sources: tuple[int, ...]) -> OnDevices:
     """(source,) -> what each device has of the result."""
     axes = stmt.axes
 
     def step(x: Any) -> Any:
         every, me = list(_every(x, axes)), lax.axis_index(axes)
-        return _result(stmt, every, me, root, jnp.asarray(sources)[me])
+        return _result(stmt, every, me, jnp.asarray(sources)[me])
 
     return _per_device(mesh, step)
 
@@ -169,9 +149,7 @@ def _every(x: Any, axes: tuple[str, ...]) -> Any:
     return lax.all_gather(x[None], axes, axis=0, tiled=True)
 
 
-def _result(
-    stmt: Communicate, every: list[Any], me: Any, root: int, source: Any
-) -> Any:
+def _result(stmt: Communicate, every: list[Any], me: Any, source: Any) -> Any:
     match stmt.kind:
         case "AllGather":
             return lax.concatenate(every, dim_of(stmt))
@@ -182,14 +160,6 @@ def _result(
         case "AllToAll":
             parts = [_part(x, dim_of(stmt), me, len(every)) for x in every]
             return lax.concatenate(parts, stmt.source_dim or 0)
-        case "Broadcast":
-            return every[root]
-        case "Reduce":
-            return _only(me == root, _total(stmt, every))
-        case "Gather":
-            return _only(me == root, lax.concatenate(every, dim_of(stmt)))
-        case "Scatter":
-            return _part(every[root], dim_of(stmt), me, len(every))
         case "CollectivePermute":
             return jnp.stack(every)[source]
         case "SwapAxes":
@@ -198,10 +168,6 @@ def _result(
 
 def _total(stmt: Communicate, every: list[Any]) -> Any:
     return functools.reduce(COMBINE[reducer_of(stmt)], every)
-
-
-def _only(here: Any, x: Any) -> Any:
-    return jnp.where(here, x, jnp.zeros_like(x))
 
 
 def _part(x: Any, dim: int, number: Any, parts: int) -> Any:

@@ -21,24 +21,18 @@ def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
             return [*ins, *(outs[number] for number in accumulators(stmt))], [*outs]
         case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
-        case ir.Allocate(buffer=buffer) | ir.Recv(buffer=buffer):
+        case ir.Allocate(buffer=buffer):
             return [], [buffer]
-        case ir.Send(buffer=buffer) | ir.Deallocate(buffer=buffer):
+        case ir.Deallocate(buffer=buffer):
             return [buffer], []
         case ir.For(body=body):
             return _touched_by_all(body)
-        case ir.If(predicate=predicate, then=then, otherwise=otherwise):
-            reads, writes = _touched_by_all((*then, *otherwise))
-            return [
-                *([predicate] if isinstance(predicate, ir.Buffer) else ()),
-                *reads,
-            ], writes
         case _:
             return [], []
 
 
 def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
-    """What a loop or branch touches outside: writing an alias writes its source."""
+    """What a loop touches outside: writing an alias writes its source."""
     aliases = Aliases(body)
     reads: list[ir.Buffer] = []
     writes: list[ir.Buffer] = []
@@ -52,14 +46,14 @@ def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.B
 
 def written(stmt: ir.Stmt) -> list[ir.Buffer]:
     """The buffers that a statement, not counting those it holds, makes or writes."""
-    return [] if isinstance(stmt, ir.For | ir.If) else touched(stmt)[1]
+    return [] if isinstance(stmt, ir.For) else touched(stmt)[1]
 
 
 def read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
-        if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For | ir.If):
+        if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
             names |= {buffer.name for buffer in touched(stmt)[0]}
     return frozenset(names)
 

@@ -97,7 +97,7 @@ def _least(left: Any, right: Any) -> Any:
     return min(left, right) if both_known else np.minimum(left, right)
 
 
-_PRECEDENCE = {"==": 0, "<": 0, "+": 1, "-": 1, "*": 2, "//": 2, "mod": 2}
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "//": 2, "mod": 2}
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -105,8 +105,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "//": operator.floordiv,
     "mod": operator.mod,
     "min": _least,
-    "==": operator.eq,
-    "<": operator.lt,
 }
 
 
@@ -118,16 +116,6 @@ def as_index(value: Operand) -> Index:
 def minimum(left: Operand, right: Operand) -> Index:
     """The smaller of two expressions: the size of a ragged last chunk."""
     return _binary("min", left, right)
-
-
-def equals(left: Operand, right: Operand) -> Index:
-    """A predicate for `If`."""
-    return _binary("==", left, right)
-
-
-def less(left: Operand, right: Operand) -> Index:
-    """A predicate for `If`."""
-    return _binary("<", left, right)
 
 
 def linear_rank(axes: Sequence[str], mesh: Mapping[str, int]) -> Index:

@@ -78,8 +78,8 @@ def _inner_lines(what: str, program: Program, indent: str) -> Iterator[str]:
 def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
     """One statement on one line; `known` are the buffers that exist before it."""
     match stmt:
-        case ir.Allocate(buffer=buffer, zero_init=zero_init):
-            return f"{_typed(buffer)} = Allocate({'zero_init' if zero_init else ''})"
+        case ir.Allocate(buffer=buffer):
+            return f"{_typed(buffer)} = Allocate()"
         case ir.Deallocate(buffer=buffer):
             return f"Deallocate({buffer.name})"
         case ir.Select():
@@ -92,14 +92,6 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
             return _compute_text(stmt, known)
         case ir.Communicate():
             return _communicate_text(stmt, known)
-        case ir.Send(buffer=buffer, axis=axis, peer=peer):
-            return f"Send({buffer.name}, to={peer}, axis={axis})"
-        case ir.Recv(buffer=buffer, axis=axis, peer=peer):
-            return f"{_target([buffer], known)} Recv(from={peer}, axis={axis})"
-        case ir.StartCoalescing():
-            return "StartCoalescing()"
-        case ir.EndCoalescing(name=name):
-            return f"EndCoalescing() as {name}"
         case ir.Wait(communication=name):
             return f"Wait({name})"
         case ir.GetCurrentStream(stream=stream):
@@ -110,9 +102,6 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
             return f"Synchronize({stream_text(stream)})"
         case ir.For(index=index, extent=extent):
             return f"for {index} in range({extent}):"
-        case ir.If(predicate=predicate):
-            shown = predicate.name if isinstance(predicate, ir.Buffer) else predicate
-            return f"if {shown}:"
         case ir.Scan() | ir.While() | ir.Cond():
             return _control_text(stmt, known)
 
@@ -127,23 +116,12 @@ def stream_text(stream: ir.Stream) -> str:
 
 def _body_lines(body: Sequence[ir.Stmt], known: set[str], indent: str) -> Iterator[str]:
     for stmt in body:
-        if isinstance(stmt, ir.EndCoalescing):
-            indent = indent.removesuffix(INDENT)
         yield indent + statement_text(stmt, known)
         known |= {buffer.name for buffer in written(stmt)}
         inner = indent + INDENT
         match stmt:
             case ir.For(body=loop_body):
                 yield from _body_lines(loop_body, set(known), inner)
-            case ir.If(then=then, otherwise=otherwise):
-                yield from _body_lines(then, set(known), inner)
-                if otherwise:
-                    yield f"{indent}else:"
-                    yield from _body_lines(otherwise, set(known), inner)
-                # A branch that all devices take makes what is used after it.
-                known |= {b.name for s in (*then, *otherwise) for b in written(s)}
-            case ir.StartCoalescing():
-                indent = inner
             case ir.Scan(body=program):
                 yield from _inner_lines("body", program, inner)
             case ir.While(condition=condition, body=program):
@@ -209,7 +187,7 @@ def _chunk_text(chunk: ir.Chunk) -> str:
 
 def _communicate_text(stmt: ir.Communicate, known: Collection[str]) -> str:
     parts = [stmt.source.name]
-    for name in ("dim", "source_dim", "reducer", "root", "shift"):
+    for name in ("dim", "source_dim", "reducer", "shift"):
         value = getattr(stmt, name)
         if value is not None:
             parts.append(f"{name}={value}")

@@ -71,12 +71,6 @@ class Ranks:
         first = np.moveaxis(every, order, range(len(axes)))
         return first.reshape(self.extent(axes), -1)
 
-    def partners(self, axis: str, peer: AtRanks) -> np.ndarray:
-        """For each device in linear order, the device at `peer` along `axis`."""
-        coordinates = [self.everywhere(p) for p in self.positions.values()]
-        coordinates[list(self.sizes).index(axis)] = self.everywhere(peer)
-        return np.ravel_multi_index(tuple(coordinates), self.shape).ravel()
-
     def _position(self, axis: str) -> np.ndarray:
         shape = [size if name == axis else 1 for name, size in self.sizes.items()]
         return np.arange(self.sizes[axis]).reshape(shape)

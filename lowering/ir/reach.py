@@ -79,7 +79,5 @@ def _along(stmt: ir.Stmt) -> tuple[str, ...]:
     match stmt:
         case ir.Communicate(kind="CollectivePermute" | "SwapAxes", axes=axes):
             return axes
-        case ir.Send(axis=axis):
-            return (axis,)
         case _:
             return ()

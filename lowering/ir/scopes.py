@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import programs, statements
@@ -37,11 +37,9 @@ class Scopes:
 
     def name(self, stmt: ir.Stmt, iterations: Sequence[int]) -> str:
         """What `stmt` is emitted under in these iterations; "" if it only orders."""
-        if not isinstance(
-            stmt, ir.Allocate | ir.Set | ir.Compute | ir.Communicate | ir.EndCoalescing
-        ):
+        if not isinstance(stmt, ir.Allocate | ir.Set | ir.Compute | ir.Communicate):
             return ""
-        name, *_ = _names(stmt)
+        name = next((buffer.name for buffer in written(stmt)), "nothing")
         indices = "".join(f"[{i}]" for i in iterations)
         return f"host_ir.{self._places[id(stmt)]}{indices}.{name}"
 
@@ -56,28 +54,8 @@ def origin_of(op_name: str) -> Origin | None:
 
 
 def statement_texts(program: Program) -> tuple[str, ...]:
-    """Each of `statements` on one line, then the return of the results.
-
-    A group of transfers is one statement, its end.
-    """
+    """Each of `statements` on one line, then the return of the results."""
     results = ", ".join(buffer.name for buffer in program.results)
     known = set[str]().union(*map(buffer_names, programs(program)))
-    return (*_texts(statements(program), known), f"return {results}")
-
-
-def _texts(stmts: Iterator[ir.Stmt], known: set[str]) -> Iterator[str]:
-    group: list[str] = []
-    for stmt in stmts:
-        text = statement_text(stmt, known)
-        if isinstance(stmt, ir.StartCoalescing):
-            group = []
-        elif isinstance(stmt, ir.Send | ir.Recv):
-            group.append(text)
-        yield "; ".join(group) if isinstance(stmt, ir.EndCoalescing) else text
-
-
-def _names(stmt: ir.Stmt) -> Sequence[str]:
-    """What a statement makes; a group of transfers has a name of its own."""
-    if isinstance(stmt, ir.EndCoalescing):
-        return [stmt.name]
-    return [buffer.name for buffer in written(stmt)] or ["nothing"]
+    texts = (statement_text(stmt, known) for stmt in statements(program))
+    return (*texts, f"return {results}")

@@ -28,10 +28,6 @@ CommunicationKind: TypeAlias = Literal[
     "AllReduce",
     "ReduceScatter",
     "AllToAll",
-    "Broadcast",
-    "Reduce",
-    "Gather",
-    "Scatter",
     "CollectivePermute",
     "SwapAxes",
 ]
@@ -76,10 +72,9 @@ class Buffer:
 
 @node
 class Allocate:
-    """Make `buffer` exist; its contents are undefined unless `zero_init`."""
+    """Make `buffer` exist; its contents are undefined."""
 
     buffer: Buffer
-    zero_init: bool = False
 
 
 @node
@@ -202,9 +197,8 @@ class Communicate:
 
     `source_dim` is AllToAll's other dim: the one whose shards come together.
     In SwapAxes, over two axes of one size, device (i, j) sends all to device (j, i).
-    `root` and `shift` belong to the rooted kinds and to CollectivePermute (device r
-    sends to r + shift, modulo the number of devices; of those that depend on r, to one
-    that no other sends to).
+    `shift` belongs to CollectivePermute: device r sends to r + shift, modulo the number
+    of devices.  A shift that depends on r sends no two devices' values to one.
     """
 
     name: str
@@ -215,38 +209,7 @@ class Communicate:
     dim: int | None = None
     source_dim: int | None = None
     reducer: Reducer | None = None
-    root: Index | None = None
     shift: Index | None = None
-
-
-@node
-class Send:
-    """Send `buffer` to the device at `peer` along `axis`."""
-
-    buffer: Buffer
-    axis: str
-    peer: Index
-
-
-@node
-class Recv:
-    """Receive `buffer` from the device at `peer` along `axis`."""
-
-    buffer: Buffer
-    axis: str
-    peer: Index
-
-
-@node
-class StartCoalescing:
-    """The sends and receives up to `EndCoalescing` are one communication."""
-
-
-@node
-class EndCoalescing:
-    """End of the group, which a `Wait` names."""
-
-    name: str
 
 
 @node
@@ -298,15 +261,6 @@ class For:
     index: str
     extent: int
     body: tuple[Stmt, ...]
-
-
-@node
-class If:
-    """Run `then` where `predicate` (an expression, or a scalar buffer) holds."""
-
-    predicate: Index | Buffer
-    then: tuple[Stmt, ...]
-    otherwise: tuple[Stmt, ...] = ()
 
 
 # --- Control flow of the user's ----------------------------------------------- #
@@ -405,16 +359,11 @@ Stmt: TypeAlias = (
     | Reshard
     | Compute
     | Communicate
-    | Send
-    | Recv
-    | StartCoalescing
-    | EndCoalescing
     | Wait
     | GetCurrentStream
     | SetCurrentStream
     | Synchronize
     | For
-    | If
     | Scan
     | While
     | Cond
@@ -422,17 +371,11 @@ Stmt: TypeAlias = (
 
 
 def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
-    """Every statement of `body`, loops and branches before what they hold.
+    """Every statement of `body`, loops before what they hold.
 
     The bodies of control flow are programs of their own: see `ir/bodies.py`.
     """
     for stmt in body:
         yield stmt
-        match stmt:
-            case For(body=inner):
-                yield from walk(inner)
-            case If(then=then, otherwise=otherwise):
-                yield from walk(then)
-                yield from walk(otherwise)
-            case _:
-                pass
+        if isinstance(stmt, For):
+            yield from walk(stmt.body)

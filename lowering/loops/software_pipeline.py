@@ -90,7 +90,7 @@ def _takes_turns(loop: ir.For) -> bool:
             ir.SetCurrentStream(),
             ir.Synchronize(stream=joined),
         ):
-            others = ir.SetCurrentStream | ir.Synchronize | ir.For | ir.If
+            others = ir.SetCurrentStream | ir.Synchronize | ir.For
             known = leaves(stream.index) <= {LoopIndex(loop.index)}
             plain = not any(isinstance(stmt, others) for stmt in work)
             return not stream.name and stream == joined and known and plain

@@ -130,8 +130,6 @@ class _Values:
                     self.of(here, source).parts.append((stmt, loops))
                 case ir.For(index=index, extent=extent, body=inner):
                     self.statements(here, inner, {**loops, index: extent})
-                case ir.If(then=then, otherwise=otherwise):
-                    self.statements(here, (*then, *otherwise), loops)
                 case ir.Scan():
                     self.scan(here, stmt)
                 case ir.Compute() if _is_known(stmt):

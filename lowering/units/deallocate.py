@@ -15,9 +15,6 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.program import Program
 
-_GROUP = ""
-"""Stands for the transfers of a group that has no name yet."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InsertDeallocations(EachProgram):
@@ -45,12 +42,6 @@ def _free(
         reads, writes = touched(stmt)
         used = [aliases.memory(buffer).name for buffer in (*reads, *writes)]
         match stmt:
-            case ir.StartCoalescing():
-                in_flight[_GROUP] = []
-            case ir.Send() | ir.Recv():
-                in_flight[_GROUP] += used
-            case ir.EndCoalescing(name=name):
-                in_flight[name] = in_flight.pop(_GROUP)
             case ir.Communicate(name=name):
                 in_flight[name] = used
             case ir.Wait(communication=name):
@@ -63,7 +54,7 @@ def _free(
             # It makes nothing that outlives an iteration, only writes what is there.
             freed = _free(stmt.body, kept | set(made), aliases)
             stmt = dataclasses.replace(stmt, body=freed)
-        elif not isinstance(stmt, ir.If):
+        else:
             fresh = (buffer for buffer in writes if buffer.name not in kept)
             made.update((b.name, b) for b in fresh if b.name not in made)
         inner.append(stmt)

@@ -59,7 +59,7 @@ class _Segmenter:
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
         for stmt in ir.walk(program.body):
-            if isinstance(stmt, ir.For | ir.If):
+            if isinstance(stmt, ir.For):
                 continue
             self.reads.update(buffer.name for buffer in touched(stmt)[0])
             # What is written through an alias or into an allocation is never local.

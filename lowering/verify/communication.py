@@ -1,4 +1,4 @@
-"""Verification of communications: collectives, groups of sends and receives, waits."""
+"""Verification of communications: collectives and waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from jhost.lowering.ir.layout import swapped
 from jhost.lowering.ir.statements import (
     Communicate,
     CommunicationKind,
-    EndCoalescing,
-    Recv,
-    Send,
     Wait,
 )
-from jhost.lowering.ir.transfers import match_transfers
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.verify.state import InFlight, Known, State
+from jhost.lowering.verify.state import InFlight, State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,10 +30,6 @@ _KINDS: Mapping[CommunicationKind, _Fields] = {
     "AllReduce": _Fields(("reducer",)),
     "ReduceScatter": _Fields(("dim", "reducer"), shrinks="dim"),
     "AllToAll": _Fields(("dim", "source_dim"), grows="source_dim", shrinks="dim"),
-    "Broadcast": _Fields(("root",)),
-    "Reduce": _Fields(("reducer", "root")),
-    "Gather": _Fields(("dim", "root"), grows="dim"),
-    "Scatter": _Fields(("dim", "root"), shrinks="dim"),
     "CollectivePermute": _Fields(("shift",)),
     "SwapAxes": _Fields(()),
 }
@@ -54,7 +46,7 @@ def check_communicate(state: State, stmt: Communicate) -> None:
             "a communication converts nothing",
         )
     _check_partial(state, stmt)
-    if stmt.root is None and stmt.shift is None:
+    if stmt.shift is None:
         _check_spread(state, stmt)
     out = state.write(stmt.out, shape)
     _issue(state, stmt.name, InFlight((source,), (out,)))
@@ -62,7 +54,7 @@ def check_communicate(state: State, stmt: Communicate) -> None:
 
 def _check_fields(state: State, stmt: Communicate) -> None:
     needs = _KINDS[stmt.kind].needs
-    for field in ("dim", "source_dim", "reducer", "root", "shift"):
+    for field in ("dim", "source_dim", "reducer", "shift"):
         if (getattr(stmt, field) is not None) != (field in needs):
             state.fail(
                 ", ".join(needs),
@@ -72,11 +64,6 @@ def _check_fields(state: State, stmt: Communicate) -> None:
     _check_axes(state, stmt.axes)
     if stmt.kind == "SwapAxes":
         _check_swap(state, stmt.axes)
-    devices = state.ranks.extent(stmt.axes)
-    if stmt.root is not None:
-        root = state.static(stmt.root, "root")
-        if not 0 <= root < devices:
-            state.fail(f"a root below {devices}", f"{root}", "the root is a device")
     if stmt.shift is not None:
         _check_targets(state, stmt.axes, stmt.shift)
 
@@ -192,36 +179,6 @@ def _issue(state: State, name: str, flight: InFlight) -> None:
             "every communication is waited for exactly once",
         )
     state.in_flight[name] = flight
-
-
-def check_send_or_recv(state: State, stmt: Send | Recv) -> None:
-    if state.group is None:
-        state.fail(
-            "a StartCoalescing before",
-            "none",
-            "sends and receives stand in a group, where each has its other side",
-        )
-    _check_axes(state, (stmt.axis,))
-    state.value(stmt.peer)
-    state.group.append(stmt)
-
-
-def check_end_coalescing(state: State, stmt: EndCoalescing) -> None:
-    if state.group is None:
-        state.fail("a StartCoalescing before", "none", "a group has a start")
-    group, state.group = state.group, None
-    transfers = match_transfers(group, state.ranks, state.loops)
-    reads = [state.read(transfer.send.buffer) for transfer in transfers]
-    writes: list[Known] = []
-    for transfer, sent in zip(transfers, reads, strict=True):
-        if transfer.send.buffer.dtype != transfer.recv.buffer.dtype:
-            state.fail(
-                type_text(transfer.send.buffer),
-                type_text(transfer.recv.buffer),
-                "a receive has the type of its send",
-            )
-        writes.append(state.write(transfer.recv.buffer, sent.shape))
-    _issue(state, stmt.name, InFlight(tuple(reads), tuple(writes)))
 
 
 def check_wait(state: State, stmt: Wait) -> None:

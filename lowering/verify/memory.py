@@ -19,11 +19,7 @@ from jhost.lowering.verify.state import Known, Root, State
 
 
 def check_allocate(state: State, stmt: Allocate) -> None:
-    root = Root(
-        name=stmt.buffer.name,
-        allocated_in_loop=bool(state.loops),
-        zero_init=stmt.zero_init,
-    )
+    root = Root(name=stmt.buffer.name, allocated_in_loop=bool(state.loops))
     state.define(stmt.buffer, stmt.buffer.shape, root)
 
 

@@ -19,8 +19,6 @@ from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.units.evaluate import ArrayType, ChunkAt, Site, unit_types
 from jhost.lowering.verify.communication import (
     check_communicate,
-    check_end_coalescing,
-    check_send_or_recv,
     check_wait,
 )
 from jhost.lowering.verify.control_flow import check_control_flow
@@ -59,14 +57,6 @@ def verify(program: Program, after: str = "", *, is_body: bool = False) -> None:
 def _body(state: State, body: Sequence[ir.Stmt]) -> None:
     for stmt in body:
         state.stmt = stmt
-        if state.group is not None and not isinstance(
-            stmt, ir.Send | ir.Recv | ir.EndCoalescing
-        ):
-            state.fail(
-                "sends and receives",
-                "another statement",
-                "nothing else stands between StartCoalescing and EndCoalescing",
-            )
         _statement(state, stmt)
 
 
@@ -86,12 +76,6 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
             _compute(state, stmt)
         case ir.Communicate():
             check_communicate(state, stmt)
-        case ir.Send() | ir.Recv():
-            check_send_or_recv(state, stmt)
-        case ir.StartCoalescing():
-            state.group = []
-        case ir.EndCoalescing():
-            check_end_coalescing(state, stmt)
         case ir.Wait():
             check_wait(state, stmt)
         case ir.GetCurrentStream() | ir.SetCurrentStream():
@@ -101,8 +85,6 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
             state.check_used(stmt.stream)
         case ir.For():
             _for(state, stmt)
-        case ir.If():
-            _if(state, stmt)
         case ir.Scan() | ir.While() | ir.Cond():
             check_control_flow(state, stmt)
             for body in stmt.bodies:
@@ -162,17 +144,9 @@ def _compute(state: State, stmt: ir.Compute) -> None:
         if type_ is not None and buffer.dtype != type_.dtype:
             _fail_type(state, buffer, buffer.shape, type_)
         shape = buffer.shape if type_ is None else type_.shape
-        if number in sums:
-            _check_accumulator(state, buffer)
+        if number in sums:  # the first result may find a fresh buffer
+            state.look_up(buffer)
         state.write(buffer, shape)
-
-
-def _check_accumulator(state: State, buffer: ir.Buffer) -> None:
-    """The first result may find a fresh buffer, but not in a branch some may skip."""
-    if state.branches:
-        state.read(buffer)
-    else:
-        state.look_up(buffer)
 
 
 def _site(state: State, stmt: ir.Compute) -> Site:
@@ -234,45 +208,3 @@ def _for(state: State, stmt: ir.For) -> None:
             _body(state, stmt.body)
     state.stmt = stmt
     state.check_restored(before, "the loop")
-
-
-def _if(state: State, stmt: ir.If) -> None:
-    """A predicate that all devices agree on picks a branch; else both must hold."""
-    if isinstance(stmt.predicate, ir.Buffer):
-        if state.read(stmt.predicate).shape != ():
-            state.fail(
-                "a scalar", type_text(stmt.predicate), "a predicate is one value"
-            )
-    elif isinstance(value := state.value(stmt.predicate), int):
-        _body(state, stmt.then if value else stmt.otherwise)
-        return
-    for branch in (stmt.then, stmt.otherwise):
-        _check_branch(state, branch)
-        state.branches += 1
-        with state.scope():
-            _body(state, branch)
-        state.branches -= 1
-        state.stmt = stmt
-
-
-_NOT_IN_BRANCH = (
-    ir.Communicate,
-    ir.Send,
-    ir.Recv,
-    ir.StartCoalescing,
-    ir.EndCoalescing,
-    ir.Wait,
-    ir.GetCurrentStream,
-    ir.SetCurrentStream,
-    ir.Synchronize,
-)
-
-
-def _check_branch(state: State, branch: tuple[ir.Stmt, ...]) -> None:
-    for stmt in ir.walk(branch):
-        if isinstance(stmt, _NOT_IN_BRANCH):
-            state.fail(
-                "local work only",
-                type(stmt).__name__,
-                "devices that may branch apart neither communicate nor change streams",
-            )

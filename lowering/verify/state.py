@@ -31,14 +31,12 @@ class Root:
     is_param: bool = False
     allocated_in_loop: bool = False
     freed: bool = False
-    zero_init: bool = False
     writes: list[Region] = dataclasses.field(default_factory=list[Region])
 
     def holds(self, region: Region) -> bool:
         """Whether something of `region` has contents, or it has no elements."""
         return (
             self.is_param
-            or self.zero_init
             or any(region is write or overlap(region, write) for write in self.writes)
             or is_empty(region)
         )
@@ -84,10 +82,8 @@ class State(Machine):
         self.program = program
         self.after = after
         self.known: dict[str, Known] = {}
-        self.branches = 0  # the enclosing Ifs on which devices may disagree
         self.scopes = [Scope()]
         self.in_flight: dict[str, InFlight] = {}
-        self.group: list[ir.Send | ir.Recv] | None = None
         self.stmt: ir.Stmt | None = None
         self.results = {buffer.name for buffer in program.results}
         self.frees = any(

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost import errors
 from jhost._text import bytes_text, counted
-from jhost.lowering.ir.statements import CommunicationKind
-from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.ir.transfers import ScheduledKind, received_bytes
 from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
 
 
@@ -36,7 +35,7 @@ class ScheduledCommunication:
 
     name: str
     operation: str
-    kind: CommunicationKind
+    kind: ScheduledKind
     computation: str
     bytes: int
     values: int
@@ -94,7 +93,7 @@ def parse_schedule(text: str) -> Schedule:
 
 # --- Communications --------------------------------------------------------------- #
 
-_KINDS: Mapping[str, CommunicationKind] = {
+_KINDS: Mapping[str, ScheduledKind] = {
     "all-gather": "AllGather",
     "all-reduce": "AllReduce",
     "reduce-scatter": "ReduceScatter",

@@ -16,6 +16,7 @@ from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.index import Index, LoopIndex, Operand, as_index
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
+    Allocate,
     Buffer,
     Chunk,
     Communicate,
@@ -102,6 +103,12 @@ def compute(
     )
 
 
+def zeros(buffer: Buffer) -> tuple[Stmt, ...]:
+    """Makes a buffer that holds zeros."""
+    made = compute(lambda: jnp.zeros(buffer.shape, buffer.dtype), (), (buffer,))
+    return Allocate(buffer=buffer), made
+
+
 def select(
     out: Buffer,
     source: Buffer,
@@ -133,7 +140,6 @@ def communicate(
     dim: int | None = None,
     source_dim: int | None = None,
     reducer: Reducer | None = None,
-    root: Operand | None = None,
     shift: Operand | None = None,
 ) -> Communicate:
     return Communicate(
@@ -145,7 +151,6 @@ def communicate(
         dim=dim,
         source_dim=source_dim,
         reducer=reducer,
-        root=None if root is None else as_index(root),
         shift=None if shift is None else as_index(shift),
     )
 

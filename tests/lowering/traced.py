@@ -22,7 +22,6 @@ from jhost.lowering.ir.statements import (
     Communicate,
     Compute,
     For,
-    If,
     Select,
     Set,
     SetCurrentStream,
@@ -143,8 +142,6 @@ def _words(stmt: Stmt) -> Iterator[str]:
             yield "Set"
         case For(body=body) if any(True for _ in work(body)):
             yield f"loop({', '.join(work(body))})"
-        case If(then=then):
-            yield from work(then)
         case _:
             pass
 

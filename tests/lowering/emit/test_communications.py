@@ -13,16 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.emit.program import emit
-from jhost.lowering.ir.index import Rank, less
+from jhost.lowering.ir.index import Rank
 from jhost.lowering.ir.statements import (
     Allocate,
-    EndCoalescing,
-    If,
-    Recv,
-    Send,
     Set,
-    StartCoalescing,
     Stmt,
     Wait,
 )
@@ -152,69 +146,6 @@ def test_alltoall(devices: int, direction: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("root", [0, 1])
-def test_broadcast(devices: int, root: int) -> None:
-    mesh, x = mesh_of(tp=devices), integers(devices, 4)
-    x[root, 0] = -0.0
-    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
-    send = communicate("Broadcast", out, source, root=root)
-    wanted = np.tile(x[root], (devices, 1))
-    host_ir = program(mesh, (source,), (out,), send, WAIT)
-    check(host_ir, mesh, (x,), wanted)
-
-
-@devices
-def test_reduce(devices: int) -> None:
-    """The other devices are left with zeros."""
-    mesh = mesh_of(tp=devices)
-    x, source, partial, drop = partial_sums(devices, "sum")
-    total, out = buffer("t: i32[8]"), buffer("y: i32[1@tp, 8]")
-    reduce = communicate("Reduce", total, partial, reducer="sum", root=1)
-    lift = compute(lambda t: t[None], (total,), (out,))
-    wanted = np.zeros((devices, 8), np.int32)
-    wanted[1] = x.sum(0)
-    host_ir = program(mesh, (source,), (out,), drop, reduce, WAIT, lift)
-    check(host_ir, mesh, (x,), wanted)
-
-
-@devices
-def test_gather(devices: int) -> None:
-    mesh, x = mesh_of(tp=devices), integers(devices, 4)
-    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 8]")
-    full = buffer(f"t: f32[{devices}, 4]")
-    gather = communicate("Gather", full, source, dim=0, root=1)
-    host_ir = program(
-        mesh,
-        (source,),
-        (out,),
-        gather,
-        WAIT,
-        compute(lambda t: jnp.tile(t.sum(0), 2)[None], (full,), (out,)),
-    )
-    wanted = np.zeros((devices, 8), np.float32)
-    wanted[1] = np.tile(x.sum(0), 2)
-    check(host_ir, mesh, (x,), wanted)
-
-
-@devices
-def test_scatter(devices: int) -> None:
-    """Only the root's copy counts: device r has x + r."""
-    mesh, x, n = mesh_of(tp=devices), integers(8, 4), 8 // devices
-    source, out = buffer("x: f32[8, 4]"), buffer(f"y: f32[{n}@tp, 4]")
-    rank, mine = buffer("r: f32[1@tp]"), buffer("m: f32[8, 4]")
-    host_ir = program(
-        mesh,
-        (source, rank),
-        (out,),
-        compute(jnp.add, (source, rank), (mine,)),
-        communicate("Scatter", out, mine, dim=0, root=1),
-        WAIT,
-    )
-    ranks = np.arange(devices, dtype=np.float32)
-    check(host_ir, mesh, (x, ranks), x + 1)
-
-
-@devices
 @pytest.mark.parametrize("shift", [0, 1, -1, 3])
 def test_collective_permute(devices: int, shift: int) -> None:
     mesh, x = mesh_of(tp=devices), integers(devices, 4)
@@ -222,73 +153,6 @@ def test_collective_permute(devices: int, shift: int) -> None:
     move = communicate("CollectivePermute", out, source, shift=shift)
     host_ir = program(mesh, (source,), (out,), move, WAIT)
     check(host_ir, mesh, (x,), np.roll(x, shift, axis=0))
-
-
-def exchange(source: Any, out: Any, size: int, shift: int) -> tuple[Stmt, ...]:
-    rank = Rank("tp")
-    return (
-        StartCoalescing(),
-        Recv(buffer=out, axis="tp", peer=(rank - shift) % size),
-        Send(buffer=source, axis="tp", peer=(rank + shift) % size),
-        EndCoalescing(name="c"),
-    )
-
-
-@devices
-def test_send_recv(devices: int) -> None:
-    mesh, x = mesh_of(tp=devices), integers(devices, 4)
-    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
-    host_ir = program(mesh, (source,), (out,), *exchange(source, out, devices, 1), WAIT)
-    check(host_ir, mesh, (x,), np.roll(x, 1, axis=0))
-
-
-@devices
-def test_send_recv_to_itself(devices: int) -> None:
-    """A local copy: no communication is left in the emitted program."""
-    mesh, x = mesh_of(tp=devices), integers(devices, 4)
-    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
-    host_ir = program(mesh, (source,), (out,), *exchange(source, out, devices, 0), WAIT)
-    check(host_ir, mesh, (x,), x)
-    assert "ppermute" not in str(jax.make_jaxpr(emit(host_ir, mesh))(x))
-
-
-@devices
-def test_send_recv_partly_to_itself(devices: int) -> None:
-    """Rank r sends to -r: rank 0 to itself, the others in pairs."""
-    mesh, x = mesh_of(tp=devices), integers(devices, 4)
-    source, out = buffer("x: f32[1@tp, 4]"), buffer("y: f32[1@tp, 4]")
-    peer = (0 - Rank("tp")) % devices
-    host_ir = program(
-        mesh,
-        (source,),
-        (out,),
-        StartCoalescing(),
-        Send(buffer=source, axis="tp", peer=peer),
-        Recv(buffer=out, axis="tp", peer=peer),
-        EndCoalescing(name="c"),
-        WAIT,
-    )
-    check(host_ir, mesh, (x,), x[-np.arange(devices) % devices])
-
-
-def test_a_group_may_send_both_ways() -> None:
-    mesh, x = mesh_of(tp=4), integers(4, 4)
-    source = buffer("x: f32[1@tp, 4]")
-    up, down = buffer("up: f32[1@tp, 4]"), buffer("down: f32[1@tp, 4]")
-    rank = Rank("tp")
-    host_ir = program(
-        mesh,
-        (source,),
-        (up, down),
-        StartCoalescing(),
-        Send(buffer=source, axis="tp", peer=(rank + 1) % 4),
-        Send(buffer=source, axis="tp", peer=(rank - 1) % 4),
-        Recv(buffer=down, axis="tp", peer=(rank + 1) % 4),
-        Recv(buffer=up, axis="tp", peer=(rank - 1) % 4),
-        EndCoalescing(name="c"),
-        WAIT,
-    )
-    check(host_ir, mesh, (x,), np.roll(x, 1, axis=0), np.roll(x, -1, axis=0))
 
 
 # --- Meshes of two axes --------------------------------------------------------- #
@@ -337,15 +201,12 @@ def test_mesh_2d_alltoall(axes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
-@pytest.mark.parametrize("kind", ["CollectivePermute", "Broadcast"])
-def test_mesh_2d_permute_and_broadcast(axes: tuple[str, ...], kind: Any) -> None:
+def test_mesh_2d_permute(axes: tuple[str, ...]) -> None:
     mesh, x, spread = mesh_of(dp=2, tp=4), integers(8, 4), f"({', '.join(axes)})"
     source, out = buffer(f"x: f32[1@{spread}, 4]"), buffer(f"y: f32[1@{spread}, 4]")
-    permutes = kind == "CollectivePermute"
-    shift, root = (3, None) if permutes else (None, 5)
-    move = communicate(kind, out, source, axes, shift=shift, root=root)
-    wanted = np.roll(x, 3, axis=0) if permutes else np.tile(x[5], (8, 1))
-    check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), wanted)
+    move = communicate("CollectivePermute", out, source, axes, shift=3)
+    host_ir = program(mesh, (source,), (out,), move, WAIT)
+    check(host_ir, mesh, (x,), np.roll(x, 3, axis=0))
 
 
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
@@ -363,31 +224,6 @@ def test_two_axes_trade_places_beside_a_third(axes: tuple[str, ...]) -> None:
     source, out = buffer("x: f32[1@(ep, dp), 3]"), buffer("y: f32[1@(ep, tp), 3]")
     move = communicate("SwapAxes", out, source, axes)
     check(program(mesh, (source,), (out,), move, WAIT), mesh, (x,), x)
-
-
-def test_mesh_2d_send_recv_along_one_axis() -> None:
-    mesh, x = mesh_of(dp=2, tp=4), integers(2, 4, 3)
-    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@dp, 1@tp, 3]")
-    host_ir = program(mesh, (source,), (out,), *exchange(source, out, 4, 1), WAIT)
-    check(host_ir, mesh, (x,), np.roll(x, 1, axis=1))
-
-
-def test_mesh_2d_send_recv_whose_peers_differ_by_the_other_axis() -> None:
-    mesh, x = mesh_of(dp=2, tp=4), integers(2, 4, 3)
-    source, out = buffer("x: f32[1@dp, 1@tp, 3]"), buffer("y: f32[1@dp, 1@tp, 3]")
-    rank, by = Rank("tp"), Rank("dp") + 1
-    host_ir = program(
-        mesh,
-        (source,),
-        (out,),
-        StartCoalescing(),
-        Send(buffer=source, axis="tp", peer=(rank + by) % 4),
-        Recv(buffer=out, axis="tp", peer=(rank - by) % 4),
-        EndCoalescing(name="c"),
-        WAIT,
-    )
-    wanted = np.stack([np.roll(x[0], 1, axis=0), np.roll(x[1], 2, axis=0)])
-    check(host_ir, mesh, (x,), wanted)
 
 
 # --- Several at once ------------------------------------------------------------- #
@@ -439,14 +275,11 @@ def test_a_communication_may_be_waited_for_in_the_next_iteration() -> None:
     step = (
         select(now, slots, 0, I, 1, drop=True),
         select(then, slots, 0, I + 1, 1, drop=True),
-        StartCoalescing(),
-        Send(buffer=now, axis="tp", peer=(rank + 1) % 4),
-        Recv(buffer=then, axis="tp", peer=(rank - 1) % 4),
-        EndCoalescing(name="ring"),
+        communicate("CollectivePermute", then, now, shift=1, name="ring"),
         select(chunk, out, 0, (rank - I) % 4 * 2, 2),
         compute(jnp.matmul, (now, weight), (chunk,)),
     )
-    first = buffer("first: f32[2, 4]")
+    first, sent = buffer("first: f32[2, 4]"), buffer("sent: f32[2, 4]")
     host_ir = program(
         mesh,
         (source, weight),
@@ -455,11 +288,8 @@ def test_a_communication_may_be_waited_for_in_the_next_iteration() -> None:
         Allocate(buffer=out),
         select(first, slots, 0, 0, 1, drop=True),
         Set(out=first, source=source),
-        loop(
-            3,
-            If(predicate=less(0, I), then=(Wait(communication="ring"),)),
-            *step,
-        ),
+        communicate("CollectivePermute", sent, first, shift=0, name="ring"),
+        loop(3, Wait(communication="ring"), *step),
         Wait(communication="ring"),
         select(now, slots, 0, 3, 1, drop=True),
         select(chunk, out, 0, (rank + 1) % 4 * 2, 2),

@@ -17,14 +17,13 @@ from jax.sharding import Mesh
 from jhost.errors import VerifyError
 from jhost.lowering.emit.program import emit
 from jhost.lowering.interpret.program import interpret
-from jhost.lowering.ir.index import Rank, as_index, equals, minimum
+from jhost.lowering.ir.index import Rank, as_index, minimum
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Allocate,
     Chunk,
     Compute,
     GetCurrentStream,
-    If,
     Reshard,
     Set,
     SetCurrentStream,
@@ -40,7 +39,6 @@ from jhost.lowering.verify.program import verify
 from tests.lowering.hand_built import (
     MAIN,
     I,
-    J,
     buffer,
     check,
     communicate,
@@ -51,6 +49,7 @@ from tests.lowering.hand_built import (
     program,
     select,
     stream,
+    zeros,
 )
 
 TP = Rank("tp")
@@ -160,7 +159,7 @@ def test_what_was_written_is_read_back_without_a_copy() -> None:
         (x,),
         (z,),
         Allocate(buffer=y),
-        Allocate(buffer=z, zero_init=True),
+        Allocate(buffer=z),
         loop(
             4,
             select(x_i, x, 0, at, 2),
@@ -181,13 +180,13 @@ def test_what_was_written_is_read_back_without_a_copy() -> None:
     assert not found["concatenate"]
 
 
-def test_the_first_sum_into_zeros_needs_no_zeros() -> None:
+def test_the_first_sum_needs_no_zeros() -> None:
     x, y, x_i = buffer("x: f32[8, 4]"), buffer("y: f32[4]"), buffer("x_i: f32[4]")
     host_ir = program(
         mesh_of(),
         (x,),
         (y,),
-        Allocate(buffer=y, zero_init=True),
+        Allocate(buffer=y),
         loop(
             8,
             select(x_i, x, 0, I, drop=True),
@@ -200,18 +199,6 @@ def test_the_first_sum_into_zeros_needs_no_zeros() -> None:
     assert not found["broadcast_in_dim"]
 
 
-def test_the_first_product_into_zeros_is_zero() -> None:
-    x, y = buffer("x: f32[8, 4]"), buffer("y: f32[8, 4]")
-    host_ir = program(
-        mesh_of(),
-        (x,),
-        (y,),
-        Allocate(buffer=y, zero_init=True),
-        compute(jnp.square, (x,), (y,), reducer="prod"),
-    )
-    check(host_ir, mesh_of(), (X,), np.zeros_like(X))
-
-
 def test_a_write_into_a_part_of_a_part_is_merged_into_one_update() -> None:
     x, y = buffer("x: f32[1, 4]"), buffer("y: f32[8, 4]")
     half, row = buffer("half: f32[4, 4]"), buffer("row: f32[1, 4]")
@@ -219,7 +206,7 @@ def test_a_write_into_a_part_of_a_part_is_merged_into_one_update() -> None:
         mesh_of(tp=4),
         (x,),
         (y,),
-        Allocate(buffer=y, zero_init=True),
+        *zeros(y),
         select(half, y, 0, 4, 4),
         select(row, half, 0, TP, 1),
         Set(out=row, source=x),
@@ -415,81 +402,6 @@ def test_xla_keeps_the_chunks_apart() -> None:
     text = jax.jit(emit(rows(), mesh_of(tp=4))).lower(X, W).compile().as_text()
     assert text is not None
     assert text.count(" dot(") + text.count("__onednn$matmul") == 4
-
-
-# --- Control --------------------------------------------------------------------- #
-
-
-def test_a_branch_by_rank_is_a_cond_over_what_it_writes() -> None:
-    mesh = mesh_of(tp=4)
-    x, y, z = (
-        buffer("x: f32[8, 4]"),
-        buffer("y: f32[8@tp, 4]"),
-        buffer("z: f32[8@tp, 4]"),
-    )
-    first = buffer("first: f32[1@tp, 4]")
-    host_ir = program(
-        mesh,
-        (x,),
-        (y, z),
-        compute(jnp.copy, (x,), (y,)),
-        compute(jnp.negative, (x,), (z,)),
-        If(
-            predicate=equals(TP % 2, 0),
-            then=(
-                select(first, y, 0, TP, 1),
-                compute(lambda x: x + 100, (first,), (first,)),
-            ),
-            otherwise=(compute(lambda x: x * 2, (z,), (z,)),),
-        ),
-    )
-    y_wanted, z_wanted = np.stack([X] * 4), np.stack([-X] * 4)
-    y_wanted[0, 0] += 100
-    y_wanted[2, 2] += 100
-    z_wanted[1::2] *= 2
-    check(host_ir, mesh, (X,), y_wanted.reshape(-1, 4), z_wanted.reshape(-1, 4))
-    (cond,) = [e for e in equations(host_ir, mesh, X) if e.primitive.name == "cond"]
-    assert [shape_of(v) for v in cond.outvars] == [(8, 4), (8, 4)]
-
-
-@pytest.mark.parametrize("value", [0, 3])
-def test_a_branch_by_value(value: int) -> None:
-    x, p, y = buffer("x: f32[8, 4]"), buffer("p: i32[]"), buffer("y: f32[8, 4]")
-    host_ir = program(
-        mesh_of(),
-        (x, p),
-        (y,),
-        Set(out=y, source=x),
-        If(predicate=p, then=(compute(jnp.negative, (y,), (y,)),)),
-    )
-    check(host_ir, mesh_of(), (X, np.int32(value)), -X if value else X)
-
-
-def test_a_branch_in_a_loop_is_ordered_and_leaves_nothing_behind() -> None:
-    x, p, y = buffer("x: f32[8, 4]"), buffer("p: i32[]"), buffer("y: f32[8, 4]")
-    t, row = buffer("t: f32[1, 4]"), buffer("row: f32[1, 4]")
-    host_ir = program(
-        mesh_of(),
-        (x, p),
-        (y,),
-        Set(out=y, source=x),
-        loop(
-            2,
-            loop(
-                2,
-                select(row, y, 0, I * 2 + J),
-                If(
-                    predicate=p,
-                    then=(compute(jnp.negative, (row,), (t,)), Set(out=row, source=t)),
-                    otherwise=(compute(lambda x: x + 1, (row,), (row,)),),
-                ),
-                index=J,
-            ),
-        ),
-    )
-    for value in (0, 1):
-        wanted = np.concatenate([-X[:4] if value else X[:4] + 1, X[4:]])
-        check(host_ir, mesh_of(), (X, np.int32(value)), wanted)
 
 
 # --- The whole -------------------------------------------------------------------- #

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jhost.lowering.ir.index import Rank, as_index, equals, minimum
+from jhost.lowering.ir.index import Rank, as_index, minimum
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, ShardMark, StreamRequest
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.statements import (
@@ -17,14 +17,9 @@ from jhost.lowering.ir.statements import (
     Chunk,
     Compute,
     Deallocate,
-    EndCoalescing,
     GetCurrentStream,
-    If,
-    Recv,
-    Send,
     Set,
     SetCurrentStream,
-    StartCoalescing,
     Synchronize,
     Wait,
 )
@@ -101,7 +96,7 @@ def test_every_statement(golden: Golden) -> None:
                 (x,),
                 (y, acc),
                 Allocate(buffer=y),
-                Allocate(buffer=acc, zero_init=True),
+                Allocate(buffer=acc),
                 select(a, y, 0, (tp + 1) % 4, drop=True),
                 select(b, y, 0, I * 3, minimum(3, 4 - I * 3)),
                 Set(out=a, source=c),
@@ -112,16 +107,9 @@ def test_every_statement(golden: Golden) -> None:
                     (a,),
                     chunk=Chunk(start=I, size=as_index(1), extent=4, groups=2),
                 ),
-                StartCoalescing(),
-                Send(buffer=a, axis="tp", peer=(tp + 1) % 4),
-                Recv(buffer=r, axis="tp", peer=(tp - 1) % 4),
-                EndCoalescing(name="ring"),
+                communicate("CollectivePermute", r, a, shift=1, name="ring"),
                 Wait(communication="ring"),
-                If(
-                    predicate=equals(tp, 0),
-                    then=(Set(out=c, source=r),),
-                    otherwise=(Set(out=c, source=a), Set(out=a, source=r)),
-                ),
+                Set(out=c, source=r),
             )
         )
     )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.scopes import Origin, origin_of, statement_texts
-from jhost.lowering.ir.statements import Communicate, Compute, EndCoalescing, walk
+from jhost.lowering.ir.statements import Communicate, Compute, walk
 
 
 def lowered(make_mesh: Callable[..., Mesh], pipeline: Any) -> Any:
@@ -38,7 +38,7 @@ def test_what_works_leaves_its_scope_in_the_compiled_module(
     found = origins(low.compile().as_text())
     stmts = list(walk(low.host_ir.body))
     for place, stmt in enumerate(stmts):
-        if isinstance(stmt, Compute | Communicate | EndCoalescing):
+        if isinstance(stmt, Compute | Communicate):
             assert any(origin.statement == place for origin in found), stmt
     assert {origin.statement for origin in found} <= set(range(len(stmts) + 1))
 

@@ -24,7 +24,6 @@ from jhost.lowering.ir.statements import (
     Buffer,
     Deallocate,
     GetCurrentStream,
-    If,
     Set,
     SetCurrentStream,
     Stmt,
@@ -44,6 +43,7 @@ from tests.lowering.hand_built import (
     program,
     select,
     stream,
+    zeros,
 )
 
 Golden = Callable[..., None]
@@ -67,7 +67,7 @@ def test_alias_of_an_alias(golden: Golden) -> None:
     host_ir = single_device(
         (x,),
         (y, z),
-        Allocate(buffer=y, zero_init=True),
+        *zeros(y),
         select(half, y, 0, 4, 4),
         select(quarter, half, 0, 2, 2),
         Set(out=quarter, source=x),
@@ -141,16 +141,16 @@ def test_preallocated_outputs(operation: str, into: str) -> None:
     params = [buffer(f"x{k}: f32[{dims_text(s)}]") for k, s in enumerate(shapes)]
     args = [integers(*shape, seed=k) for k, shape in enumerate(shapes)]
     y, out = buffer("y: f32[8, 4]"), buffer("y: f32[8, 4]")
-    make: tuple[Stmt, ...] = (Allocate(buffer=y, zero_init=True),)
+    make: tuple[Stmt, ...] = zeros(y)
     wanted = np.asarray(jax.jit(fun)(*args))
     if into == "alias":
         y, out = buffer("y: f32[8, 3, 4]"), buffer("part: f32[8, 4]")
         make = (
-            Allocate(buffer=y, zero_init=True),
+            *zeros(y),
             select(out, y, 1, 1, drop=True),
         )
-        zeros = np.zeros_like(wanted)
-        wanted = np.stack([zeros, wanted, zeros], axis=1)
+        rest = np.zeros_like(wanted)
+        wanted = np.stack([rest, wanted, rest], axis=1)
     work = compute(fun, params, (out,))
     if operation == "Set":
         work = Set(out=out, source=params[0])
@@ -201,18 +201,6 @@ def test_inplace_update_in_loop() -> None:
     check(host_ir, NO_MESH, args, np.full((2, 3), 9, np.float32))
 
 
-@pytest.mark.parametrize("predicate", [True, False])
-def test_if_then_else(predicate: bool) -> None:
-    """x += 1 twice if true, once if false."""
-    x, p, y = buffer("x: f32[4]"), buffer("p: bool[]"), buffer("y: f32[4]")
-    add = compute(lambda y: y + 1, (y,), (y,))
-    branch = If(predicate=p, then=(add, add), otherwise=(add,))
-    host_ir = single_device((x, p), (y,), Set(out=y, source=x), branch)
-    value = integers(4)
-    args = (value, np.bool_(predicate))
-    check(host_ir, NO_MESH, args, value + (2 if predicate else 1))
-
-
 def test_add_in_loop() -> None:
     """[5, 6] in three chunks of columns, from the second on: the first stays zero."""
     x, y = buffer("x: f32[5, 6]"), buffer("y: f32[5, 6]")
@@ -221,7 +209,7 @@ def test_add_in_loop() -> None:
     host_ir = single_device(
         (x,),
         (y,),
-        Allocate(buffer=y, zero_init=True),
+        *zeros(y),
         loop(
             2,
             select(x_i, x, 1, at, 2),
