@@ -14,10 +14,9 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import config, core, dispatch
-from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, batching, mlir, pxla
-from jax._src.sharding_impls import SPMDAxisContext
+from jax.extend.backend import get_default_device
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def _in_dtypes(
     *args: Any,
     **params: Any,
 ) -> list[Any]:
-    results = types(*map(core.typeof, args), **params)
+    results = types(*map(jax.typeof, args), **params)
     made = zip(fun(*args, **params), results, strict=True)
     return [lax.convert_element_type(x, result.dtype) for x, result in made]
 
@@ -100,14 +99,14 @@ def _lower_to_kernels(
 
 def _has_tensor_cores() -> bool:
     """Whether Pallas compiles for a GPU with compute capability 8.0 at least."""
-    device = pxla.get_default_device()
+    device = get_default_device()
     return device.platform == "gpu" and float(device.compute_capability) >= 8
 
 
 def _is_on_one_device(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether operands are one device's: of one that there is, or under manual axes."""
     context = ctx.module_context.axis_context
-    if isinstance(context, SPMDAxisContext):
+    if isinstance(context, mlir.SPMDAxisContext):
         split = set(context.mesh.axis_names) - context.manual_axes
         return all(context.mesh.shape[axis] == 1 for axis in split)
     return context.num_devices == 1
@@ -147,7 +146,7 @@ def def_jvp(prim: Primitive, rule: Callable[..., Any]) -> None:
     """
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        given = [None if isinstance(t, Zero) else t for t in tangents]
+        given = [None if isinstance(t, ad.Zero) else t for t in tangents]
         return rule(primals, given, **params)
 
     ad.primitive_jvps[prim] = jvp
@@ -163,10 +162,10 @@ def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
     def transpose(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
         unknown = [ad.is_undefined_primal(arg) for arg in args]
         known = [None if u else x for u, x in zip(unknown, args, strict=True)]
-        given = [None if isinstance(ct, Zero) else ct for ct in cotangents]
+        given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
         if all(ct is None for ct in given):
             pairs = zip(unknown, args, strict=True)
-            return [Zero(x.aval) if wanted else None for wanted, x in pairs]
+            return [ad.Zero(x.aval) if wanted else None for wanted, x in pairs]
         made = iter(rule(given, *known, **params))
         return [
             lax.convert_element_type(next(made), x.aval.dtype) if wanted else None

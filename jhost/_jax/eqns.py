@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax._src import core
-from jax._src.core import AbstractValue, ShapedArray
-from jax._src.interpreters import partial_eval
+from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
@@ -22,14 +22,14 @@ else:
 Atom: TypeAlias = Var | Literal
 
 
-def close(jaxpr: Any) -> ClosedJaxpr:
-    """The closed form of a jaxpr out of an equation's parameters.
+def close(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """The closed form of a jaxpr out of an equation's parameters, with its `consts`.
 
     A closed jaxpr has `eqns`, `invars`, `outvars`, `constvars`, `consts`, `in_avals`,
     `out_avals`, `effects` and `debug_info` on every JAX.  On 0.10 some parameters (of
     `remat`, of `shard_map`) are open, and have no `consts`.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, consts)
 
 
 def fresh_var(aval: AbstractValue) -> Var:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
-from jax._src import core
-from jax._src.core import ShapedArray
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry_prng_impl
 
@@ -20,7 +20,7 @@ from jhost._jax.eqns import Atom, ClosedJaxpr
 
 def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program, equation by equation."""
-    return core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+    return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
 def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
         lax.convert_element_type_p.bind(
             value, new_dtype=value.dtype, weak_type=True, sharding=None
         )
-        if aval.weak_type and not core.typeof(value).weak_type
+        if aval.weak_type and not jax.typeof(value).weak_type
         else value
         for value, aval in zip(values, avals, strict=True)
     )

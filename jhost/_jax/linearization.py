@@ -13,6 +13,7 @@ from typing import Any
 
 from jax import tree
 from jax.extend.core import Primitive
+from jax.interpreters.ad import instantiate_zeros
 
 from jhost._jax.split import (
     Refine,
@@ -67,7 +68,7 @@ def _linearize(
     def tangents_out(
         residuals: Sequence[Any], structured: Any, tangents: Sequence[Any]
     ) -> list[Any]:
-        given = [_ad.instantiate_zeros(t) for t in keep(tangents, nonzeros)]
+        given = [instantiate_zeros(t) for t in keep(tangents, nonzeros)]
         operands = [*residuals, *given, *tree.leaves(structured)]
         node = _ad.vjp_node(prim) if is_vjp and hasattr(_ad, "vjp_node") else prim
         results = node.bind(*operands, call_jaxpr=split.second, **behind)

@@ -12,9 +12,11 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from jax._src import config, source_info_util
+import jax
+from jax._src import source_info_util as private_source_info
 from jax._src.compute_on import extend_compute_type
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 # The user's line must never be one of ours, but in the demo, which is a user itself.
@@ -23,7 +25,7 @@ _HERE = os.path.dirname(os.path.dirname(__file__))
 for _folder in (_HERE, *(os.path.join(_HERE, n) for n in ("lowering", "runtime"))):
     source_info_util.register_exclusion(os.path.realpath(_folder) + os.sep)
     source_info_util.register_exclusion(_folder + os.sep)
-source_info_util.register_inclusion(os.path.join(_HERE, "_commands", "block.py"))
+private_source_info.register_inclusion(os.path.join(_HERE, "_commands", "block.py"))
 
 
 NO_LINE = "an unknown line"
@@ -36,7 +38,7 @@ def source_line(eqn: JaxprEqn) -> str:
     A line of a library is followed by the user's own: `linear.py:7 (call) from
     model.py:12 (mlp)`.
     """
-    first = source_info_util.user_frame(eqn.source_info.traceback)
+    first = private_source_info.user_frame(eqn.source_info.traceback)
     if first is None:
         return NO_LINE
     own = _own_frame(eqn)
@@ -73,20 +75,20 @@ def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
 
     JAX keeps no lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
     """
-    if source_info_util.user_frame(eqn.source_info.traceback) is not None:
+    if private_source_info.user_frame(eqn.source_info.traceback) is not None:
         return eqn
     traceback = call.source_info.traceback
     return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
 
 
-def _own_frame(eqn: JaxprEqn) -> source_info_util.Frame | None:
+def _own_frame(eqn: JaxprEqn) -> private_source_info.Frame | None:
     """The innermost frame of the user's that is no library's."""
     traceback = eqn.source_info.traceback
-    frame = source_info_util.user_frame(traceback)
+    frame = private_source_info.user_frame(traceback)
     if frame is None or not _is_library(frame.file_name):
         return frame
     # Only here: the first frame is in a cache of JAX's, the others are not.
-    frames = source_info_util.user_frames(traceback)
+    frames = private_source_info.user_frames(traceback)
     return next((each for each in frames if not _is_library(each.file_name)), None)
 
 
@@ -94,7 +96,7 @@ def _is_library(file: str) -> bool:
     return any(f"{os.sep}{name}-packages{os.sep}" in file for name in ("site", "dist"))
 
 
-def _line_text(frame: source_info_util.Frame) -> str:
+def _line_text(frame: private_source_info.Frame) -> str:
     file = file_title(frame.file_name)
     return f"{file}:{frame.start_line} ({frame.function_name})"
 
@@ -121,8 +123,8 @@ def user_context(eqn: JaxprEqn) -> Generator[None]:
             source_info_util.user_context(source.traceback, name_stack=names)
         )
         by_place = eqn.ctx.threefry_partitionable
-        if by_place != config.threefry_partitionable.value:
-            stack.enter_context(config.threefry_partitionable(by_place))
+        if by_place != jax.threefry_partitionable.value:
+            stack.enter_context(jax.threefry_partitionable(by_place))
         if eqn.ctx.compute_type:
             stack.enter_context(extend_compute_type(eqn.ctx.compute_type))
         if eqn.ctx.xla_metadata:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax import lax
-from jax._src.core import ShapedArray
+from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 

@@ -14,7 +14,10 @@ from functools import partial
 from importlib import import_module, util
 from typing import Any
 
-from jax.extend.core import Literal, Primitive
+from jax.extend import source_info_util
+from jax.extend.core import Literal, Primitive, Var
+from jax.extend.core.primitives import closed_call_p
+from jax.interpreters import partial_eval
 
 from jhost._jax.eqns import rewritten
 from jhost._jax.split import (
@@ -32,12 +35,11 @@ from jhost._jax.split import (
 _core: Any = import_module("jax._src.core")
 _effects: Any = import_module("jax._src.effects")
 _partial_eval: Any = import_module("jax._src.interpreters.partial_eval")
-_source_info_util: Any = import_module("jax._src.source_info_util")
 _has_remat = util.find_spec("jax._src.interpreters.remat") is not None
 _remat: Any = import_module("jax._src.interpreters.remat") if _has_remat else None
 
 
-_JAX_CALL = getattr(_core, "eval_jaxpr_p", None) or _core.closed_call_p  # of 0.10
+_JAX_CALL = getattr(_core, "eval_jaxpr_p", None) or closed_call_p  # of 0.10
 """A call primitive of JAX's own, with the same name for its parameter."""
 
 
@@ -51,10 +53,10 @@ def register_partial_evaluation(
         refine: is asked about every pair of programs, before they are called.
         rename: gives the parameters of each of the two.
     """
-    _partial_eval.custom_partial_eval_rules[prim] = partial(
+    partial_eval.custom_partial_eval_rules[prim] = partial(
         _partially_eval, prim, refine, rename
     )
-    rules = _partial_eval.partial_eval_jaxpr_custom_rules
+    rules = partial_eval.partial_eval_jaxpr_custom_rules
     rules[prim] = partial(_split_eqn, refine, rename, rules[_JAX_CALL])
     if _remat and hasattr(_remat, "rules"):  # from 0.12 on
         _remat.rules[prim] = partial(_rematerialize, prim, refine, rename)
@@ -99,11 +101,11 @@ def _stage(
     """One equation with unknown operands, as `JaxprTrace` keeps them."""
     jaxpr = params["call_jaxpr"]
     results = [
-        _partial_eval.JaxprTracer(trace, _partial_eval.PartialVal.unknown(aval), None)
+        partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(aval), None)
         for aval in jaxpr.out_avals
     ]
     effects = _core.positional_effects(jaxpr)
-    source = _source_info_util.current()
+    source = source_info_util.current()
     recipe = _partial_eval.new_eqn_recipe(
         trace, tracers, results, prim, params, effects, source
     )
@@ -143,7 +145,7 @@ def _split_eqn(
         names=tuple(names.get(id(var), "") for var in known.invars),
     )
     split = refine(split, **params)
-    made = map(_core.Var, split.first.out_avals[split.kept :])
+    made = map(Var, split.first.out_avals[split.kept :])
     results = [*known.outvars[: split.kept], *made]
     taken = handed_over(split, (), results, known.invars)
     known = known.replace(

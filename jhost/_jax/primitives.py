@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.extend.core
-from jax._src import checkify, core
-from jax._src.ad_util import Zero
-from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src import checkify
+from jax._src.interpreters import ad as private_ad
 from jax.experimental import jet
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jhost import errors
 from jhost._jax.eqns import ClosedJaxpr
@@ -90,7 +90,7 @@ def def_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
     """
     _register_split(prim, refine, rename)
     derived: list[tuple[dict[Any, Any], Derivation]] = [
-        (ad.fancy_transposes, "backward"),
+        (private_ad.fancy_transposes, "backward"),
         (batching.fancy_primitive_batchers, "batched"),
     ]
     for rules, how in derived:
@@ -115,12 +115,12 @@ def _names_of_transposed(
 ) -> tuple[str, ...]:
     """Those of what it is linear in are gone; cotangents of its results follow."""
     pairs = zip(args, operand_names(jaxpr), strict=True)
-    kept = [name for arg, name in pairs if not isinstance(arg, ad.GradAccum)]
+    kept = [name for arg, name in pairs if not isinstance(arg, private_ad.GradAccum)]
     one = len(cotangents) == 1
     given = [
         f"the cotangent of {'the result' if one else f'result {number}'}"
         for number, cotangent in enumerate(cotangents)
-        if not isinstance(cotangent, Zero)
+        if not isinstance(cotangent, ad.Zero)
     ]
     return (*kept, *given)
 
@@ -141,7 +141,7 @@ def _checkify_call(
     (*context, error, enabled), values = args[: count + 2], args[count + 2 :]
     error_values, error_tree = jax.tree.flatten(error)
     operands = (*error_values, *values)
-    avals = map(core.typeof, operands)
+    avals = map(jax.typeof, operands)
     checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
         *context, call_jaxpr, enabled, error_tree, *avals
     )

@@ -11,11 +11,9 @@ import dataclasses
 import itertools
 import typing
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, TypeAlias
 
-# By name, not by `import`: a type checker sees the newest JAX, where these differ.
-_ad: Any = import_module("jax._src.interpreters.ad")
+from jax.interpreters.ad import Zero
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +131,6 @@ def with_zeros(
     """Fills in the symbolic zero tangents that a call neither takes nor returns."""
     given = iter(tangents)
     return [
-        next(given) if nonzero else _ad.Zero(aval.to_tangent_aval())
+        next(given) if nonzero else Zero(aval.to_tangent_aval())
         for nonzero, aval in zip(nonzeros, jaxpr.out_avals, strict=True)
     ]

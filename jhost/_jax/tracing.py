@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax._src import api_util, core
-from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
+from jax.core import ShapedArray, Tracer
+from jax.interpreters.ad import JVPTrace
 from jax.sharding import PartitionSpec
 
 from jhost._jax.eqns import ClosedJaxpr
@@ -142,17 +143,17 @@ def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
 def is_tracing(*values: Any) -> bool:
     """Whether any of the values is a tracer, of whatever transform."""
     # By type: every call asks this, and a tree may have thousands of leaves.
-    return any(issubclass(kind, core.Tracer) for kind in set(map(type, values)))
+    return any(issubclass(kind, Tracer) for kind in set(map(type, values)))
 
 
 def is_reference(value: Any) -> bool:
     """Whether a value is a reference to an array, that can be written to."""
-    may_be = isinstance(value, core.Ref | core.Tracer)
-    return may_be and not isinstance(core.typeof(value), ShapedArray)
+    may_be = isinstance(value, jax.Ref | Tracer)
+    return may_be and not isinstance(jax.typeof(value), ShapedArray)
 
 
 # These hand the primal computation on to the trace below them as it happens.
-_TRANSPARENT = (core.EvalTrace, ad.JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
+_TRANSPARENT = (core.EvalTrace, JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
 
 
 def under_outer_trace() -> bool:

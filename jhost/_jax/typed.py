@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core, linear_util
-from jax._src.ad_util import SymbolicZero, Zero
-from jax._src.core import AbstractValue, ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax._src import linear_util
+from jax.core import AbstractValue, ShapedArray, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+from jax.interpreters.ad import Zero
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jhost import errors
@@ -99,7 +100,7 @@ class _Untyped:
             list(map(self.define, eqn.outvars)),
         )
         with _outside_types(eqn, self.mesh):
-            new = core.new_jaxpr_eqn(
+            new = new_jaxpr_eqn(
                 ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
             )
         self.eqns.append(new)
@@ -191,9 +192,7 @@ class _Rules:
             typed = [None if array is None else kind for array, kind in pairs]
             jaxpr = untyped(jax.make_jaxpr(traced)(typed), self.mesh)
         ((leaves, tree),) = held
-        made = iter(
-            core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays))
-        )
+        made = iter(eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(arrays)))
         return jax.tree.unflatten(
             tree,
             [

@@ -12,9 +12,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import jax
 from jax import tree
+from jax.errors import JaxprTypeError
 from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core.primitives import closed_call_p
+from jax.interpreters import ad, batching, partial_eval
 
+from jhost._jax.caches import cached_by_jaxpr
+from jhost._jax.eqns import close
 from jhost._jax.split import keep, with_zeros
 
 # By name, not by `import`: a type checker sees the newest JAX, where these differ.
@@ -22,8 +28,6 @@ _ad: Any = import_module("jax._src.interpreters.ad")
 _batching: Any = import_module("jax._src.interpreters.batching")
 _core: Any = import_module("jax._src.core")
 _linear_util: Any = import_module("jax._src.linear_util")
-_partial_eval: Any = import_module("jax._src.interpreters.partial_eval")
-_util: Any = import_module("jax._src.util")
 
 
 def register_call_primitive_rules(prim: Primitive) -> None:
@@ -38,10 +42,10 @@ def register_call_primitive_rules(prim: Primitive) -> None:
     prim.def_impl(_evaluate)
     prim.def_effectful_abstract_eval(_abstract_eval)
     _core.custom_typechecks[prim] = _typecheck
-    _ad.primitive_jvps[prim] = partial(_jvp, prim)
+    ad.primitive_jvps[prim] = partial(_jvp, prim)
     _ad.fancy_transposes[prim] = partial(_transpose, prim)
-    _batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
-    _partial_eval.dce_rules[prim] = _partial_eval.dce_rules[_core.closed_call_p]
+    batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
+    partial_eval.dce_rules[prim] = partial_eval.dce_rules[closed_call_p]
 
 
 def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:
@@ -55,7 +59,7 @@ def _abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
 def _typecheck(_: Any, *atoms: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
     pairs = zip(call_jaxpr.in_avals, atoms, strict=True)
     if not all(_core.typecompat(aval, atom.aval) for aval, atom in pairs):
-        raise _core.JaxprTypeError("call_jaxpr does not fit its operands")
+        raise JaxprTypeError("call_jaxpr does not fit its operands")
     return call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)
 
 
@@ -67,12 +71,12 @@ def _jvp(
     call_jaxpr: Any,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    nonzeros = [not isinstance(t, _ad.Zero) for t in tangents]
+    nonzeros = [not isinstance(t, ad.Zero) for t in tangents]
     jvp_jaxpr, nonzeros_out = _ad.jvp_jaxpr(call_jaxpr, nonzeros, False)
     operands = [*primals, *keep(tangents, nonzeros)]
     results = prim.bind(*operands, call_jaxpr=jvp_jaxpr, **params)
-    primals_out, tangents_out = _util.split_list(results, [len(nonzeros_out)])
-    return primals_out, with_zeros(call_jaxpr, nonzeros_out, tangents_out)
+    count = len(nonzeros_out)
+    return results[:count], with_zeros(call_jaxpr, nonzeros_out, results[count:])
 
 
 def _transpose(
@@ -84,7 +88,7 @@ def _transpose(
 ) -> None:
     known, specs = _ad.project_accums(args)
     operands, in_tree = tree.flatten((known, cotangents))
-    avals = tuple(_core.typeof(x) for x in operands)
+    avals = tuple(jax.typeof(x) for x in operands)
     transposed, out_tree = _transpose_jaxpr(call_jaxpr, in_tree, avals, specs)
     results = prim.bind(*operands, call_jaxpr=transposed, **params)
     for arg, cotangent in zip(args, tree.unflatten(out_tree, results), strict=True):
@@ -108,13 +112,13 @@ def _transpose_jaxpr_uncached(
 
     debug_info = jaxpr.debug_info.with_unknown_names()
     fun = _linear_util.wrap_init(transposed, debug_info=debug_info)
-    open_jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(fun, avals)
-    return _core.ClosedJaxpr(open_jaxpr, consts), out_trees[0]
+    open_jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(fun, avals)
+    return close(open_jaxpr, consts), out_trees[0]
 
 
 # Cached, as JAX's own: the same program must transpose to the same object, because
 # compilations are cached by it.
-_transpose_jaxpr = _util.weakref_lru_cache(_transpose_jaxpr_uncached)
+_transpose_jaxpr = cached_by_jaxpr(_transpose_jaxpr_uncached)
 
 
 def _batch(

@@ -1,0 +1,118 @@
+"""How many of JAX's private names jhost uses: few, and none that has a public twin."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator
+from importlib import import_module, util
+from pathlib import Path
+
+import jhost._jax
+
+MOST = 48
+"""It may only become smaller: each of these may go with the next JAX."""
+
+PUBLIC = (
+    "jax",
+    "jax.core",
+    "jax.custom_derivatives",
+    "jax.errors",
+    "jax.extend.backend",
+    "jax.extend.core",
+    "jax.extend.core.primitives",
+    "jax.extend.source_info_util",
+    "jax.interpreters.ad",
+    "jax.interpreters.batching",
+    "jax.interpreters.mlir",
+    "jax.interpreters.partial_eval",
+)
+
+NOT_IN_BOTH = {
+    "jax._src.core.custom_typechecks",  # deprecated in 0.10, not public in 0.12
+    "jax._src.core.trace_ctx",  # likewise
+    "jax._src.core.ClosedJaxpr",  # gone from 0.11 on
+    "jax._src.interpreters.ad.jvp_jaxpr",  # public in 0.12 alone
+    "jax._src.interpreters.partial_eval.new_eqn_recipe",  # likewise
+}
+
+
+def is_module(name: str) -> bool:
+    try:
+        return util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a function's attribute
+        return False
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """The private names that a module of jhost uses, each with JAX's module."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module)) if module.startswith("jax._src"):
+                for alias in node.names:
+                    full = f"{module}.{alias.name}"
+                    if is_module(full):
+                        modules[alias.asname or alias.name] = full
+                    else:
+                        yield full
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                for part in ast.walk(value):
+                    match part:
+                        case ast.Call(
+                            func=ast.Name(id="import_module"),
+                            args=[ast.Constant(value=str(module))],
+                        ) if module.startswith("jax._src"):
+                            modules[name] = module
+                        case _:
+                            pass
+            case _:
+                pass
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                if name in modules:
+                    yield f"{modules[name]}.{attribute}"
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name(id=name), ast.Constant(value=str(attribute)), *_],
+            ):
+                if name in modules:
+                    yield f"{modules[name]}.{attribute}"
+            case _:
+                pass
+
+
+@functools.cache
+def private_names() -> frozenset[str]:
+    folder = Path(inspect.getfile(jhost._jax)).parent
+    trees = (ast.parse(path.read_text()) for path in sorted(folder.glob("*.py")))
+    return frozenset(name for tree in trees for name in names_in(tree))
+
+
+def public_twins(name: str) -> list[str]:
+    """The public modules that have the same object by the same name, as it stands."""
+    module, _, attribute = name.rpartition(".")
+    own = getattr(import_module(module), attribute, None) if is_module(module) else None
+    twins: list[str] = []
+    for public in PUBLIC:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what is deprecated is no twin
+            try:
+                found = getattr(import_module(public), attribute, None)
+            except DeprecationWarning:
+                continue
+        if own is not None and found is own:
+            twins.append(f"{public}.{attribute}")
+    return twins
+
+
+def test_private_names_become_no_more() -> None:
+    assert len(private_names()) <= MOST, sorted(private_names())
+
+
+def test_no_private_name_has_a_public_twin() -> None:
+    twins = {name: public_twins(name) for name in private_names() - NOT_IN_BOTH}
+    assert not {name: found for name, found in twins.items() if found}
