@@ -24,7 +24,7 @@ Step: TypeAlias = Callable[[Values], Any]
 class Kinds:
     """What the steps of a program may be, and the dtype of its values.
 
-    They may be `mapped` over devices, and may have `branches` that their numbers choose.
+    They may be `mapped` over devices, and have `branches` that their numbers choose.
     """
 
     dtype: Any

@@ -328,9 +328,14 @@ def _reduced_behind(
             continue
         total = dataclasses.replace(out, name=names.fresh(f"{out.name}_total"))
         behind.append(Reshard(out=total, source=terms))
-        behind += computes_of("add", lax.add, [begin, total], out, names)
+        behind += computes_of("add", _added, [begin, total], out, names)
     stmt = dataclasses.replace(stmt, carry=tuple(carry), carried=tuple(carried))
     return [*before, stmt, *behind]
+
+
+def _added(begin: jax.Array, total: jax.Array) -> jax.Array:
+    """Their sum; XLA takes 0 + x for x, also where x is -0.0, if it knows the 0."""
+    return lax.add(lax.optimization_barrier(begin), total)
 
 
 def _filled(buffer: Buffer, value: Any) -> jax.Array:
