@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
+from jhost._dtypes import summed_in
+
 TOLERANCES = {
     "float64": 1e-12,
     "float32": 1e-4,
@@ -40,8 +42,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.zeros((), jnp.float32)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return jnp.mean((a != b).astype(jnp.float32))
-    if a.dtype.itemsize < 4:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    a, b = (x.astype(summed_in(x.dtype)) for x in (a, b))
     # What is equal has no distance, infinities and NaN among it.
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))

@@ -60,7 +60,9 @@ def holding(
     called: Sequence[Draw],
 ) -> tuple[str, Step]:
     """A step that holds some of `steps`, or in a jhost function some of `called`."""
-    makers = [_scan, _fori, _cond, _checkpoint, _nested, _map]
+    makers = [_scan, _fori, _checkpoint, _nested]
+    if kinds.branches:
+        makers += [_cond, _map]
     if np.issubdtype(kinds.dtype, np.integer):
         makers.append(_while)  # has no gradient
     maker = draw(st.sampled_from(makers))

@@ -20,13 +20,18 @@ Values: TypeAlias = list[Any]
 Step: TypeAlias = Callable[[Values], Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Kinds:
-    """What the steps of a program may be, and the dtype of its values."""
+    """What the steps of a program may be, and the dtype of its values.
+
+    They may be `mapped` over devices, and have `branches` that their numbers choose.
+    """
 
     dtype: Any
     elementwise: Mapping[str, Callable[[Any, Any], Any]]
     alone: Mapping[str, Callable[[Any, tuple[int, ...], int], Any]]
+    mapped: bool = True
+    branches: bool = True
 
 
 def elementwise(
@@ -38,6 +43,11 @@ def elementwise(
     name = draw(st.sampled_from(sorted(kinds.elementwise)))
     function = kinds.elementwise[name]
     return f"{name}({i}, {j})", lambda values: function(values[i], values[j])
+
+
+def _of(x: Any, number: int) -> np.ndarray:
+    """A number of the type of `x`; of unsigned ones, modulo their range."""
+    return np.array(number).astype(x.dtype)
 
 
 _ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
@@ -53,12 +63,16 @@ _ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
     "xor": lax.bitwise_xor,
-    "rem": lambda x, y: lax.rem(x, lax.abs(y) + np.int32(1)),
+    "rem": lambda x, y: lax.rem(x, lax.max(y, _of(x, 1))),
     "select_n": lambda x, y: lax.select(lax.lt(x, y), x, y),
-    "clamp": lambda x, y: lax.clamp(np.int32(-2), x, np.int32(2)),
+    "clamp": lambda x, y: lax.clamp(_of(x, -2), x, _of(x, 2)),
     "integer_pow": lambda x, y: lax.integer_pow(x, 2),
-    "shift_left": lambda x, y: lax.shift_left(x, np.int32(1)),
-    "convert_element_type": lambda x, y: (lax.gt(x, y)).astype(jnp.int32),
+    "shift_left": lambda x, y: lax.shift_left(x, _of(x, 1)),
+    "convert_element_type": lambda x, y: (lax.gt(x, y)).astype(x.dtype),
+    "convert to less": lambda x, y: x.astype(jnp.int8).astype(x.dtype),
+    "convert to more": lambda x, y: (x.astype(jnp.int32) >> np.int32(1)).astype(
+        x.dtype
+    ),
     "copy": lambda x, y: jnp.copy(x),
     "jit": lambda x, y: jax.jit(lambda a, b: a * 2 - b)(x, y),
     "remat2": lambda x, y: jax.checkpoint(lambda a, b: a + b * b)(x, y),
@@ -109,7 +123,7 @@ def _dynamic_slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     size = draw(st.integers(1, shape[dim]))
 
     def function(x: Any) -> Any:
-        start = lax.abs(lax.reshape(x, (x.size,))[0])
+        start = lax.reshape(x, (x.size,))[0].astype(np.int32)
         return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
     return f", {dim}, {size}", function
@@ -117,7 +131,8 @@ def _dynamic_slice(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
 
 def _dynamic_update(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     def function(x: Any) -> Any:
-        update = lax.slice_in_dim(x, 0, 1, axis=dim) + np.int32(7)
+        update = lax.slice_in_dim(x, 0, 1, axis=dim)
+        update = lax.bitwise_or(update, _of(x, 7))
         return lax.dynamic_update_slice_in_dim(x, update, shape[dim] - 1, axis=dim)
 
     return f", {dim}", function
@@ -140,7 +155,7 @@ def _broadcast(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
 
 
 def _iota(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
-    return f", {dim}", lambda x: x + lax.broadcasted_iota(jnp.int32, shape, dim)
+    return f", {dim}", lambda x: x + lax.broadcasted_iota(x.dtype, shape, dim)
 
 
 _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
@@ -161,14 +176,14 @@ _ALONE: dict[str, Callable[[Any, tuple[int, ...], int], Any]] = {
     "iota": _iota,
     **LOOKUPS,
     **UPDATES,
-    "reduce_sum": _along(jnp.sum),
+    "reduce_sum": _along(lambda x, axis: jnp.sum(x, axis, dtype=x.dtype)),
     "reduce_max": _along(jnp.max),
     "reduce_min": _along(jnp.min),
-    "reduce_prod": _along(jnp.prod),
-    "reduce_and": _along(lambda x, axis: jnp.all(x > 0, axis).astype(jnp.int32)),
-    "reduce_or": _along(lambda x, axis: jnp.any(x > 0, axis).astype(jnp.int32)),
-    "argmax": _along(lambda x, axis: lax.argmax(x, axis, jnp.int32)),
-    "argmin": _along(lambda x, axis: lax.argmin(x, axis, jnp.int32)),
+    "reduce_prod": _along(lambda x, axis: jnp.prod(x, axis, dtype=x.dtype)),
+    "reduce_and": _along(lambda x, axis: jnp.all(x > 0, axis).astype(x.dtype)),
+    "reduce_or": _along(lambda x, axis: jnp.any(x > 0, axis).astype(x.dtype)),
+    "argmax": _along(lambda x, axis: lax.argmax(x, axis, jnp.int32).astype(x.dtype)),
+    "argmin": _along(lambda x, axis: lax.argmin(x, axis, jnp.int32).astype(x.dtype)),
     "cumsum": _along(lax.cumsum),
     "cummax": _along(lax.cummax),
     "sort": _along(lambda x, axis: lax.sort(x, dimension=axis)),
@@ -189,6 +204,40 @@ _OF_NOTHING = (
 
 WHOLE = Kinds(np.int32, _ELEMENTWISE, _ALONE)
 """All that works on integers."""
+
+INT8 = dataclasses.replace(WHOLE, dtype=np.int8)
+"""All of it on narrow ones, whose sums and products wrap round."""
+
+UINT8 = Kinds(np.uint8, {n: f for n, f in _ELEMENTWISE.items() if n != "abs"}, _ALONE)
+"""All that unsigned ones have."""
+
+_RING = "add sub mul neg copy serial optimization_barrier"
+
+_ARRANGING = (
+    "reshape transpose broadcast_in_dim expand_dims squeeze concatenate slice rev"
+)
+
+INT4 = Kinds(
+    jnp.int4,
+    {name: _ELEMENTWISE[name] for name in _RING.split()},
+    {name: _ALONE[name] for name in f"{_ARRANGING} reduce_sum".split()},
+    mapped=False,
+    branches=False,
+)
+"""Where it does not matter when numbers wrap round, which XLA:CPU does late."""
+
+_LOGICAL = "and or xor not max min select_n copy serial"
+
+BOOLEANS = Kinds(
+    np.bool_,
+    {name: _ELEMENTWISE[name] for name in _LOGICAL.split()},
+    {
+        name: _ALONE[name]
+        for name in f"{_ARRANGING} pad reduce_max reduce_min argmax gather sort".split()
+    },
+    mapped=False,
+)
+"""What works on booleans."""
 
 
 # --- Rules of the user's ------------------------------------------------------------ #
@@ -272,6 +321,19 @@ SMOOTH = Kinds(
 )
 """What has a gradient, and keeps whole numbers, or halves of them, in floats."""
 
+_SIGNED = "add sub mul neg select_n copy jit"
+
+ZEROS = Kinds(
+    np.float32,
+    {name: _ELEMENTWISE[name] for name in _SIGNED.split()},
+    {
+        **{name: _ALONE[name] for name in f"{_ARRANGING} reduce_sum pad".split()},
+        **LOOKUPS,
+        **UPDATES,
+    },
+)
+"""Where the sign of a zero is JAX's own, in floats."""
+
 
 def contraction(
     draw: Any, shapes: Sequence[tuple[int, ...]], kinds: Kinds
@@ -289,7 +351,7 @@ def contraction(
         if size == shapes[i][dim] and len(shapes[i]) + len(shapes[j]) <= 5
     ]
     if not fitting:
-        return f"neg({i})", lambda values: -values[i]
+        return elementwise(draw, shapes, kinds)
     j, other = draw(st.sampled_from(fitting))
     if draw(st.booleans()) and dim == other == 0 and len(shapes[i]) == 1:
         dims = (((), ()), ((dim,), (other,)))

@@ -25,7 +25,7 @@ from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
 from tests.random_programs import REFUSALS, Case, cases
 from tests.random_rows import LOOKUPS, UPDATES
-from tests.random_steps import SMOOTH, WHOLE
+from tests.random_steps import BOOLEANS, INT4, INT8, SMOOTH, UINT8, WHOLE, ZEROS
 
 EXACT = 2.0**20
 """Up to here float32 holds whole numbers, their sums, and halves of them."""
@@ -63,6 +63,14 @@ def test_random_programs_equal_the_plain_function(
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(st.sampled_from([INT8, UINT8, INT4, BOOLEANS]).flatmap(cases))
+def test_random_programs_of_narrow_integers_and_booleans_equal_the_plain_function(
+    case: Case,
+) -> None:
+    assert_case(case)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(ROWS, most_steps=4))
 def test_random_lookups_and_updates_equal_the_plain_function(case: Case) -> None:
     assert_case(case)
@@ -87,7 +95,7 @@ def assert_case(case: Case) -> None:
 @given(cases(SMOOTH))
 def test_infinities_and_no_numbers_stay_where_they_are(case: Case) -> None:
     case.count()
-    args = case.arguments(special=True)
+    args = case.arguments(special=[np.nan, np.inf, -np.inf])
     f = jhost.jit(case.function, **case.settings())
     try:
         remarks = all_remarks(f.lower(*case.placed(args)).host_ir)
@@ -97,6 +105,31 @@ def test_infinities_and_no_numbers_stay_where_they_are(case: Case) -> None:
     # What is multiplied before it is added up is taken to be finite.
     hypothesis.assume(not any("stayed partial" in str(each) for each in remarks))
     assert_same(result, by_jax(lambda: jax.jit(case.function)(*args)))
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(ZEROS, most_steps=5))
+def test_zeros_have_the_signs_that_the_plain_function_gives_them(case: Case) -> None:
+    case.count()
+    args = case.arguments(most=1, special=[-0.0])
+    f = jhost.jit(case.function, **case.settings())
+    try:
+        remarks = all_remarks(f.lower(*case.placed(args)).host_ir)
+        result = f(*case.placed(args))
+    except REFUSALS:
+        return
+    # A sum that cancels, and is then turned round, has another sign in another order.
+    hypothesis.assume(not any("stayed partial" in str(each) for each in remarks))
+    wanted = by_jax(lambda: jax.jit(case.function)(*args))
+    assert_same(result, wanted)
+    assert_equal(*(jax.tree.map(jnp.signbit, leaves_of(x)) for x in (result, wanted)))
+
+
+def leaves_of(results: Any) -> list[Any]:
+    """Those of floats; of what is no number the sign says nothing."""
+    leaves = (x for x in jax.tree.leaves(results) if hasattr(x, "dtype"))
+    floats = (x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+    return [jnp.where(jnp.isnan(x), jnp.ones_like(x), x) for x in floats]
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhost._dtypes import summed_in
+
 Positions: TypeAlias = tuple[Any, Any]
 """Of queries and of keys, int32, one each."""
 
@@ -53,8 +55,7 @@ class Settings:
 
 def width(dtype: Any) -> np.dtype:
     """The dtype of scores between queries and keys of some dtype."""
-    dtype = np.dtype(dtype)
-    return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
+    return summed_in(dtype)
 
 
 def attention(

@@ -41,11 +41,19 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
     The program must be valid; see `verify`.
     """
 
+    # XLA:CPU (JAX 0.10 to 0.12) adds all terms to 0; NCCL begins with one of them.
+    begins_with_0 = isinstance(mesh, Mesh) and platform_of(mesh) == "cpu"
+
     def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
-        return _Emitter(program).run(params)
+        return _Emitter(program, sums_begin_with_0=begins_with_0).run(params)
 
     ins, outs = map(spec_of, program.params), map(spec_of, program.results)
     return shard_map(on_device, mesh, tuple(ins), tuple(outs))
+
+
+def platform_of(mesh: Mesh) -> str:
+    """What the devices of a mesh are."""
+    return "" if mesh.empty else mesh.devices.flat[0].platform
 
 
 def spec_of(buffer: ir.Buffer) -> PartitionSpec:
@@ -74,9 +82,16 @@ class _Own:
 class _Emitter(Machine):
     """The state of one evaluation: values by name, streams, loop indices."""
 
-    def __init__(self, program: Program, scopes: Scopes | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        scopes: Scopes | None = None,
+        *,
+        sums_begin_with_0: bool = False,
+    ) -> None:
         super().__init__(program.mesh.shape)
         self.program = program
+        self.sums_begin_with_0 = sums_begin_with_0
         self.read_whole = read_whole(program)
         self.scopes = scopes or Scopes(program)
         self.is_body = scopes is not None
@@ -241,7 +256,8 @@ class _Emitter(Machine):
     def communicate(self, stmt: ir.Communicate) -> None:
         (source,) = self.order.before_communication([self.read(stmt.source)])
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
-        value = communicate(stmt, source, self.ranks, shift)
+        begins = self.sums_begin_with_0
+        value = communicate(stmt, source, self.ranks, shift, begins_with_0=begins)
         self.write(stmt.out, value)
         if not self.order.depth:
             self.views[stmt.out.name].memory.received = True
@@ -274,7 +290,8 @@ class _Emitter(Machine):
         """`lax`'s own, whose bodies are programs on one device like this one."""
 
         def run(body: Program, *args: jax.Array) -> tuple[jax.Array, ...]:
-            return _Emitter(body, self.scopes).run(args)
+            begins = self.sums_begin_with_0
+            return _Emitter(body, self.scopes, sums_begin_with_0=begins).run(args)
 
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
         for buffer, value in zip(stmt.outs, values, strict=True):

@@ -30,6 +30,7 @@ def layout_of(buffer: Buffer) -> Layout:
 
 def dims_of(layout: Layout) -> tuple[Dim, ...]:
     """Buffer dims of that layout, with no stream."""
+    assert is_layout(layout), f"an axis shards two dims of {layout}"
     return tuple(Dim(axes=axes) for axes in layout)
 
 
@@ -53,6 +54,11 @@ def divides(shape: Sequence[int], layout: Layout, mesh: Mapping[str, int]) -> bo
 def used_axes(layout: Layout) -> frozenset[str]:
     """The mesh axes that shard some dim."""
     return frozenset(axis for axes in layout for axis in axes)
+
+
+def is_layout(layout: Layout) -> bool:
+    """Whether no mesh axis is there twice."""
+    return not repeated_axes(axis for axes in layout for axis in axes)
 
 
 def repeated_axes(axes: Iterable[str]) -> list[str]:

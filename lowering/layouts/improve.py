@@ -88,12 +88,12 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
     of them went.
     """
     for number, assignment in _restarts(solver, best):
-        goals = dict(solver.wishes.goals)
+        kept = solver.wishes.kept()
         other = solver.settled_with(number, assignment)
         if _is_clearly_better(solver, other, best):
             best = improved(solver, other)
         else:
-            solver.wishes.goals = goals
+            solver.wishes.restore(kept)
     return best
 
 

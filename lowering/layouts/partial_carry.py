@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
 from jhost.lowering.layouts.commute import Body, is_reduction, reduced_last
 from jhost.lowering.layouts.remarks import reduced_behind_remark
+from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
 
 _LATENCY_BYTES = 2**18
@@ -52,7 +53,7 @@ class CarryPartialSums(EachProgram):
     def change(self, program: Program) -> Program:
         if not any(isinstance(stmt, Scan) for stmt in program.body):
             return program
-        names, zeros = Names.of(program), set[str]()
+        names, zeros = Names.of(program), dict[str, Any]()
         body: list[Stmt] = []
         remarks: list[Remark] = []
         mesh = dict(program.mesh.shape)
@@ -65,23 +66,25 @@ class CarryPartialSums(EachProgram):
                 )
                 body += new
             else:
-                zeros |= {stmt.outs[0].name} if _is_zero(stmt) else set()
+                if (zero := _zero(stmt)) is not None:
+                    zeros[stmt.outs[0].name] = zero
                 body.append(stmt)
         remarks = [*program.remarks, *remarks]
         return dataclasses.replace(program, body=tuple(body), remarks=tuple(remarks))
 
 
-def _is_zero(stmt: Stmt) -> TypeGuard[Compute]:
-    """Whether a statement fills an array with zeros."""
+def _zero(stmt: Stmt) -> Any | None:
+    """The zero, 0.0 or -0.0 of floats, that a statement fills an array with, if any."""
     if not isinstance(stmt, Compute) or stmt.ins:
-        return False
+        return None
     (unit_eqn,) = stmt.unit.eqns
-    values = [v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal)]
-    fills = unit_eqn.eqn.primitive.name == "broadcast_in_dim"
-    return fills and not np.any(np.asarray(values))
+    if unit_eqn.eqn.primitive.name != "broadcast_in_dim":
+        return None
+    (value,) = (v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal))
+    return None if np.any(np.asarray(value)) else value
 
 
-def _summed_behind(stmt: Scan, zeros: Container[str], names: Names) -> list[Stmt]:
+def _summed_behind(stmt: Scan, zeros: Mapping[str, Any], names: Names) -> list[Stmt]:
     """A scan, and behind it the reductions of what need not be reduced in it."""
     result: list[Stmt] = []
     carrying = _with_partial_carry(stmt, zeros)
@@ -301,33 +304,43 @@ def _stacking_partial(
 
 
 def _reduced_behind(
-    stmt: Scan, found: Mapping[int, Partial], zero: Container[str], names: Names
+    stmt: Scan, found: Mapping[int, Partial], zeros: Mapping[str, Any], names: Names
 ) -> list[Stmt]:
-    """Sums begin with 0 on each device; what they began with is added once, behind."""
+    """Sums begin with nothing on each device: what they begin with is added behind.
+
+    What begins with a zero does so on each device, and nothing is added.
+    """
     before: list[Stmt] = []
     behind: list[Stmt] = []
     carry, carried = list(stmt.carry), list(stmt.carried)
     for number, partial in found.items():
         begin, out = carry[number], carried[number]
         name = names.fresh(f"{out.name}_zeros")
-        zeros = dataclasses.replace(begin, name=name, partial=partial)
+        start = dataclasses.replace(begin, name=name, partial=partial)
         name = names.fresh(f"{out.name}_partial")
         terms = dataclasses.replace(out, name=name, partial=partial)
-        fill = functools.partial(_zeros, zeros)
-        before += computes_of("zeros", fill, [], zeros, names)
-        carry[number], carried[number] = zeros, terms
-        if begin.name in zero:
+        value = zeros.get(begin.name, identity("sum", begin.dtype))
+        fill = functools.partial(_filled, start, value)
+        before += computes_of("zeros", fill, [], start, names)
+        carry[number], carried[number] = start, terms
+        if begin.name in zeros:
             behind.append(Reshard(out=out, source=terms))
             continue
         total = dataclasses.replace(out, name=names.fresh(f"{out.name}_total"))
         behind.append(Reshard(out=total, source=terms))
-        behind += computes_of("add", lax.add, [begin, total], out, names)
+        behind += computes_of("add", _added, [begin, total], out, names)
     stmt = dataclasses.replace(stmt, carry=tuple(carry), carried=tuple(carried))
     return [*before, stmt, *behind]
 
 
-def _zeros(buffer: Buffer) -> jax.Array:
+def _added(begin: jax.Array, total: jax.Array) -> jax.Array:
+    """Their sum; XLA takes 0 + x for x, also where x is -0.0, if it knows the 0."""
+    return lax.add(lax.optimization_barrier(begin), total)
+
+
+def _filled(buffer: Buffer, value: Any) -> jax.Array:
     """By one equation; of a scalar `lax.full` makes a literal, which no unit has."""
     if buffer.shape:
-        return lax.full(buffer.shape, 0, buffer.dtype)
-    return lax.transpose_p.bind(np.zeros((), buffer.dtype), permutation=())
+        return lax.full(buffer.shape, value, buffer.dtype)
+    value = np.asarray(value, buffer.dtype)
+    return lax.transpose_p.bind(value, permutation=())

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-from jhost.lowering.ir.layout import Layout, Partial, divides, used_axes
+from jhost.lowering.ir.layout import (
+    Layout,
+    Partial,
+    divides,
+    is_layout,
+    used_axes,
+)
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import (
     Assignment,
@@ -19,6 +26,8 @@ from jhost.lowering.ir.operation import (
     nowhere,
 )
 from jhost.lowering.ir.statements import Buffer
+
+Kept: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
 
 class Wishes:
@@ -34,18 +43,14 @@ class Wishes:
         self.mesh = mesh
         self.specs = {name: mark.spec for name, mark in marks.items()}
         self.goals: dict[str, Layout] = {}
+        self.open: dict[str, frozenset[str]] = {}
+        """Axes of which a goal says nothing: its value may be sharded over them."""
         self.restart()
         self.fixed = {
             name: self.goals[name]
             for name, spec in self.specs.items()
             if None not in spec
         }
-        self.open = {
-            name: self._axes_beside(used_axes(self.goals[name]))
-            for name, spec in self.specs.items()
-            if None in spec
-        }
-        """Axes of which a goal says nothing: its value may be sharded over them."""
 
     def restart(self) -> None:
         """Go back to what the user gave."""
@@ -53,6 +58,20 @@ class Wishes:
             name: tuple(axes or () for axes in spec)
             for name, spec in self.specs.items()
         }
+        self.open = {
+            name: self._axes_beside(used_axes(self.goals[name]))
+            for name, spec in self.specs.items()
+            if None in spec
+        }
+
+    def kept(self) -> Kept:
+        """All present wishes, for `restore`."""
+        return dict(self.goals), dict(self.open)
+
+    def restore(self, kept: Kept) -> None:
+        """Go back to wishes that were kept: goals, and what they say nothing of."""
+        goals, left_open = kept
+        self.goals, self.open = dict(goals), dict(left_open)
 
     # --- Backward ------------------------------------------------------------- #
 
@@ -93,10 +112,11 @@ class Wishes:
 
     def goal(self, name: str, rest: Layout) -> Layout:
         """The layout wished for of a value that is in `rest`; `rest` without a wish."""
-        free = self.open.get(name, frozenset())
+        wish = self.goals.get(name, rest)
+        free = self.open.get(name, frozenset()) - used_axes(wish)
         return tuple(
             want or tuple(axis for axis in have if axis in free)
-            for want, have in zip(self.goals.get(name, rest), rest, strict=True)
+            for want, have in zip(wish, rest, strict=True)
         )
 
     def about(self, names: Iterable[str]) -> Hashable:
@@ -138,6 +158,5 @@ class Wishes:
         )
 
     def is_legal(self, name: str, layout: Layout) -> bool:
-        axes = [axis for dim in layout for axis in dim]
         shape = self.buffers[name].shape
-        return len(axes) == len(set(axes)) and divides(shape, layout, self.mesh)
+        return is_layout(layout) and divides(shape, layout, self.mesh)

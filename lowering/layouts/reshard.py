@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from jhost.lowering.ir.layout import (
     Layout,
     Partial,
+    is_layout,
     local_shape,
     size_in_bytes,
     swapped,
@@ -72,6 +73,8 @@ def _cheapest(
     sizes: tuple[tuple[str, int], ...],
 ) -> tuple[Step, ...]:
     """Dijkstra's search; dims only pass through what divides them at either end."""
+    for layout in (source, target):
+        assert is_layout(layout), f"an axis shards two dims of {layout}"
     mesh, ticket = dict(sizes), itertools.count()
     # So many elements that every layout has a whole number of them on each device.
     shape = (math.prod(mesh.values()) ** 2,)

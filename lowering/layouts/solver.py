@@ -86,12 +86,12 @@ class Solver:
         the other with what follows from the operands.
         """
         by_operands = self.settled_from(self.forward().in_order())
-        goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
+        kept = self.wishes.kept()
         self.wishes.restart()
         by_constraints = self.settled_from(None)
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
-            self.wishes.goals, self.wishes.open = goals, left_open
+            self.wishes.restore(kept)
             return by_operands
         return by_constraints
 

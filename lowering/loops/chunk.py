@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
@@ -220,7 +219,7 @@ class ChunkLoop(abc.ABC):
         if buffer.name in self.sums:
             return self.sums[buffer.name]
         name = self.work.names.fresh(f"{buffer.name}_sum")
-        wide = dataclasses.replace(buffer, name=name, dtype=np.dtype(np.float32))
+        wide = dataclasses.replace(buffer, name=name, dtype=summed_in(buffer.dtype))
         self.allocate(wide)
         unit = unit_of(
             self.work.names.fresh("narrow"),
@@ -240,8 +239,8 @@ def with_stream(buffer: ir.Buffer, dim: int, stream: str) -> ir.Buffer:
 
 
 def is_narrow(buffer: ir.Buffer) -> bool:
-    """Whether sums of this type lose digits that float32 keeps."""
-    return jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
+    """Whether sums of this type are made in a wider one."""
+    return summed_in(buffer.dtype) != buffer.dtype
 
 
 def _scale(buffer: ir.Buffer, access: Access, window: Cut) -> int:

@@ -15,9 +15,9 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
+from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
@@ -224,8 +224,9 @@ class MovingLoop(ChunkLoop):
 
 
 def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
-    """The terms combined from the left, sums of narrow floats in float32."""
+    """The terms combined from the left, sums of what is narrow in a wider dtype."""
     dtype = terms[0].dtype
     if widen and reducer == "sum":
-        terms = tuple(lax.convert_element_type(term, jnp.float32) for term in terms)
+        wide = summed_in(dtype)
+        terms = tuple(lax.convert_element_type(term, wide) for term in terms)
     return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jhost._dtypes import bits
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.loops.by_permutes import ByPermutes
@@ -47,10 +48,11 @@ class Sum:
 def can_be_sent(stmt: ir.Communicate, mesh: Mapping[str, int]) -> bool:
     """Whether a collective is a sum that there is a way for.
 
-    All-reduces are those over a power of two of devices.  Floats of eight bits are left
-    out: some have no infinity, and `reduce_precision` knows only those that do.
+    All-reduces are those over a power of two of devices.  Floats of eight bits, or
+    fewer, are left out: some have no infinity, and `reduce_precision` knows only those
+    that do.  So are integers of fewer.
     """
-    tiny = is_narrow(stmt.out) and stmt.out.dtype.itemsize == 1
+    tiny = is_narrow(stmt.out) and bits(stmt.out.dtype) <= 8
     if stmt.reducer != "sum" or tiny:
         return False
     doubles = axes_size(stmt.axes, mesh).bit_count() == 1

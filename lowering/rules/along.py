@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules.building import along, leading
-from jhost.lowering.rules.dim_rule import DimRule, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Place, bind, rule, shape_of
 
 # --- Along one dim or a few --------------------------------------------------- #
 
@@ -76,7 +81,19 @@ def _slides(eqn: JaxprEqn, dim: int) -> bool:
 def fft(eqn: JaxprEqn) -> DimRule:
     """The last dims are transformed."""
     rank = len(shape_of(eqn.invars[0]))
-    return leading(eqn, rank - len(eqn.params["fft_lengths"]))
+    made = leading(eqn, rank - len(eqn.params["fft_lengths"]))
+    return dataclasses.replace(made, rebind=_rebind_fft)
+
+
+def _rebind_fft(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    """Transforms, and leaves the result in row-major order.
+
+    XLA:CPU (of JAX 0.10 to 0.12) refuses any other order when the transform runs, and
+    itself asks for one where a collective along another dim than the first follows.
+    """
+    del place
+    rows = Layout(tuple(range(len(shape_of(eqn.invars[0])))))
+    return [with_layout_constraint(out, rows) for out in bind(eqn, args)]
 
 
 @rule(

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import Combine, Dims, Place, Window
 
@@ -272,5 +273,5 @@ def _dim_of(dims: Dims, factor: int) -> int | None:
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    wide = parts[0].dtype if parts[0].dtype.itemsize >= 4 else np.float32
+    wide = summed_in(parts[0].dtype)
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, without
 from jhost.lowering.rules.dim_rule import (
     DimRule,
@@ -20,7 +21,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.reducers import Reducer, from_zero, sum_of
 
 DotNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -32,7 +33,10 @@ DotNumbers: TypeAlias = tuple[
 
 @rule("dot_general")
 def dot_general(eqn: JaxprEqn) -> DimRule:
-    """Batch and free dims are parallel, contracted dims are summed."""
+    """Batch and free dims are parallel, contracted dims are summed.
+
+    Of booleans that is whether any pair of them is true.
+    """
     factors = Factors()
     lhs, rhs, out = product(factors, eqn, eqn.params["dimension_numbers"])
     return factors.rule([lhs, rhs], [out], _rebind_dot_general)
@@ -43,8 +47,9 @@ def product(
 ) -> tuple[Dims, Dims, Dims]:
     """The maps of both operands and the result, less those of `groups`, dims of rhs."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    reducer = _reducer(eqn)
     lhs = tuple(
-        FactorDim(factors.new(size, "sum" if dim in lhs_contract else None))
+        FactorDim(factors.new(size, reducer if dim in lhs_contract else None))
         for dim, size in enumerate(shape_of(eqn.invars[0]))
     )
     partners = dict(zip(rhs_contract, lhs_contract, strict=True))
@@ -60,6 +65,11 @@ def product(
         *without(rhs, (*partners, *groups)),
     )
     return lhs, rhs, out
+
+
+def _reducer(eqn: JaxprEqn) -> Reducer:
+    """What a contraction reduces by."""
+    return sum_of(aval_of(eqn.outvars[0]).dtype)
 
 
 def rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
@@ -78,7 +88,8 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     """
     contract, batch = eqn.params["dimension_numbers"]
     if not contract[0] or not read_in_other_order(eqn):
-        return rebind_product(eqn, args, place)
+        outs = rebind_product(eqn, args, place)
+        return _summed(outs, eqn, args[0], contract[0])
     first = tuple(range(len(batch[0])))
     (lhs, lhs_dim, rows), (rhs, rhs_dim, columns) = map(
         _matrices, args, contract, batch
@@ -86,6 +97,7 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     numbers = ((lhs_dim,), (rhs_dim,)), (first, first)
     eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
     (out,) = rebind_product(eqn, [lhs, rhs], place)
+    (out,) = _summed([out], eqn, args[0], contract[0])
     return [out.reshape(*out.shape[: len(first)], *rows, *columns)]
 
 
@@ -135,7 +147,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
         batch = FactorDim(factors.new(lhs[lhs_spec[0]]))
         lhs_map[lhs_spec[0]] = out_map[out_spec[0]] = batch
     if features_together:
-        contracted = FactorDim(factors.new(lhs[lhs_spec[1]], "sum"))
+        contracted = FactorDim(factors.new(lhs[lhs_spec[1]], _reducer(eqn)))
         lhs_map[lhs_spec[1]] = rhs_map[rhs_spec[1]] = contracted
     if features_together and batch_together:
         features = FactorDim(factors.new(rhs[rhs_spec[0]]))
@@ -189,6 +201,21 @@ def reduction(eqn: JaxprEqn) -> DimRule:
 
 def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
     """A sum that goes on in an accumulator is made in its dtype."""
-    if place.accumulator is None:
-        return bind(eqn, args)
-    return bind(eqn, [lax.convert_element_type(args[0], place.accumulator)])
+    (x,) = args
+    if place.accumulator is not None:
+        x = lax.convert_element_type(x, place.accumulator)
+    return _summed(bind(eqn, [x]), eqn, x, eqn.params["axes"])
+
+
+def _summed(
+    outs: Sequence[Any], eqn: JaxprEqn, part: Any, dims: Sequence[int]
+) -> list[Any]:
+    """Sums over `dims` of a `part` of the first operand, with the sign of zero of all.
+
+    Of one element XLA makes no sum, which would begin with 0.
+    """
+    whole = shape_of(eqn.invars[0])
+    alone = all(part.shape[dim] == 1 for dim in dims)
+    if not alone or all(whole[dim] == 1 for dim in dims):
+        return list(outs)
+    return [from_zero(out) for out in outs]

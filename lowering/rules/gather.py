@@ -1,7 +1,7 @@
 """The dim rule of lookups, such as that of tokens in an embedding's table.
 
-A device that has some rows of the table gives those that it has and 0 for the others:
-what is looked up is then the sum over the devices.
+A device that has some rows of the table gives those that it has, and for the others
+what changes no sum: what is looked up is then the sum over the devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.reducers import Reducer, identity, sum_of
 from jhost.lowering.rules.rows import (
     MODES,
     Rows,
@@ -94,7 +94,7 @@ def _reducer(eqn: JaxprEqn) -> Reducer | None:
     dtype = aval_of(eqn.invars[0]).dtype
     if eqn.params["mode"] not in MODES or not can_be_summed(dtype):
         return None
-    return "or" if dtype == np.bool_ else "sum"
+    return sum_of(dtype)
 
 
 def _rebind(rows: Rows, window: Dims) -> Rebind:
@@ -110,7 +110,7 @@ def _rebind(rows: Rows, window: Dims) -> Rebind:
 def _of_part(
     eqn: JaxprEqn, args: Sequence[Any], sizes: Sequence[int], rows: Rows, place: Place
 ) -> jax.Array:
-    """What the part at `place` has of a lookup, and 0 for what others have."""
+    """What the part at `place` has of a lookup, and no more for what others have."""
     operand, indices = args
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     if fills:  # so does JAX, and wider ones wrap round
@@ -126,7 +126,7 @@ def _of_part(
         indices_are_sorted=False,
     )
     # Selected, not multiplied: the table may hold infinities.
-    nothing = lax.full_like(found, 0)
+    nothing = lax.full_like(found, identity(sum_of(found.dtype), found.dtype))
     found = lax.select(_over_result(here, eqn, found), found, nothing)
     if not fills:
         return found

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from jhost._dtypes import bits, holds
 from jhost._jax import aval_of
 from jhost.lowering.rules.reducers import Reducer
 
@@ -112,13 +113,9 @@ def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
     """
     if source == target:
         return True
-    for kind in (jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind):
-            one, other = jnp.finfo(source), jnp.finfo(target)
-            return one.nmant <= other.nmant and one.maxexp <= other.maxexp
     if jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.integer):
-        return target.itemsize <= source.itemsize
-    return False
+        return bits(target) <= bits(source)
+    return jnp.issubdtype(source, jnp.inexact) and holds(target, source)
 
 
 _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {

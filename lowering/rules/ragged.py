@@ -32,7 +32,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reducers import Reducer
+from jhost.lowering.rules.reducers import Reducer, sum_of
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.work import matmul_of
 
@@ -86,8 +86,9 @@ def _groups(
     """The groups, if values have a dim of them: a ragged batch has none."""
     (contracted, _), (batch, _) = numbers
     count = shape_of(eqn.invars[2])[-1]
-    reducer: Reducer | None = None if ragged in contracted else "sum"
-    cannot = reducer and not can_be_summed(aval_of(eqn.outvars[0]).dtype)
+    dtype = aval_of(eqn.outvars[0]).dtype
+    reducer: Reducer | None = None if ragged in contracted else sum_of(dtype)
+    cannot = reducer and not can_be_summed(dtype)
     if ragged in batch or count < 2 or cannot:
         return None
     return FactorDim(factors.new(count, reducer))

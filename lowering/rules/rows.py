@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jhost._dtypes import bits
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import Dims, FactorDim, Place
 from jhost.lowering.rules.reducers import Reducer
@@ -152,7 +153,7 @@ def can_be_summed(dtype: np.dtype) -> bool:
     """Whether devices can add up values of this type: not keys, nor floats of 8 bits"""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
-    return dtype == jnp.bfloat16 or dtype.kind in "biufc"
+    return not jnp.issubdtype(dtype, jnp.floating) or bits(dtype) > 8
 
 
 # --- Maps ----------------------------------------------------------------------- #

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from jhost._dtypes import bits
 from jhost._jax import aval_of, user_context
 from jhost.lowering.rules.dim_rule import bind
 from jhost.lowering.rules.properties import (
@@ -57,10 +58,12 @@ def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     # As integers: a sum of floats would lose the sign of a zero and the bits of a NaN.
     if out.dtype == bool:
         return lax.psum(out.astype(jnp.uint8), axes).astype(bool)
+    if jnp.issubdtype(out.dtype, jnp.integer):
+        return lax.psum(out, axes)
     if jnp.issubdtype(out.dtype, jnp.complexfloating):
         return lax.complex(_from_first(out.real, axes), _from_first(out.imag, axes))
-    bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
-    total = lax.psum(lax.bitcast_convert_type(out, bits), axes)
+    number = jnp.dtype(f"uint{bits(out.dtype)}")
+    total = lax.psum(lax.bitcast_convert_type(out, number), axes)
     return lax.bitcast_convert_type(total, out.dtype)
 
 

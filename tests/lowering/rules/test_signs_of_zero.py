@@ -1,0 +1,106 @@
+"""Zeros have the sign that `jax.jit` gives them, wherever sums are made of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from tests.lowering.on_mesh import tp
+
+ROWS = np.array([0, 3, 7, 5])
+SEGMENTS = np.array([0, 1, 1, 2, 3, 3, 3, 0])
+
+
+def negative(*shape: int, dtype: Any = np.float32) -> Any:
+    return jnp.full(shape, -0.0, dtype)
+
+
+def carried(begin: Any) -> Callable[[Any], Any]:
+    """A sum of sums over devices, all -0.0, that begins so."""
+
+    def function(xs: Any) -> Any:
+        def step(total: Any, x: Any) -> tuple[Any, None]:
+            return total + x.sum(0) * -jnp.zeros_like(x[0]), None
+
+        return lax.scan(step, begin, xs)[0]
+
+    return function
+
+
+def products(turned: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Two products, of which the sum over devices is made behind what is done."""
+    return lambda x: turned(x @ jnp.ones((4, 4))) + turned(x * 2 @ jnp.ones((4, 4)))
+
+
+CASES: dict[str, tuple[Callable[[Any], Any], Any, P]] = {
+    "rows": (lambda x: x[ROWS], negative(8, 4), P("tp")),
+    "bfloat16": (lambda x: x[ROWS], negative(8, 4, dtype=jnp.bfloat16), P("tp")),
+    "complex": (
+        lambda x: x[ROWS],
+        jnp.full((8, 4), complex(-0.0, -0.0), np.complex64),
+        P("tp"),
+    ),
+    "filled": (
+        lambda x: x.at[ROWS + 1].get(mode="fill", fill_value=-0.0),
+        jnp.zeros((8, 4)),
+        P("tp"),
+    ),
+    "updates": (
+        lambda x: negative(5, 4).at[SEGMENTS].add(x),
+        negative(8, 4),
+        P("tp"),
+    ),
+    "taken away": (
+        lambda x: negative(5, 4).at[SEGMENTS].subtract(x),
+        jnp.zeros((8, 4)),
+        P("tp"),
+    ),
+    "one element each": (lambda x: x.sum(0), negative(4, 8), P("tp")),
+    "one product each": (lambda x: x.T @ jnp.ones((4, 8)), negative(4, 8), P("tp")),
+    "negated": (products(lax.neg), jnp.zeros((4, 4)), P(None, "tp")),
+    "times 0": (products(lambda y: y * 0 * -1), jnp.ones((4, 4)), P(None, "tp")),
+    "carried from -0.0": (carried(negative(8)), jnp.ones((3, 8, 8)), P(None, "tp")),
+    "carried from 0.0": (carried(jnp.zeros(8)), jnp.ones((3, 8, 8)), P(None, "tp")),
+    "of any sign": (
+        lambda xs: carried(xs[0, 0] * -0.0)(xs),
+        jnp.ones((3, 8, 8)),
+        P(None, "tp"),
+    ),
+    "scalar": (
+        lambda xs: lax.scan(lambda c, x: (c - x.sum(), None), np.float32(-0.0), xs)[0],
+        jnp.zeros((3, 8)),
+        P(None, "tp"),
+    ),
+    "of no iteration": (carried(negative(8)), jnp.ones((0, 8, 8)), P(None, "tp")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_zeros_have_their_signs(name: str) -> None:
+    function, x, spec = CASES[name]
+    wanted = jax.jit(function)(x)
+    spread = P("tp") if wanted.ndim and wanted.shape[0] % 4 == 0 else P()
+    for out in {P(), spread}:
+        given = jhost.jit(function, **tp(4, spec, out))(x)
+        for part in (jnp.real, jnp.imag):
+            signs = (np.signbit(np.asarray(part(each))) for each in (given, wanted))
+            np.testing.assert_array_equal(*signs)
+
+
+@pytest.mark.parametrize("pipeline", ["collective", "p2p"])
+def test_chunks_of_one_row_have_them_too(pipeline: str) -> None:
+    def function(x: Any) -> Any:
+        return jhost.stream(x.T @ jnp.ones((4, 8)), axis=0)
+
+    x = negative(4, 8)
+    given = jhost.jit(function, **tp(4, P("tp"), P("tp")), pipeline=pipeline)(x)
+    wanted = jax.jit(function)(x)
+    np.testing.assert_array_equal(np.signbit(given), np.signbit(wanted))
