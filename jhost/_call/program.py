@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, Role, plain
-from jhost._call.shard_maps import check_devices
+from jhost._call.meshes import check_devices
 from jhost._jax import (
     arg_names,
     cached,
