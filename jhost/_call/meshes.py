@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jhost import errors
 from jhost._call.shardings import is_spread
-from jhost._jax import Traced, shard_map_of, source_line
+from jhost._jax import Traced, calls, shard_map_of, source_line
 from jhost.runtime.mesh import AnyMesh, mesh_text, mesh_texts, same_mesh
 
 
@@ -84,7 +84,9 @@ def meshes_in(jaxpr: Any) -> Iterator[tuple[AnyMesh, str]]:
 def _mesh_of(eqn: JaxprEqn) -> AnyMesh | None:
     match eqn.primitive.name:
         case "shard_map":
-            return shard_map_of(eqn).mesh
+            mapped = shard_map_of(eqn)
+            # JAX takes one in another's body, and a program on a mesh does not.
+            return None if calls(mapped.body, eqn.primitive) else mapped.mesh
         case "sharding_constraint" | "reshard":
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
             return sharding.mesh if isinstance(sharding, NamedSharding) else None

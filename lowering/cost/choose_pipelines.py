@@ -87,7 +87,7 @@ class ChoosePipelines:
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""
-        if program.mesh.size == 1:
+        if program.mesh.size <= 1:  # an empty mesh has size 0
             return "there is one device, and nothing moves"
         if self.rates is None:
             return (

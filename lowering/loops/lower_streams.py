@@ -22,10 +22,11 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.requests import stream_choices
-from jhost.lowering.ir.statements import Compute, Stmt
+from jhost.lowering.ir.statements import Communicate, Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -64,7 +65,7 @@ class LowerStreams(EachProgram):
         groups = merge_groups(graph, builder.order(), builder.should_merge)
         body = tuple(builder.body(groups))
         reports = [
-            stream_report(stream, mark, plan.extents[stream], made[stream])
+            stream_report(stream, mark, plan.extents[stream], made[stream], graph)
             for stream, mark in plan.marks.items()
             if not mark.plain
         ]
@@ -181,9 +182,13 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
 
 
 def stream_report(
-    stream: str, mark: StreamChoice, extent: int, made: Pipelining
+    stream: str,
+    mark: StreamChoice,
+    extent: int,
+    made: Pipelining,
+    graph: Sequence[Node] = (),
 ) -> StreamReport:
-    """What became of one stream."""
+    """What became of one stream, whose parts are nodes of `graph`."""
     return StreamReport(
         stream=stream,
         axis=mark.dim,
@@ -194,7 +199,15 @@ def stream_report(
         lines=mark.lines,
         predicted=mark.predicted,
         measured=mark.measured,
+        moves=not made.parts or any(moves(graph[number].stmt) for number in made.parts),
     )
+
+
+def moves(stmt: Stmt) -> bool:
+    """Whether anything goes from device to device in a statement."""
+    if isinstance(stmt, Compute):
+        return any(any(written_in(each.eqn)) for each in stmt.unit.eqns)
+    return isinstance(stmt, Communicate)
 
 
 def plain_reports(
