@@ -116,7 +116,7 @@ def assert_equals_plain(
     Raises:
         AssertionError: they differ; the text has every case that does.
         ArgumentError: `f` is no jhost function, or `pipelines` or `meshes` are empty.
-        PipelineError: a pipeline in `pipelines` cannot be.
+        PipelineError: no stream can have a pipeline in `pipelines`.
         ArgumentError, OptionError: an argument of another type, or `pipelines` or
             `meshes` without any.
 
@@ -199,8 +199,8 @@ def _explanations(
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Every stream is pipelined and moves something, in each program that jhost makes.
 
-    A loop over chunks in which nothing moves between devices, as on one device, can save
-    memory, but hides nothing.
+    A loop over chunks in which nothing moves between devices, as on one device, can
+    save memory, but hides nothing.
 
     Args:
         fun: a jhost function, or a function around some: `jax.grad(loss)`, say.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from jhost._text import bytes_text, flops_text, seconds_text
-from jhost.lowering.ir.marks import OnLines
+from jhost.lowering.ir.marks import OnLines, Wish
 from jhost.lowering.ir.statements import PipelineKind, node
 
 
@@ -86,6 +86,18 @@ class StreamReport(OnLines):
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"
+
+
+@node
+class UnmetWish:
+    """That the marks of some `numbers` cannot have what a function's settings say.
+
+    The program is lowered again without that wish: no finished one has such a remark.
+    """
+
+    numbers: tuple[int, ...]
+    wish: Wish
+    reason: str
 
 
 @node
@@ -171,6 +183,6 @@ def _with_host(predicted: Prediction) -> str:
 
 
 Remark: TypeAlias = (
-    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport
+    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport | UnmetWish
 )
 """What a pass says of its decisions, for `jhost.explain`."""
