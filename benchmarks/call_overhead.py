@@ -49,7 +49,7 @@ def increment(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def cases() -> list[Case]:
-    """Two arrays, and a tree of twenty; with shardings given, and taken from them."""
+    """Two arrays, and a tree of twenty; mesh and shardings given, or the arguments'."""
     devices = np.array(jax.devices())
     mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
     spec = P("x")
@@ -80,6 +80,12 @@ def cases() -> list[Case]:
             f"{devices.size} devices, a tree of twenty",
             jax.jit(increment),
             jhost.jit(increment, mesh=mesh),
+            (tree,),
+        ),
+        Case(
+            f"{devices.size} devices, a tree of twenty, no mesh=",
+            jax.jit(increment),
+            jhost.jit(increment),
             (tree,),
         ),
     ]

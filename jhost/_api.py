@@ -58,8 +58,9 @@ def jit(
     Args:
         f: the function, from and to any pytrees of arrays, of any shapes and dtypes.
             Without it, a decorator is returned.
-        mesh: the devices; by default the shardings' mesh, or that of `jax.set_mesh`.
-            Without any, the function runs on one device.
+        mesh: the devices; by default the shardings' mesh, or that of `jax.set_mesh`, or
+            the one over which the arguments lie, or else one that a sharding inside
+            names.  Without any, the function runs on one device.
         in_shardings: as for `jax.jit`: a pytree prefix of the positional arguments, of
             `PartitionSpec`, `NamedSharding`, or None to take it from the argument.
         out_shardings: the same for the results; None leaves the choice to jhost.
@@ -92,7 +93,7 @@ def jit(
         ChunksError: fewer than one chunk.
         ArgumentError: an argument of another type.
         NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
-            no mesh, or of several.
+            no mesh, or of several, or if arguments lie over several.
 
     Example:
         >>> import jax.numpy as jnp

@@ -44,6 +44,7 @@ class JhostError(Exception):
     def __init__(self, message: str, offenders: Sequence[str] = ()) -> None:
         lines = [message, *(f"  * {offender}" for offender in offenders)]
         super().__init__("\n".join([*lines, more_in_help(type(self))]))
+        self.offenders = tuple(offenders)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -30,7 +30,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | None:
-    """The mesh that was given, or the shardings', or that of `jax.set_mesh`.
+    """The mesh that was given or found, or the shardings', or that of `jax.set_mesh`.
 
     Raises:
         MeshMismatchError: two shardings with different meshes.
@@ -53,9 +53,9 @@ def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | No
         if named:
             raise errors.NoMeshError(
                 "Shardings name mesh axes, but no mesh is known. Give jhost.jit one "
-                "(mesh=...), use NamedShardings, or call the function under "
-                "jax.set_mesh(...).",
-                [repr(spec) for spec in named],
+                "(mesh=...), use NamedShardings, call the function with arrays that "
+                "are sharded already, or call it under jax.set_mesh(...).",
+                list(dict.fromkeys(map(repr, named))),
             )
     return mesh
 

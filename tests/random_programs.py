@@ -62,6 +62,7 @@ class Case:
     chunks: int | str
     called: str
     static: tuple[int, ...]
+    pipeline: str = "auto"
 
     def __repr__(self) -> str:
         steps = ", ".join(name for name, _ in self.steps)
@@ -69,14 +70,15 @@ class Case:
             f"Case({self.mesh}, {self.shapes} {self.kinds} -> {steps} -> "
             f"{self.results}, {self.numbers}, in={self.in_specs}, "
             f"out={self.out_specs}, chunks={self.chunks}, {self.called}, "
-            f"static={self.static})"
+            f"static={self.static}, pipeline={self.pipeline})"
         )
 
     def count(self) -> None:
         """Tells hypothesis's statistics of what kind the case is."""
         steps = {f"step {name.partition('(')[0]}" for name, _ in self.steps}
         kinds = {f"argument {kind}" for kind in self.kinds}
-        for kind in {*steps, *kinds, f"called {self.called or 'as a function'}"}:
+        ways = {f"called {self.called or 'as a function'}", f"wish {self.pipeline}"}
+        for kind in {*steps, *kinds, *ways}:
             hypothesis.event(kind)
         for size in {0, 1}.intersection(sum(self.shapes, ())):
             hypothesis.event(f"a dim of {size}")
@@ -139,10 +141,11 @@ class Case:
 
     def settings(self, results: bool = True) -> dict[str, Any]:
         """What `jhost.jit` is told, with or without where the results are to be."""
+        wishes = {"chunks": self.chunks, "pipeline": self.pipeline}
         if not self.mesh:
-            return {"chunks": self.chunks}
+            return wishes
         return {
-            "chunks": self.chunks,
+            **wishes,
             "mesh": mesh_of(**self.mesh),
             "in_shardings": self.in_specs,
             **({"out_shardings": self.out_specs} if results else {}),
@@ -290,4 +293,5 @@ def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
         chunks=draw(st.sampled_from(["auto", "auto", 1, 2, 3])),
         called=called,
         static=tuple(sorted(draw(places))),
+        pipeline=draw(st.sampled_from(["auto", "auto", "p2p", "collective", "off"])),
     )

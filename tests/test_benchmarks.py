@@ -712,7 +712,7 @@ def test_the_overhead_of_a_call_is_measured(
     main(["--blocks", "2", "--calls", "3", "--json", str(path)])
     found = json.loads(path.read_text())
     table = capsys.readouterr().out
-    assert len(found["rows"]) == 4
+    assert len(found["rows"]) == 5
     for row in found["rows"]:
         assert row["case"] in table
         for name in ("plain", "jhost"):

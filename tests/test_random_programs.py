@@ -13,6 +13,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 import jhost
@@ -89,6 +90,35 @@ def assert_case(case: Case) -> None:
     assert_same(result, expected)
     again = interpreted(case.function, **settings)(*case.placed())
     assert_same(again, expected)
+
+
+@given(cases(WHOLE, most_steps=5))
+def test_the_mesh_of_the_arguments_is_as_one_that_is_given(case: Case) -> None:
+    hypothesis.assume(case.mesh and any(kind != "number" for kind in case.kinds))
+    case.count()
+    settings = case.settings(results=False)
+    del settings["in_shardings"]
+    f, args = jhost.jit(case.function, **settings), case.placed()
+    try:
+        wanted = str(f.lower(*args).host_ir)
+    except REFUSALS as refusal:
+        with pytest.raises(type(refusal)):
+            f.with_options(mesh=None).lower(*args)
+        return
+    assert str(f.with_options(mesh=None).lower(*args).host_ir) == wanted
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(WHOLE, most_steps=5), st.integers(1, 8))
+def test_no_wish_of_a_function_is_a_refusal(case: Case, chunks: int) -> None:
+    case.count()
+    settings = case.settings() | {"chunks": "auto", "pipeline": "auto"}
+    f, args = jhost.jit(case.function, **settings), case.placed()
+    try:
+        f.lower(*args)
+    except REFUSALS:
+        return
+    f.with_options(chunks=chunks, pipeline="p2p").lower(*args)
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))

@@ -15,7 +15,13 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jhost._call.config import Config
 from jhost._call.program import derived_program
-from jhost._jax import as_weak, cached_by_jaxpr, def_impl, register_lowering
+from jhost._jax import (
+    as_weak,
+    cached_by_jaxpr,
+    def_impl,
+    evaluate,
+    register_lowering,
+)
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
 from jhost.lowering.explain import is_pipelined, puts
@@ -122,8 +128,16 @@ def compare(program: Program, config: Config) -> None:
     compare_programs(config.name, config.mesh, describe)
 
 
-def _trace_late(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
-    """Inside an outer program: XLA compiles it, with that program's options."""
+def _trace_late(
+    *args: Any, call_jaxpr: Any, config: Config, devices: int
+) -> Sequence[Any]:
+    """Inside an outer program: XLA compiles it, with that program's options.
+
+    Where nobody has told jhost the mesh of a program on several `devices`, XLA places
+    the communications, and would have more of them in loops over chunks.
+    """
+    if config.mesh is None and devices > 1:
+        return evaluate(call_jaxpr, args)
     program = derived_program(call_jaxpr, config)
     if config.compared:
         compare(program, config)

@@ -95,8 +95,7 @@ class JitFunction(Generic[P, R]):
         key = self._source.key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
         if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
-            config = dataclasses.replace(self._source.config(key), embedded=True)
-            return self._bind(key, config, args, kwargs)
+            return self._bind(key, args, kwargs, embedded=True)
         try:  # no context manager: every call pays for what stands here
             jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
             return jitted(*args, **kwargs)
@@ -153,10 +152,12 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.key(self._source.leaves(args, kwargs))
         with self._source.explained(key, args, kwargs):
-            traced = self._source.trace(key, args, kwargs)
-            named = self._source.names_devices(key, args, kwargs)
-            call_jaxpr = self._source.call_jaxpr(key, traced, named)
-            config = self._identified(self._source.config(key), traced, args, kwargs)
+            settled = self._source.settled(key, args, kwargs)
+            traced = self._source.trace(settled, args, kwargs)
+            named = self._source.names_devices(settled, args, kwargs)
+            call_jaxpr = self._source.call_jaxpr(settled, traced, named)
+            config = self._source.config(settled)
+            config = self._identified(config, traced, args, kwargs)
             program = host_program(call_jaxpr, config)
             lowered = self._jitted_alone(key, args, kwargs).lower(*args, **kwargs)
         return Lowered(
@@ -242,7 +243,8 @@ class JitFunction(Generic[P, R]):
 
     def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use, which one of several processes may call."""
-        if len(processes_of(key[0])) < 2:
+        settled = self._source.settled(key, args, kwargs)
+        if len(processes_of(settled[0])) < 2:
             return self._jitted.get(key) or self._make_jitted(key, args, kwargs)
         # JAX must not find in its caches what has not been compared.
         return self._uncompared.get(key) or self._make_jitted(
@@ -253,17 +255,19 @@ class JitFunction(Generic[P, R]):
         self, key: Key, args: Any, kwargs: Any, compared: bool = True
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
-        shardings = {} if key[0] is None else self._source.named_shardings(key[0])
-        named = self._source.names_devices(key, args, kwargs)
+        settled = self._source.settled(key, args, kwargs)
+        mesh = settled[0]
+        shardings = {} if mesh is None else self._source.named_shardings(mesh)
+        named = self._source.names_devices(settled, args, kwargs)
         call_jaxpr = self._source.call_jaxpr(
-            key, self._source.trace(key, args, kwargs), named
+            settled, self._source.trace(settled, args, kwargs), named
         )
-        config = dataclasses.replace(self._source.config(key), compared=compared)
+        config = dataclasses.replace(self._source.config(settled), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._bind(key, config, args, kwargs, named)
+            return self._bind(key, args, kwargs, named=named, compared=compared)
 
         settings = self._settings
         jitted = self._jitted if compared else self._uncompared
@@ -283,18 +287,30 @@ class JitFunction(Generic[P, R]):
         leaves = self._source.leaves(args, kwargs)
         key = self._source.key(leaves)
         with self._source.explained(key, args, kwargs):
+            key = self._source.settled(key, args, kwargs)
             traced = self._source.trace(key, args, kwargs)
             call_jaxpr = self._source.call_jaxpr(key, traced)
         return Call(call_jaxpr, self._source.config(key), (*traced.consts, *leaves))
 
     def _bind(
-        self, key: Key, config: Config, args: Any, kwargs: Any, named: bool = False
+        self,
+        key: Key,
+        args: Any,
+        kwargs: Any,
+        *,
+        named: bool = False,
+        embedded: bool = False,
+        compared: bool = True,
     ) -> R:
         """One call of the primitive, in whatever trace there is.
 
         `named`: what is around the call names the devices.
         """
+        key = self._source.settled(key, args, kwargs)
         traced = self._source.trace(key, args, kwargs)
+        config = dataclasses.replace(
+            self._source.config(key), embedded=embedded, compared=compared
+        )
         config = self._identified(config, traced, args, kwargs)
         operands = [*traced.consts, *self._source.leaves(args, kwargs)]
         explicit = explicit_mesh(operands)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, Role, plain
-from jhost._call.shard_maps import check_devices
+from jhost._call.meshes import check_devices
 from jhost._jax import (
     arg_names,
     cached,
@@ -31,8 +31,8 @@ from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import ReplicationReport
-from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
+from jhost.lowering.ir.remarks import ReplicationReport, UnmetWish
+from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
 from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
@@ -93,14 +93,35 @@ def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
     )
 
 
-@cached_by_jaxpr
+class _Lowering(NamedTuple):
+    """A program after all passes, and the wishes that its marks could not follow."""
+
+    program: Program
+    unmet: tuple[UnmetWish, ...]
+
+
 def _lowered(call_jaxpr: Any, config: Config, strict: bool = True) -> Program:
-    sequence = _passes(config, strict).all
+    return _lowering(call_jaxpr, config, strict).program
+
+
+@cached_by_jaxpr
+def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
+    """Lowers with all wishes, and again without those that marks cannot follow.
+
+    What is left open then is weighed as if nothing had been wished, layouts too.
+    """
+    unmet: tuple[UnmetWish, ...] = ()
     after_pass = dump.pass_dumper(config.name, config.derived)
-    program = _lower(call_jaxpr, config, sequence, after_pass)
+    while True:
+        sequence = _passes(config, strict, unmet).all
+        program = _lower(call_jaxpr, config, sequence, after_pass)
+        found = [each for each in unmet_wishes(program) if each not in unmet]
+        if not found:
+            break
+        unmet = (*unmet, *found)
     dump.dump_host_ir(config.name, program, config.derived)
     _warn_of_replication(program, config.replication_limit)
-    return program
+    return _Lowering(program, unmet)
 
 
 def _warn_of_replication(program: Program, limit: int) -> None:
@@ -141,12 +162,13 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     """The program of an annotated jaxpr before anything is chosen for its marks."""
     strict = True
     try:
-        _lowered(call_jaxpr, config)
+        unmet = _lowering(call_jaxpr, config, strict).unmet
     except REFUSALS:
         strict = False  # as for `derived_program`
-    every = _passes(config, strict)
+        unmet = _lowering(call_jaxpr, config, strict).unmet
+    every = _passes(config, strict, unmet)
     program = _lower(call_jaxpr, config, every.before_choice)
-    return Planned(_settings(config).applied_to(program), every)
+    return Planned(_settings(config, unmet).applied_to(program), every)
 
 
 @cached_by_jaxpr
@@ -170,10 +192,10 @@ def _warn_of_tuning(config: Config, changed: Sequence[str]) -> None:
     )
 
 
-def _passes(config: Config, strict: bool) -> Passes:
+def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> Passes:
     devices = devices_of(config.mesh)
     return passes(
-        settings=_settings(config),
+        settings=_settings(config, unmet),
         streams=config.streams,
         strict=strict,
         rates=rates_here(devices, config.may_put),
@@ -182,8 +204,8 @@ def _passes(config: Config, strict: bool) -> Passes:
     )
 
 
-def _settings(config: Config) -> StreamDefaults:
-    return StreamDefaults(config.chunks, config.pipeline)
+def _settings(config: Config, unmet: tuple[UnmetWish, ...] = ()) -> StreamDefaults:
+    return StreamDefaults(config.chunks, config.pipeline, unmet)
 
 
 def _lower(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jhost import errors
 from jhost._annotate import spec_entries
-from jhost._jax import cached_by_jaxpr, close, evaluate, without_dead_code
+from jhost._jax import (
+    cached_by_jaxpr,
+    close,
+    evaluate,
+    is_tracing,
+    mesh_of_tracer,
+    without_dead_code,
+)
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
 from jhost.lowering.ir.layout import spec_text
@@ -120,15 +127,28 @@ def _kind(node: Any, children: Mapping[str, Any]) -> str:
     return f"a {type(node).__name__} of {', '.join(children) or 'nothing'}"
 
 
-def own(leaf: Any) -> NamedSharding | None:
-    """The sharding of an argument over some mesh, if it has one."""
+def own(leaf: Any) -> Sharding | None:
+    """Where an argument lies, if it may not be moved: over a mesh, or on a device.
+
+    Of a tracer the mesh is known at most, and not how the array lies over it.
+    """
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if sharding is not None:
+        return sharding if getattr(leaf, "committed", True) else None
+    mesh = mesh_of_tracer(leaf) if is_tracing(leaf) else None
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def is_spread(sharding: Sharding | None) -> TypeGuard[NamedSharding]:
+    """Whether an array with that sharding has parts over a mesh."""
+    return isinstance(sharding, NamedSharding) and any(sharding.spec)
 
 
 def own_specs(
     names: Sequence[str],
-    shardings: Sequence[NamedSharding | None],
+    shardings: Sequence[Sharding | None],
     wanted: Sequence[bool],
     mesh: AnyMesh,
 ) -> list[Spec | None]:
@@ -138,7 +158,7 @@ def own_specs(
         MeshMismatchError: some are laid out over other meshes.
     """
     sharded = [
-        sharding if asked and sharding is not None and any(sharding.spec) else None
+        sharding if asked and is_spread(sharding) else None
         for sharding, asked in zip(shardings, wanted, strict=True)
     ]
     offenders = [
@@ -167,7 +187,7 @@ def misplaced(
     """The committed arrays that lie otherwise than their specs say, in words."""
     return [
         f"{name} of shape {array.shape}: {spec_text(spec)} is given, and it lies as "
-        f"{lies.spec if (lies := own(array)) else array.sharding}"
+        f"{getattr(array.sharding, 'spec', array.sharding)}"
         for name, array, spec in zip(names, arrays, specs, strict=True)
         if spec is not None and isinstance(array, jax.Array) and array.committed
         if not array.sharding.is_equivalent_to(

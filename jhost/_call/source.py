@@ -10,13 +10,14 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
 from jhost._call.config import Config
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
+from jhost._call.meshes import brought_mesh, inside_mesh
 from jhost._call.settings import Settings
 from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
 from jhost._primitives import Spec
@@ -26,6 +27,7 @@ from jhost.runtime.mesh import (
     AnyMesh,
     auto_mesh,
     automatic_axes,
+    context_mesh,
     explicit_axes,
     explicit_mesh,
     foreign_arrays,
@@ -33,8 +35,12 @@ from jhost.runtime.mesh import (
     resolve_mesh,
 )
 
-Key: TypeAlias = tuple[AnyMesh | None, tuple[NamedSharding | None, ...] | None]
-"""A mesh, and the arguments' own shardings, where they count."""
+Key: TypeAlias = tuple[AnyMesh | None, tuple[Sharding | None, ...] | None]
+"""A mesh, and the arguments' own shardings, where they count.
+
+The mesh is what `jhost.jit` and `jax.set_mesh` say; in a key that is settled, it is
+the one that the function runs on.
+"""
 
 
 inside = ContextVar("inside", default=False)
@@ -68,10 +74,37 @@ class Source:
 
     def key(self, leaves: Sequence[Any]) -> Key:
         """What a call on these leaves depends on, beside their types."""
-        mesh = self._fixed_mesh or resolve_mesh(None, self._given)
-        if mesh is None or not self._asks_arguments:
-            return mesh, None
-        return mesh, tuple(map(shardings.own, leaves))
+        fixed = self._fixed_mesh
+        if fixed is not None and not self._asks_arguments:
+            return fixed, None
+        return fixed or context_mesh(), tuple(map(shardings.own, leaves))
+
+    def settled(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
+        """The key with the mesh that the call runs on.
+
+        Where `jhost.jit` has none, the arguments bring theirs, or what is inside has.
+
+        Raises:
+            MeshMismatchError: arguments lie over several meshes.
+            NoMeshError: shardings name mesh axes, and there is no mesh.
+        """
+        mesh, own = key
+        if self._fixed_mesh is not None or own is None:
+            return key
+        if mesh is None:
+            mesh = brought_mesh(self.name, self._named(own, args, kwargs))
+        if mesh is None:
+            mesh = inside_mesh(self.trace(key, args, kwargs), any(own))
+        return resolve_mesh(mesh, self._given), own
+
+    def _named(
+        self, own: Sequence[Sharding | None], args: Any, kwargs: Any
+    ) -> list[tuple[str, Sharding | None]]:
+        """The leaves' own shardings with the names of the leaves."""
+        names = {id(x): name for name, x in by_name(self.fun, args, kwargs).items()}
+        leaves = self.leaves(args, kwargs)
+        pairs = zip(leaves, own, strict=True)
+        return [(names.get(id(leaf), "an argument"), there) for leaf, there in pairs]
 
     def check_has_no_mesh(self, axes: Sequence[str]) -> None:
         """Refuses a call in a body over mesh axes, unless all is left to the body."""
@@ -105,7 +138,10 @@ class Source:
         if key[0] is None or not explicit_axes(key[0]):
             return False
         own = map(shardings.own, self.leaves(args, kwargs))
-        typed = any(sharding and explicit_axes(sharding.mesh) for sharding in own)
+        typed = any(
+            isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh)
+            for sharding in own
+        )
         given = (self.settings.in_shardings, self.settings.out_shardings)
         return typed or given != (None, None) or explicit_mesh(()) is not None
 
@@ -261,7 +297,13 @@ class Source:
         """Raise jhost's own error where it can say more than JAX's did."""
         if isinstance(error, errors.JhostError):
             return
-        mesh, leaves = key[0], by_name(self.fun, args, kwargs)
+        try:
+            mesh, _ = self.settled(key, args, kwargs)
+        except errors.JhostError as problem:
+            raise problem from error
+        except Exception:
+            mesh = key[0]  # what is wrong is in the function
+        key, leaves = (mesh, key[1]), by_name(self.fun, args, kwargs)
         if mesh is not None and (offenders := foreign_arrays(leaves, mesh)):
             raise errors.MeshMismatchError(
                 f"{self.name} runs on {mesh_text(mesh)}, but got arrays from "

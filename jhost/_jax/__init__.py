@@ -98,6 +98,7 @@ from jhost._jax.tracing import (
     forget_traces as forget_traces,
     is_reference as is_reference,
     is_tracing as is_tracing,
+    mesh_of_tracer as mesh_of_tracer,
     static_arguments as static_arguments,
     trace as trace,
     under_outer_trace as under_outer_trace,

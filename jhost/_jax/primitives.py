@@ -208,8 +208,17 @@ def def_impl(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
 
 
 def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
-    """Sets the JAX function that a call primitive is inside a compiled program."""
-    lowering = mlir.lower_fun(_unless_empty(fun), multiple_results=True)
+    """Sets the JAX function that a call primitive is inside a compiled program.
+
+    It is told the number of that program's `devices`.
+    """
+
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        # Others are contexts of bodies whose axes are manual: one device's part.
+        devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+        told = partial(_unless_empty(fun), devices=devices)
+        return mlir.lower_fun(told, multiple_results=True)(ctx, *args, **params)
+
     mlir.register_lowering(prim, lowering)
 
 

@@ -17,7 +17,7 @@ from jax._src import api_util, core
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.core import ShapedArray, Tracer
 from jax.interpreters.ad import JVPTrace
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jhost._jax.eqns import ClosedJaxpr
 
@@ -150,6 +150,37 @@ def is_reference(value: Any) -> bool:
     """Whether a value is a reference to an array, that can be written to."""
     may_be = isinstance(value, jax.Ref | Tracer)
     return may_be and not isinstance(jax.typeof(value), ShapedArray)
+
+
+def mesh_of_tracer(value: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of the array that a tracer stands for, if any is known.
+
+    Its type says the axes, also those of automatic ones, from JAX 0.10 on; of the array
+    itself, which `grad` and `vmap` outside of other traces have, there are the devices.
+
+    >>> mesh = jax.make_mesh((1,), ("tp",))
+    >>> x = jax.device_put(1.0, jax.NamedSharding(mesh, PartitionSpec()))
+    >>> seen = []
+    >>> def f(x):
+    ...     seen.append(mesh_of_tracer(x))
+    ...     return x
+    >>> _ = jax.grad(f)(x), jax.jit(f)(x)
+    >>> seen == [mesh, mesh.abstract_mesh]
+    True
+    """
+    array = _below(value)
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding.mesh
+    mesh = core.typeof(value).sharding.mesh
+    return None if mesh.empty else mesh
+
+
+def _below(value: Any) -> Any:
+    """What the innermost of transforms that run at once computes with."""
+    while isinstance(value, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
+        value = value.val if isinstance(value, batching.BatchTracer) else value.primal
+    return value
 
 
 # These hand the primal computation on to the trace below them as it happens.

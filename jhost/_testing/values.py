@@ -18,8 +18,11 @@ except ImportError as error:
 from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction
+from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
+from jhost.lowering.ir.remarks import Note, StreamReport
+from jhost.lowering.ir.said import said_remarks
 from jhost.runtime.mesh import automatic, mesh_text
 
 
@@ -83,9 +86,28 @@ class Case:
             found["gradients"] = wrap(gradients_of(call))(*floats)
         return found
 
+    def check_some_have(self, f: JitFunction[..., Any], pipeline: Pipeline) -> None:
+        """Refuses to compare what is none of a pipeline's.
+
+        Raises:
+            PipelineError: no stream can have it; that of one device, none has.
+        """
+        program = derived_program(*f.as_call(self.args, self.kwargs)[:2])
+        remarks = said_remarks(program)
+        streams = [each for each in remarks if isinstance(each, StreamReport)]
+        wish = f'pipeline="{pipeline}" of jhost.jit cannot be'
+        unmet = [str(n) for n in remarks if isinstance(n, Note) and wish in n.form]
+        if unmet and all(stream.pipeline != pipeline for stream in streams):
+            raise errors.PipelineError(
+                f"no stream of {f.__name__} can have pipeline={pipeline!r}, for which "
+                "jhost.testing.assert_equals_plain was to compare it.",
+                unmet,
+            )
+
     def problems(self, pipeline: Pipeline, tolerance: float | None) -> list[str]:
         """What is different with a pipeline, a line each."""
         f = self.f.with_options(pipeline=pipeline)
+        self.check_some_have(f, pipeline)
         given = self.results(f, _as_it_is, _as_it_is)
         where = f"pipeline={pipeline!r} on {self.mesh and mesh_text(self.mesh)}"
         found: list[str] = []

@@ -104,6 +104,7 @@ class Trial:
         ranked = [chosen, *others]
         return dataclasses.replace(
             chosen.mark,
+            wished=mark.wished,
             reason=self.reason(ranked),
             predicted=tuple((o.text, o.seconds) for o in ranked),
         )
@@ -191,6 +192,7 @@ class Trial:
 
     def weigh(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
+        candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
         marks = list(self.marks)
         settle(marks, self.part.numbers, candidate)
         program = with_marks(self.part.program, marks)

@@ -87,7 +87,7 @@ class ChoosePipelines:
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""
-        if program.mesh.size == 1:
+        if program.mesh.size <= 1:  # an empty mesh has size 0
             return "there is one device, and nothing moves"
         if self.rates is None:
             return (
@@ -108,5 +108,6 @@ class ChoosePipelines:
 def _left_open(mark: StreamChoice, why_not: str) -> str:
     """The reason of a mark that asks for nothing; others keep theirs."""
     if mark.pipeline is None and mark.chunks is None:
-        return f"auto: {why_not}; ask with chunks= or pipeline="
+        asked = "" if mark.unmet else "; ask with chunks= or pipeline="
+        return f"auto: {why_not}{asked}"
     return mark.reason

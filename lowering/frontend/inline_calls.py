@@ -198,7 +198,9 @@ def _with_own_settings(body: Any, config: Any) -> Any:
         if eqn.primitive.name != "stream":
             return None
         given = {name: eqn.params[name] or value for name, value in own.items()}
-        return eqn.replace(params={**eqn.params, **given})
+        open_ones = {name for name in own if eqn.params[name] is None}
+        wished = (*sorted(open_ones), *eqn.params.get("wished", ()))
+        return eqn.replace(params={**eqn.params, **given, "wished": wished})
 
     return with_each_eqn(body, settled)
 

@@ -67,6 +67,7 @@ class Markers(Values):
             chunks=params["chunks"],
             pipeline=params["pipeline"],
             lines=(source_line(eqn),),
+            wished=params.get("wished", ()),
         )
         first = self.marks.get((StreamRequest, buffer.name))
         if isinstance(first, StreamRequest):

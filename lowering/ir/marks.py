@@ -11,6 +11,10 @@ Sums: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
 or beside transfers, in the place of its chunks."""
 
 
+Wish: TypeAlias = Literal["chunks", "pipeline"]
+"""What a function's settings can say for marks that leave it open."""
+
+
 @node
 class OnLines:
     """What stands on some lines of the user's."""
@@ -27,13 +31,15 @@ class StreamRequest(OnLines):
     """`jhost.stream` on a buffer's dim, as it was written.
 
     What it leaves open (None) the settings of the function say; `"auto"` leaves it to
-    jhost whatever they say.
+    jhost whatever they say.  What is `wished` a function that was called says, and not
+    the mark.
     """
 
     buffer: str
     dim: int
     chunks: int | Literal["auto"] | None
     pipeline: PipelineKind | Literal["auto"] | None
+    wished: tuple[Wish, ...] = ()
 
 
 @node
@@ -49,6 +55,9 @@ class StreamChoice(OnLines):
     they stand elsewhere.  A pipeline that the user named stands even where it gains
     nothing: `by_name`.  `reason` is that of the choice, with the seconds that each
     candidate was `predicted` to take, or was `measured` to.
+
+    What is `wished` a function's settings say, and not the mark: where it cannot be, it
+    is left open, and `unmet` says so.  `numbers` are those of the marks in `all_marks`.
     """
 
     buffer: str
@@ -63,6 +72,9 @@ class StreamChoice(OnLines):
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
+    wished: tuple[Wish, ...] = ()
+    unmet: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 @node

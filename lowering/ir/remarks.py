@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from jhost._text import bytes_text, flops_text, seconds_text
-from jhost.lowering.ir.marks import OnLines
+from jhost.lowering.ir.marks import OnLines, Wish
 from jhost.lowering.ir.statements import PipelineKind, node
 
 
@@ -53,10 +53,11 @@ class StreamReport(OnLines):
     """One stream: what was asked for, what was chosen, and why.
 
     `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
-    number of steps that could be cut.  `predicted` has the seconds that the program (or
-    the body, or the layer that it is in) would take with each choice that was weighed,
-    the best first; of a stream that follows a `jhost.Tuning`, `measured` has those that
-    it took, the chosen one first.
+    number of steps that could be cut.  Loops in which nothing `moves` save memory at
+    most.  `predicted` has the seconds that the program (or the body, or the layer that
+    it is in) would take with each choice that was weighed, the best first; of a stream
+    that follows a `jhost.Tuning`, `measured` has those that it took, the chosen one
+    first.
     `lines` are the user's, of all marks that make up the stream.
     """
 
@@ -68,16 +69,35 @@ class StreamReport(OnLines):
     reason: str
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
+    moves: bool = True
+
+    @property
+    def hides(self) -> bool:
+        """Whether work of one chunk may hide what another chunk moves."""
+        return self.pipeline != "off" and self.moves
 
     @property
     def text(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
         said = self.reason.removeprefix(f"{how}, ")
         colon = ":" if said == self.reason else ","
-        return f"{self.stream} on axis {self.axis}: {how}{colon} {said}"
+        idle = "" if self.moves else "; nothing moves in this loop: it hides nothing"
+        return f"{self.stream} on axis {self.axis}: {how}{colon} {said}{idle}"
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"
+
+
+@node
+class UnmetWish:
+    """That the marks of some `numbers` cannot have what a function's settings say.
+
+    The program is lowered again without that wish: no finished one has such a remark.
+    """
+
+    numbers: tuple[int, ...]
+    wish: Wish
+    reason: str
 
 
 @node
@@ -163,6 +183,6 @@ def _with_host(predicted: Prediction) -> str:
 
 
 Remark: TypeAlias = (
-    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport
+    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport | UnmetWish
 )
 """What a pass says of its decisions, for `jhost.explain`."""

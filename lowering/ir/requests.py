@@ -7,41 +7,75 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
-from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, Sums
+from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
+from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, Sums, Wish
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.statements import Compute, PipelineKind
 
 REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
 """What says that a mark cannot be followed."""
 
+WISHES: tuple[Wish, ...] = ("chunks", "pipeline")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamDefaults:
-    """What holds for requests that do not say: arguments of `jhost.jit`."""
+    """What holds for requests that do not say: arguments of `jhost.jit`.
+
+    They are wishes: what is `unmet` was found not to be possible.
+    """
 
     chunks: int | Literal["auto"] = "auto"
     pipeline: PipelineKind | Literal["auto"] = "auto"
+    unmet: tuple[UnmetWish, ...] = ()
 
-    def applied(self, request: StreamRequest) -> StreamChoice:
+    def applied(self, request: StreamRequest, number: int = 0) -> StreamChoice:
         """What is asked for in all; what is open then is None."""
-        chunks = self.chunks if request.chunks is None else request.chunks
-        pipeline = self.pipeline if request.pipeline is None else request.pipeline
-        return StreamChoice(
+        asked: dict[Wish, Any] = {}
+        wished: list[Wish] = []
+        for wish in WISHES:
+            own = getattr(request, wish)
+            value = getattr(self, wish) if own is None else own
+            asked[wish] = None if value == "auto" else value
+            if asked[wish] and (own is None or wish in request.wished):
+                wished.append(wish)
+        choice = StreamChoice(
             buffer=request.buffer,
             dim=request.dim,
-            chunks=None if chunks == "auto" else chunks,
-            pipeline=None if pipeline == "auto" else pipeline,
+            chunks=asked["chunks"],
+            pipeline=asked["pipeline"],
             lines=request.lines,
+            wished=tuple(wished),
+            numbers=(number,),
         )
+        for unmet in self.unmet:
+            if number in unmet.numbers:
+                choice = without_wish(choice, unmet.wish, unmet.reason)
+        return choice
 
     def applied_to(self, program: Program) -> Program:
         """`program` with a choice for each request, in bodies too."""
         marks = [
-            self.applied(mark) if isinstance(mark, StreamRequest) else mark
-            for mark in all_marks(program)
+            self.applied(mark, number) if isinstance(mark, StreamRequest) else mark
+            for number, mark in enumerate(all_marks(program))
         ]
         return with_marks(program, marks)
+
+
+def without_wish(mark: StreamChoice, wish: Wish, reason: str) -> StreamChoice:
+    """`mark` with what it was wished to have left open, and why."""
+    value = getattr(mark, wish)
+    said = f'"{value}"' if isinstance(value, str) else value
+    left = tuple(other for other in mark.wished if other != wish)
+    unmet = (*mark.unmet, f"{wish}={said} of jhost.jit cannot be: {reason}")
+    values: dict[str, Any] = {wish: None}
+    return dataclasses.replace(mark, **values, wished=left, unmet=unmet)
+
+
+def unmet_wishes(program: Program) -> tuple[UnmetWish, ...]:
+    """What marks of a lowered program cannot have of what they were wished to."""
+    return tuple(r for r in all_remarks(program) if isinstance(r, UnmetWish))
 
 
 def stream_choices(program: Program) -> list[StreamChoice]:
@@ -64,7 +98,7 @@ class Tuned:
         """`mark` asking for that, as if by name: it stands where it was measured."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain = self.pipeline is None
-        return dataclasses.replace(mark, **fields, plain=plain, by_name=True)
+        return dataclasses.replace(mark, **fields, plain=plain, by_name=True, wished=())
 
 
 Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
@@ -76,28 +110,39 @@ _Stream = TypeVar("_Stream", StreamRequest, StreamChoice)
 def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
     """What two marks ask for together, or None where they contradict each other."""
     merged: dict[str, Any] = {}
-    for field in ("chunks", "pipeline"):
-        asked = {getattr(one, field), getattr(other, field)} - {None}
+    wished: list[Wish] = []
+    for wish in WISHES:
+        saying = [mark for mark in (one, other) if getattr(mark, wish) is not None]
+        asked = {getattr(mark, wish) for mark in saying}
         if len(asked) > 1:
             return None
-        merged[field] = asked.pop() if asked else None
+        merged[wish] = asked.pop() if asked else None
+        wished += [wish] * all(wish in mark.wished for mark in saying)
     lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
     # The reason for a choice goes with what was chosen.
     says = next((m for m in (one, other) if m.chunks or m.pipeline), one)
     return dataclasses.replace(
-        says, buffer=one.buffer, dim=one.dim, lines=lines, **merged
+        says,
+        buffer=one.buffer,
+        dim=one.dim,
+        lines=lines,
+        wished=tuple(wished),
+        **merged,
     )
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
     """What was chosen for two marks of one stream; a plain one says nothing of it."""
+    numbers = (*one.numbers, *other.numbers)
     if one.plain != other.plain:
         said = other if one.plain else one
-        return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
+        return dataclasses.replace(
+            said, buffer=one.buffer, dim=one.dim, numbers=numbers
+        )
     merged = merge_marks(one, other)
     # Of two that differ, the one that was chosen: it is not what holds unasked.
     sums = one.sums if other.sums == "in chunks" else other.sums
-    return merged and dataclasses.replace(merged, sums=sums)
+    return merged and dataclasses.replace(merged, sums=sums, numbers=numbers)
 
 
 def plain_values(program: Program) -> frozenset[str]:
@@ -135,7 +180,8 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
         )
-        key = (place, mark.lines, mark.dim, mark.pipeline, mark.chunks, made)
+        asked = mark.pipeline, mark.chunks, mark.wished
+        key = (place, mark.lines, mark.dim, asked, made)
         groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 
@@ -154,7 +200,11 @@ def _makers(program: Program) -> Iterator[Compute | None]:
 def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
     """Put what was chosen for one mark in the place of those alike."""
     for number in numbers:
-        marks[number] = dataclasses.replace(choice, buffer=marks[number].buffer)
+        mark = marks[number]
+        assert isinstance(mark, StreamChoice)
+        marks[number] = dataclasses.replace(
+            choice, buffer=mark.buffer, unmet=mark.unmet, numbers=mark.numbers
+        )
 
 
 def _is_settled(mark: StreamChoice) -> bool:

@@ -18,14 +18,15 @@ from jhost import errors
 from jhost._jax import source_line
 from jhost.lowering.ir.bodies import CONTROL_FLOW, EachProgram
 from jhost.lowering.ir.graph import Node, merge_groups
-from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.marks import StreamChoice, Wish
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note, StreamReport
-from jhost.lowering.ir.requests import stream_choices
-from jhost.lowering.ir.statements import Compute, Stmt
+from jhost.lowering.ir.remarks import Note, StreamReport, UnmetWish
+from jhost.lowering.ir.requests import stream_choices, without_wish
+from jhost.lowering.ir.statements import Communicate, Compute, Stmt
 from jhost.lowering.loops.builder import LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -53,6 +54,8 @@ class LowerStreams(EachProgram):
             return program
         graph, plan = plan_program(program)
         mesh = dict(program.mesh.shape)
+        if unmet := unmet_wishes(graph, plan, mesh):
+            return self.change(without_wishes(program, unmet))
         if self.strict:
             check_marks(program, graph, plan, marks)
         made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
@@ -64,7 +67,7 @@ class LowerStreams(EachProgram):
         groups = merge_groups(graph, builder.order(), builder.should_merge)
         body = tuple(builder.body(groups))
         reports = [
-            stream_report(stream, mark, plan.extents[stream], made[stream])
+            stream_report(stream, mark, plan.extents[stream], made[stream], graph)
             for stream, mark in plan.marks.items()
             if not mark.plain
         ]
@@ -73,7 +76,8 @@ class LowerStreams(EachProgram):
             stream_report(f"s{number}", mark, 1, off("off, as asked"))
             for number, mark in enumerate(left_out, start=len(marks))
         ]
-        return builder.finish(body, (*reports, *stop_notes(graph, plan)))
+        notes = (*unmet_notes(asked), *stop_notes(graph, plan))
+        return builder.finish(body, (*reports, *notes))
 
     def choose(
         self,
@@ -91,6 +95,63 @@ class LowerStreams(EachProgram):
             return off(errors.first_line(refusal))
 
 
+# --- What was wished for ------------------------------------------------------ #
+
+
+def unmet_wishes(
+    graph: Sequence[Node], plan: StreamPlan, mesh: Mapping[str, int]
+) -> list[UnmetWish]:
+    """What a function's settings say of streams that cannot have it, one of each."""
+    idle = dict(_without_work(graph, plan))
+    found: list[UnmetWish] = []
+    for stream, mark in plan.marks.items():
+        wish, reason = None, idle.get(stream, "")
+        if reason:
+            wish = _wish_among(mark, "chunks")
+        else:
+            parts = plan.parts_of(stream)
+            try:
+                choose_pipeline(mark, plan.extents[stream], graph, parts, mesh)
+            except errors.PipelineError as refusal:
+                wish, reason = _wish_among(mark, "pipeline"), _in_short(refusal)
+            except errors.ChunksError as refusal:
+                wish = _wish_among(mark, "chunks", "pipeline")
+                reason = _in_short(refusal)
+        if wish is not None:
+            found.append(UnmetWish(numbers=mark.numbers, wish=wish, reason=reason))
+    return found
+
+
+def _wish_among(mark: StreamChoice, *wishes: Wish) -> Wish | None:
+    """The first that settings say of the mark, and could be left open."""
+    return next((wish for wish in wishes if wish in mark.wished), None)
+
+
+def _in_short(refusal: errors.JhostError) -> str:
+    """What is said of the mark, or else what is wrong, without advice."""
+    _, _, said = refusal.offenders[0].partition(": ")
+    return said or errors.first_line(refusal).partition(". ")[0].rstrip(".")
+
+
+def without_wishes(program: Program, unmet: Sequence[UnmetWish]) -> Program:
+    """`program` with what is unmet left open, and remarks that say so."""
+    marks = list(program.marks)
+    for each in unmet:
+        for place, mark in enumerate(marks):
+            if isinstance(mark, StreamChoice) and set(mark.numbers) & {*each.numbers}:
+                marks[place] = without_wish(mark, each.wish, each.reason)
+    remarks = (*program.remarks, *unmet)
+    return dataclasses.replace(program, marks=tuple(marks), remarks=remarks)
+
+
+def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
+    """Which wishes marks could not follow, in the user's names and lines."""
+    for mark in marks:
+        for said in mark.unmet:
+            form = f"stream on axis {mark.dim} of {{}}: {said}; it is left to jhost"
+            yield Note(form=form, values=(mark.buffer,), where=mark.where)
+
+
 # --- What was asked for ------------------------------------------------------- #
 
 
@@ -106,7 +167,13 @@ def check_marks(
     computations around the value can.
     """
     mesh = dict(program.mesh.shape)
-    offenders = [*_made_whole(graph, marks, mesh), *_without_work(graph, plan)]
+    offenders = [
+        *_made_whole(graph, marks, mesh),
+        *(
+            f"axis={plan.marks[stream].dim} at {plan.marks[stream].where}: {reason}"
+            for stream, reason in _without_work(graph, plan)
+        ),
+    ]
     if offenders:
         raise errors.StreamDimError(
             f"{program.name} asks for streams on dims that cannot be worked on in "
@@ -166,7 +233,8 @@ def _is_own(stmt: Stmt) -> bool:
     return isinstance(stmt, Compute) and not stmt.unit.pads
 
 
-def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
+def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str, str]]:
+    """The streams with chunks around which nothing works in any, and why."""
     for stream, mark in plan.marks.items():
         asked = mark.chunks not in (None, 1)
         if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
@@ -174,16 +242,20 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[str]:
         for number, reason in plan.declined.items():
             touched = (*graph[number].reads, *graph[number].writes)
             if mark.buffer in {buffer.name for buffer in touched}:
-                yield f"axis={mark.dim} at {mark.where}: {reason}"
+                yield stream, reason
 
 
 # --- What to say about it ----------------------------------------------------- #
 
 
 def stream_report(
-    stream: str, mark: StreamChoice, extent: int, made: Pipelining
+    stream: str,
+    mark: StreamChoice,
+    extent: int,
+    made: Pipelining,
+    graph: Sequence[Node] = (),
 ) -> StreamReport:
-    """What became of one stream."""
+    """What became of one stream, whose parts are nodes of `graph`."""
     return StreamReport(
         stream=stream,
         axis=mark.dim,
@@ -194,7 +266,15 @@ def stream_report(
         lines=mark.lines,
         predicted=mark.predicted,
         measured=mark.measured,
+        moves=not made.parts or any(moves(graph[number].stmt) for number in made.parts),
     )
+
+
+def moves(stmt: Stmt) -> bool:
+    """Whether anything goes from device to device in a statement."""
+    if isinstance(stmt, Compute):
+        return any(any(written_in(each.eqn)) for each in stmt.unit.eqns)
+    return isinstance(stmt, Communicate)
 
 
 def plain_reports(

@@ -14,7 +14,7 @@ import jhost
 from jhost import errors, testing
 from jhost._testing.values import Case
 from tests.jhost.blocks import ARGS, SPECS, relu_block, rows, square_loss
-from tests.lowering.on_mesh import tp
+from tests.lowering.on_mesh import on, tp
 
 ON_FOUR = tp(4, SPECS, SPECS[0])
 block = jhost.jit(relu_block, **ON_FOUR)
@@ -181,6 +181,35 @@ def test_what_is_not_pipelined_is_named_with_its_program() -> None:
         testing.assert_pipelined(step, *ARGS)
     for name in ("relu_block (forward)", "relu_block (backward)"):
         assert f"* {name}, s0 on axis 0: not pipelined" in str(raised.value)
+
+
+def contracted(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jhost.stream(jnp.maximum(x @ up, 0), axis=1) @ down
+
+
+IDLE = {
+    "a contracted dim": (contracted, ON_FOUR),
+    "an axis of size 1": (relu_block, on({"tp": 1}, SPECS, SPECS[0])),
+    "no mesh": (relu_block, {}),
+    "rows that stay": (relu_block, tp(4, (P("tp"), P(), P()), P("tp"))),
+}
+
+
+@pytest.mark.parametrize("where", IDLE)
+def test_a_loop_in_which_nothing_moves_is_made_and_hides_nothing(where: str) -> None:
+    fun, settings = IDLE[where]
+    f = jhost.jit(fun, chunks=2, **settings)
+    explanation = jhost.explain(f, *ARGS)
+    assert explanation.loops == 1  # it saves memory
+    (stream,) = explanation.streams
+    assert (stream.pipeline, stream.chunks) == ("collective", 2)
+    assert (stream.moves, stream.hides) == (False, False)
+    text = "2 chunks, as asked; nothing moves in this loop: it hides nothing ["
+    assert text in str(explanation)
+    with pytest.raises(AssertionError, match="These streams hide nothing") as raised:
+        testing.assert_pipelined(f, *ARGS)
+    assert text in str(raised.value)
+    testing.assert_equals_plain(f, *ARGS, tolerance=0, pipelines=["auto"])
 
 
 @pytest.mark.parametrize("f", [jnp.sin, jhost.jit(jnp.sin)], ids=["plain", "jhost"])

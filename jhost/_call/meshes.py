@@ -1,0 +1,120 @@
+"""The meshes that arguments lie over, and that a function names inside.
+
+A function that was given none takes its mesh from there; JAX's `jit` takes its devices
+from the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jhost import errors
+from jhost._call.shardings import is_spread
+from jhost._jax import Traced, calls, shard_map_of, source_line
+from jhost.runtime.mesh import AnyMesh, mesh_text, mesh_texts, same_mesh
+
+
+def brought_mesh(
+    name: str, arguments: Iterable[tuple[str, Sharding | None]]
+) -> AnyMesh | None:
+    """The mesh over which arguments lie, if they lie over one.
+
+    Arrays in parts count before those that are whole on each device, which may lie over
+    any mesh of the same devices, as for `jax.jit`.
+
+    Raises:
+        MeshMismatchError: they lie over different meshes.
+    """
+    named = [(n, s) for n, s in arguments if isinstance(s, NamedSharding)]
+    over = [(n, s) for n, s in named if is_spread(s)] or named
+    meshes = sorted(
+        (sharding.mesh for _, sharding in over),
+        key=lambda mesh: not isinstance(mesh, Mesh),  # one that has devices, if any
+    )
+    for other in meshes:
+        if not same_mesh(meshes[0], other):
+            raise _several_meshes(name, over, mesh_texts(meshes[0], other))
+    return meshes[0] if meshes else None
+
+
+def _several_meshes(
+    name: str, over: Sequence[tuple[str, NamedSharding]], texts: tuple[str, str]
+) -> errors.MeshMismatchError:
+    most = max(sharding.mesh.size for _, sharding in over)
+    return errors.MeshMismatchError(
+        f"{name} runs on one mesh, but its arguments lie over several: {texts[0]}, and "
+        f"{texts[1]}. Move them to one with jax.device_put(x, NamedSharding(mesh, "
+        "spec)).",
+        [
+            f"{argument} has {sharding.spec} over {mesh_text(sharding.mesh, most)}"
+            for argument, sharding in over
+        ],
+    )
+
+
+def inside_mesh(traced: Traced, on_one_device: bool) -> AnyMesh | None:
+    """The mesh that a function names, or over which arrays lie that it closes over.
+
+    Those do not count for a call with arguments committed to `on_one_device`: for XLA
+    they are constants, which any device has.
+    """
+    for mesh, _ in meshes_in(traced.jaxpr):
+        return mesh
+    if on_one_device:
+        return None
+    held = (getattr(const, "sharding", None) for const in traced.consts)
+    return next((s.mesh for s in held if isinstance(s, NamedSharding)), None)
+
+
+def meshes_in(jaxpr: Any) -> Iterator[tuple[AnyMesh, str]]:
+    """Each mesh that shardings and `jax.shard_map`s inside name, and on which line."""
+    for eqn in jaxpr.eqns:
+        mesh = _mesh_of(eqn)
+        if mesh is not None and not mesh.empty:
+            yield mesh, source_line(eqn)
+        if eqn.primitive.name != "shard_map":  # inside, axes are manual
+            for inner in jaxprs_in_params(eqn.params):
+                yield from meshes_in(inner)
+
+
+def _mesh_of(eqn: JaxprEqn) -> AnyMesh | None:
+    match eqn.primitive.name:
+        case "shard_map":
+            mapped = shard_map_of(eqn)
+            # JAX takes one in another's body, and a program on a mesh does not.
+            return None if calls(mapped.body, eqn.primitive) else mapped.mesh
+        case "sharding_constraint" | "reshard":
+            sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+            return sharding.mesh if isinstance(sharding, NamedSharding) else None
+        case "jhost":
+            return eqn.params["config"].mesh
+        case _:
+            return None
+
+
+def check_devices(name: str, jaxpr: Any, mesh: AnyMesh | None) -> None:
+    """Refuses what would run on other devices than it says.
+
+    Programs know the axes of a mesh and no devices, so that this is looked at before.
+
+    Raises:
+        MeshMismatchError: a sharding or a `shard_map` over the same axes, of other
+            devices.
+    """
+    if not isinstance(mesh, Mesh):
+        return
+    others = [
+        f"{mesh_text(there)} at {where}"
+        for there, where in meshes_in(jaxpr)
+        if there.shape == mesh.shape and not same_mesh(there, mesh)
+    ]
+    if others:
+        raise errors.MeshMismatchError(
+            f"A sharding or a jax.shard_map inside {name} is over the function's axes, "
+            "but over other devices, or in another order. Give it the function's mesh.",
+            [*dict.fromkeys(others), f"the function's: {mesh_text(mesh)}"],
+        )
