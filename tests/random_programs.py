@@ -243,7 +243,7 @@ def cases(
     shape = st.lists(sizes, min_size=1, max_size=3).map(tuple)
     inputs = draw(st.lists(shape, min_size=1, max_size=3))
     # Python's numbers, and what has a weak type, are as wide as JAX's own.
-    weak = ["weak"] if np.dtype(kinds.dtype) in (np.int32, np.float32) else []
+    weak = ["weak"] if np.dtype(kinds.dtype).name in ("int32", "float32") else []
     array = st.sampled_from(["array", "array", *weak])
     of_inputs = [draw(array) for _ in inputs]
     if draw(st.integers(0, 3)) == 0:

@@ -123,20 +123,20 @@ def transfer(sent: Transfer, x: Any, ranks: Ranks) -> Any:
 
 def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
     if reducer == "sum":
-        return _added(x, lambda x: lax.psum(x, axes))
+        return _widened(x, lambda x: lax.psum(x, axes))
     if extremum := _EXTREMA.get(reducer):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return _added(x, lambda x: extremum(x, axes))
+            return _widened(x, lambda x: extremum(x, axes))
         # Between floats, XLA:CPU and NCCL pass over what is no number.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 
-def _added(x: Any, add: Callable[[Any], Any]) -> Any:
-    """What `add` gives, of narrow integers as wider ones; the backend widens floats."""
+def _widened(x: Any, reduce: Callable[[Any], Any]) -> Any:
+    """`x` reduced, narrow integers as wider ones; the backend itself widens floats."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        return add(x)
-    return add(x.astype(summed_in(x.dtype))).astype(x.dtype)
+        return reduce(x)
+    return reduce(x.astype(summed_in(x.dtype))).astype(x.dtype)
 
 
 def _with_signs(total: Any, x: Any, stmt: Communicate, ranks: Ranks) -> Any:
@@ -188,7 +188,7 @@ def _reduce_scatter(
     reducer: Reducer,
 ) -> Any:
     if reducer == "sum":
-        return _added(
+        return _widened(
             x, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         )
     return _reduced(_exchange(x, axes, devices, dim), reducer)

@@ -245,10 +245,9 @@ def test_custom_rules_around() -> None:
     "taken",
     [
         lambda f: jax.grad(lambda a: jax.grad(f)(a).sum()),
-        jax.hessian,
         lambda f: lambda a: jax.vmap(jax.grad(f))(jnp.stack([a, -a])),
     ],
-    ids=["grad of grad", "hessian", "vmap of grad"],
+    ids=["grad of grad", "vmap of grad"],
 )
 def test_second_derivatives_of_a_root_on_a_mesh_of_two_axes(taken: Any) -> None:
     """A value was wanted in a layout that had an axis twice."""
@@ -266,7 +265,11 @@ def test_second_derivatives_of_a_root_on_a_mesh_of_two_axes(taken: Any) -> None:
         return lax.custom_root(lambda x: a @ x - b, b, known, tangent)
 
     a, b = jnp.array([[4.0, 1], [1, 3]]), jnp.array([1.0, 2])
-    specs = {"in_shardings": (P("x", "y"), P("x")), "out_shardings": P()}
-    on_mesh = jhost.jit(root, mesh=mesh_of({"x": 2, "y": 2}), **specs)
+    on_mesh = jhost.jit(
+        root,
+        mesh=mesh_of({"x": 2, "y": 2}),
+        in_shardings=(P("x", "y"), P("x")),
+        out_shardings=P(),
+    )
     results = (taken(lambda a, f=f: f(a, b).sum())(a) for f in (on_mesh, root))
     np.testing.assert_allclose(*results, rtol=1e-4)
