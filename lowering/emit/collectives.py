@@ -33,28 +33,12 @@ def reducer_of(stmt: Communicate) -> Reducer:
 
 
 def communicate(
-    stmt: Communicate,
-    x: Any,
-    ranks: Ranks,
-    root: int,
-    shift: AtRanks,
-    *,
-    begins_with_0: bool = False,
+    stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: AtRanks
 ) -> Any:
     """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
 
-    Reduce and Gather leave zeros on the devices that are not the root.  The backend's
-    own sums may be such that `begins_with_0`: then -0.0 and -0.0 are 0.0.
+    Reduce and Gather leave zeros on the devices that are not the root.
     """
-    value = _communicated(stmt, x, ranks, root, shift)
-    if begins_with_0 and stmt.reducer == "sum" and x.size:
-        return _with_signs(value, x, stmt, ranks)
-    return value
-
-
-def _communicated(
-    stmt: Communicate, x: Any, ranks: Ranks, root: int, shift: AtRanks
-) -> Any:
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
         return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
@@ -137,25 +121,6 @@ def _widened(x: Any, reduce: Callable[[Any], Any]) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return reduce(x)
     return reduce(x.astype(summed_in(x.dtype))).astype(x.dtype)
-
-
-def _with_signs(total: Any, x: Any, stmt: Communicate, ranks: Ranks) -> Any:
-    """`total`, a sum that began with 0, as one of the terms `x` alone.
-
-    So NCCL adds up, and so chunks and permutes do; where all terms are -0.0 the sum is.
-    """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = ((total.real, x.real), (total.imag, x.imag))
-        return lax.complex(*(_with_signs(*part, stmt, ranks) for part in parts))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return total
-    is_negative = jnp.signbit(x) & (x == 0)
-    signs = lax.pmin(is_negative.astype(np.int8), stmt.axes).astype(bool)
-    if stmt.kind == "ReduceScatter":
-        number = lax.axis_index(stmt.axes)
-        size = total.shape[dim_of(stmt)]
-        signs = lax.dynamic_slice_in_dim(signs, number * size, size, dim_of(stmt))
-    return jnp.where(signs, jnp.full_like(total, -0.0), total)
 
 
 def _ordered(x: Any, reducer: Reducer) -> Any:
