@@ -52,8 +52,7 @@ def _both(kind: Any, *dtypes: Any) -> bool:
 def _is_finer(wide: Any, narrow: Any) -> bool:
     """In digits, and up to the largest number and down to the smallest."""
     one, other = jnp.finfo(wide), jnp.finfo(narrow)
-    return (
-        one.nmant >= other.nmant
-        and one.max >= other.max
-        and one.smallest_subnormal <= other.smallest_subnormal
-    )
+    finer = one.nmant >= other.nmant
+    farther = float(one.max) >= float(other.max)
+    smaller = float(one.smallest_subnormal) <= float(other.smallest_subnormal)
+    return finer and farther and smaller

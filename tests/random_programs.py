@@ -37,6 +37,8 @@ MESHES = {
     "1 x 4": {"a": 1, "b": 4},
 }
 
+OF_MORE_AXES = tuple(sorted(name for name, axes in MESHES.items() if len(axes) > 1))
+
 REFUSALS = (*requests.REFUSALS, errors.StreamConflictError)
 """What a mark at random may rightly run into."""
 
@@ -233,13 +235,18 @@ def _marking(mesh: dict[str, int]) -> Draw:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: Kinds, most_steps: int = 8) -> Case:
-    mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
+def cases(
+    draw: st.DrawFn,
+    kinds: Kinds,
+    most_steps: int = 8,
+    meshes: Sequence[str] = tuple(sorted(MESHES)),
+) -> Case:
+    mesh = MESHES[draw(st.sampled_from(meshes))]
     sizes = st.sampled_from([4, 8, 2, 6, 16, 12, 3, 5, 1, 10, 7, 0])
     shape = st.lists(sizes, min_size=1, max_size=3).map(tuple)
     inputs = draw(st.lists(shape, min_size=1, max_size=3))
     # Python's numbers, and what has a weak type, are as wide as JAX's own.
-    weak = ["weak"] if np.dtype(kinds.dtype) in (np.int32, np.float32) else []
+    weak = ["weak"] if np.dtype(kinds.dtype).name in ("int32", "float32") else []
     array = st.sampled_from(["array", "array", *weak])
     of_inputs = [draw(array) for _ in inputs]
     if draw(st.integers(0, 3)) == 0:

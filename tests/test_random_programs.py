@@ -24,7 +24,7 @@ from tests import sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
-from tests.random_programs import REFUSALS, Case, cases
+from tests.random_programs import OF_MORE_AXES, REFUSALS, Case, cases
 from tests.random_rows import LOOKUPS, UPDATES
 from tests.random_steps import BOOLEANS, INT4, INT8, SMOOTH, UINT8, WHOLE, ZEROS
 
@@ -198,7 +198,10 @@ def test_their_gradients_equal_the_plain_functions(
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(SMOOTH, most_steps=5), derivatives())
+@given(
+    cases(SMOOTH, most_steps=5) | cases(SMOOTH, most_steps=4, meshes=OF_MORE_AXES),
+    derivatives(),
+)
 def test_their_derivatives_of_any_order_equal_the_plain_functions(
     case: Case, taken: Derivatives
 ) -> None:

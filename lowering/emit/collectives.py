@@ -31,25 +31,8 @@ def reducer_of(stmt: Communicate) -> Reducer:
     return stmt.reducer
 
 
-def communicate(
-    stmt: Communicate,
-    x: Any,
-    ranks: Ranks,
-    shift: AtRanks,
-    *,
-    begins_with_0: bool = False,
-) -> Any:
-    """What the current device has in `stmt.out` when each has `x` in `stmt.source`.
-
-    The backend's own sums may be such that `begins_with_0`: then -0.0 and -0.0 are 0.0.
-    """
-    value = _communicated(stmt, x, ranks, shift)
-    if begins_with_0 and stmt.reducer == "sum" and x.size:
-        return _with_signs(value, x, stmt, ranks)
-    return value
-
-
-def _communicated(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
+def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
+    """What the current device has in `stmt.out` when each has `x` in `stmt.source`."""
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
         return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
@@ -93,39 +76,20 @@ def _shape_after(
 
 def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
     if reducer == "sum":
-        return _added(x, lambda x: lax.psum(x, axes))
+        return _widened(x, lambda x: lax.psum(x, axes))
     if extremum := _EXTREMA.get(reducer):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return _added(x, lambda x: extremum(x, axes))
+            return _widened(x, lambda x: extremum(x, axes))
         # Between floats, XLA:CPU and NCCL pass over what is no number.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 
-def _added(x: Any, add: Callable[[Any], Any]) -> Any:
-    """What `add` gives, of narrow integers as wider ones; the backend widens floats."""
+def _widened(x: Any, reduce: Callable[[Any], Any]) -> Any:
+    """`x` reduced, narrow integers as wider ones; the backend itself widens floats."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        return add(x)
-    return add(x.astype(summed_in(x.dtype))).astype(x.dtype)
-
-
-def _with_signs(total: Any, x: Any, stmt: Communicate, ranks: Ranks) -> Any:
-    """`total`, a sum that began with 0, as one of the terms `x` alone.
-
-    So NCCL adds up, and so chunks and permutes do; where all terms are -0.0 the sum is.
-    """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = ((total.real, x.real), (total.imag, x.imag))
-        return lax.complex(*(_with_signs(*part, stmt, ranks) for part in parts))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return total
-    is_negative = jnp.signbit(x) & (x == 0)
-    signs = lax.pmin(is_negative.astype(np.int8), stmt.axes).astype(bool)
-    if stmt.kind == "ReduceScatter":
-        number = lax.axis_index(stmt.axes)
-        size = total.shape[dim_of(stmt)]
-        signs = lax.dynamic_slice_in_dim(signs, number * size, size, dim_of(stmt))
-    return jnp.where(signs, jnp.full_like(total, -0.0), total)
+        return reduce(x)
+    return reduce(x.astype(summed_in(x.dtype))).astype(x.dtype)
 
 
 def _ordered(x: Any, reducer: Reducer) -> Any:
@@ -158,7 +122,7 @@ def _reduce_scatter(
     reducer: Reducer,
 ) -> Any:
     if reducer == "sum":
-        return _added(
+        return _widened(
             x, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         )
     return _reduced(_exchange(x, axes, devices, dim), reducer)

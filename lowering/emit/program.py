@@ -20,6 +20,11 @@ from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.emit.order import Order, Values
 from jhost.lowering.emit.shard_map import shard_map
+from jhost.lowering.emit.signs import (
+    never_negative_zero,
+    sums_begin_with_0,
+    with_signs,
+)
 from jhost.lowering.emit.tied import made_in, tied
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
@@ -41,19 +46,13 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
     The program must be valid; see `verify`.
     """
 
-    # XLA:CPU (JAX 0.10 to 0.12) adds all terms to 0; NCCL begins with one of them.
-    begins_with_0 = isinstance(mesh, Mesh) and platform_of(mesh) == "cpu"
+    from_0 = sums_begin_with_0(mesh)
 
     def on_device(*params: jax.Array) -> tuple[jax.Array, ...]:
-        return _Emitter(program, sums_begin_with_0=begins_with_0).run(params)
+        return _Emitter(program, sums_from_0=from_0).run(params)
 
     ins, outs = map(spec_of, program.params), map(spec_of, program.results)
     return shard_map(on_device, mesh, tuple(ins), tuple(outs))
-
-
-def platform_of(mesh: Mesh) -> str:
-    """What the devices of a mesh are."""
-    return "" if mesh.empty else mesh.devices.flat[0].platform
 
 
 def spec_of(buffer: ir.Buffer) -> PartitionSpec:
@@ -87,11 +86,12 @@ class _Emitter(Machine):
         program: Program,
         scopes: Scopes | None = None,
         *,
-        sums_begin_with_0: bool = False,
+        sums_from_0: bool = False,
     ) -> None:
         super().__init__(program.mesh.shape)
         self.program = program
-        self.sums_begin_with_0 = sums_begin_with_0
+        self.sums_from_0 = sums_from_0
+        self.never_negative = never_negative_zero(program)
         self.read_whole = read_whole(program)
         self.scopes = scopes or Scopes(program)
         self.is_body = scopes is not None
@@ -256,8 +256,10 @@ class _Emitter(Machine):
     def communicate(self, stmt: ir.Communicate) -> None:
         (source,) = self.order.before_communication([self.read(stmt.source)])
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
-        begins = self.sums_begin_with_0
-        value = communicate(stmt, source, self.ranks, shift, begins_with_0=begins)
+        value = communicate(stmt, source, self.ranks, shift)
+        unsure = stmt.source.name not in self.never_negative
+        if stmt.reducer == "sum" and self.sums_from_0 and unsure:
+            value = with_signs(value, source, stmt)
         self.write(stmt.out, value)
         if not self.order.depth:
             self.views[stmt.out.name].memory.received = True
@@ -290,8 +292,8 @@ class _Emitter(Machine):
         """`lax`'s own, whose bodies are programs on one device like this one."""
 
         def run(body: Program, *args: jax.Array) -> tuple[jax.Array, ...]:
-            begins = self.sums_begin_with_0
-            return _Emitter(body, self.scopes, sums_begin_with_0=begins).run(args)
+            from_0 = self.sums_from_0
+            return _Emitter(body, self.scopes, sums_from_0=from_0).run(args)
 
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
         for buffer, value in zip(stmt.outs, values, strict=True):

@@ -66,22 +66,21 @@ class CarryPartialSums(EachProgram):
                 )
                 body += new
             else:
-                if (zero := _zero(stmt)) is not None:
-                    zeros[stmt.outs[0].name] = zero
+                zeros |= _zeros_of(stmt)
                 body.append(stmt)
         remarks = [*program.remarks, *remarks]
         return dataclasses.replace(program, body=tuple(body), remarks=tuple(remarks))
 
 
-def _zero(stmt: Stmt) -> Any | None:
-    """The zero, 0.0 or -0.0 of floats, that a statement fills an array with, if any."""
+def _zeros_of(stmt: Stmt) -> dict[str, Any]:
+    """The array that a statement fills with zeros, and which: 0.0 or -0.0 of floats."""
     if not isinstance(stmt, Compute) or stmt.ins:
-        return None
+        return {}
     (unit_eqn,) = stmt.unit.eqns
     if unit_eqn.eqn.primitive.name != "broadcast_in_dim":
-        return None
+        return {}
     (value,) = (v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal))
-    return None if np.any(np.asarray(value)) else value
+    return {} if np.any(np.asarray(value)) else {stmt.outs[0].name: value}
 
 
 def _summed_behind(stmt: Scan, zeros: Mapping[str, Any], names: Names) -> list[Stmt]:

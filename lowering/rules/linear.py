@@ -4,7 +4,8 @@ A partial sum may then stay partial through the equation, and what comes out is 
 instead.  The other reducers distribute over what only arranges elements, and over
 reductions of their own kind.  Integers stay exact: they wrap round alike either way.
 Factors of a product are taken to be finite, as a sum in another order takes what it
-adds to be; a divisor is often 0.
+adds to be; a divisor is often 0.  A sum that cancels and is then negated is 0.0 instead
+of -0.0; terms that are all zeros keep their sign.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+import jhost
+from jhost.testing import mesh_of
 from tests.jhost.blocks import (
     ARGS,
     OTHERS,
@@ -234,3 +236,40 @@ def test_custom_rules_around() -> None:
         return jax.jvp(forward, (X,), (X,)), jax.grad(square_loss(backward))(X)
 
     same(with_rules, relu_block, "p2p")
+
+
+# --- On a mesh of two axes ---------------------------------------------------------- #
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda f: jax.grad(lambda a: jax.grad(f)(a).sum()),
+        lambda f: lambda a: jax.vmap(jax.grad(f))(jnp.stack([a, -a])),
+    ],
+    ids=["grad of grad", "vmap of grad"],
+)
+def test_second_derivatives_of_a_root_on_a_mesh_of_two_axes(taken: Any) -> None:
+    """A value was wanted in a layout that had an axis twice."""
+
+    def root(a: jax.Array, b: jax.Array) -> jax.Array:
+        a = a @ a.T
+        factors = jax.scipy.linalg.cho_factor(a)
+        known = lambda _, b: jax.scipy.linalg.cho_solve(factors, b)  # noqa: E731
+
+        def tangent(g: Any, b: jax.Array) -> jax.Array:
+            return lax.custom_linear_solve(
+                g, b, lambda _, b: known(None, b), symmetric=True
+            )
+
+        return lax.custom_root(lambda x: a @ x - b, b, known, tangent)
+
+    a, b = jnp.array([[4.0, 1], [1, 3]]), jnp.array([1.0, 2])
+    on_mesh = jhost.jit(
+        root,
+        mesh=mesh_of({"x": 2, "y": 2}),
+        in_shardings=(P("x", "y"), P("x")),
+        out_shardings=P(),
+    )
+    results = (taken(lambda a, f=f: f(a, b).sum())(a) for f in (on_mesh, root))
+    np.testing.assert_allclose(*results, rtol=1e-4)

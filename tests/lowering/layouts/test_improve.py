@@ -7,12 +7,17 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.explain import explain_program
+from jhost.lowering.ir.layout import dims_of
+from jhost.lowering.ir.statements import Buffer, Dim
 from jhost.lowering.layouts.improve import improved, restarted
+from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
 from tests.lowering.layouts.test_decisions import solver
@@ -96,11 +101,32 @@ def test_what_moves_more_is_taken_back() -> None:
     solving = solver()
     once = improved(solving, solving.settled())
     total, assignments = once.total, once.in_order()
-    goals = dict(solving.wishes.goals)
+    wishes = solving.wishes.kept()
     again = restarted(solving, once)
     assert again.total <= total
     if again.total == total:
-        assert (again.in_order(), solving.wishes.goals) == (assignments, goals)
+        assert (again.in_order(), solving.wishes.kept()) == (assignments, wishes)
+
+
+def test_wishes_that_are_taken_back_say_nothing_of_the_same_axes_again() -> None:
+    """Goals were taken back alone, and what they left open was that of the others."""
+    buffer = Buffer(
+        name="x", shape=(2, 2), dtype=np.dtype("float32"), dims=(Dim(),) * 2
+    )
+    wishes = Wishes({"x": buffer}, {}, {"x": 2, "y": 2})
+    kept = wishes.kept()
+    wishes.goals["x"], wishes.open["x"] = ((), ("x",)), frozenset({"x", "y"})
+    assert wishes.goal("x", (("x",), ())) == ((), ("x",))
+    wishes.restore(kept)
+    assert wishes.kept() == kept == ({}, {})
+    assert wishes.goal("x", (("x",), ("y",))) == (("x",), ("y",))
+
+
+def test_no_layout_has_an_axis_twice() -> None:
+    with pytest.raises(AssertionError, match="an axis shards two dims"):
+        dims_of((("x",), ("x",)))
+    with pytest.raises(AssertionError, match="an axis shards two dims"):
+        plan_reshard((("x",), ()), (("x",), ("x",)), (), {"x": 2})
 
 
 def test_a_body_without_any_operation_has_nothing_to_spread() -> None:

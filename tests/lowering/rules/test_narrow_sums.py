@@ -95,7 +95,7 @@ OF_BOOLEANS: dict[str, Callable[[Any, Any], Any]] = {
     "counted": lambda a, b: lax.dot(a, b, preferred_element_type=np.int32),
     "any": lambda a, b: a.any(1),
     "all": lambda a, b: a.all(1),
-    "ragged": lambda a, b: lax.ragged_dot(a, b[None], np.array([8])),
+    "ragged": lambda a, b: lax.ragged_dot(a, b[None], jnp.array([8])),
     "conv": lambda a, b: lax.conv_general_dilated(
         a[:, :, None, None],
         b[:, :, None, None],

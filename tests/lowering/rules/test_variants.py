@@ -213,3 +213,21 @@ def test_updates_mean_the_same_in_each_part(mode: str, check_rule: CheckRule) ->
     check_rule(lambda x, i, u: x.at[i].add(u, mode=mode), table, index, new)
     batch = jax.vmap(lambda x, i, u: x.at[i].add(u, mode=mode))
     check_rule(lambda x, i, u: batch(x, i, u), table[:2], index, new[:, :, 0])
+
+
+# --- Transforms ---------------------------------------------------------------- #
+
+
+def test_a_transform_runs_before_a_collective_along_another_dim() -> None:
+    """XLA:CPU refused the order of dims that it had chosen for the collective."""
+
+    def function(xs: Any) -> Any:
+        def step(total: Any, x: Any) -> tuple[Any, Any]:
+            y = lax.cond(x.sum() > 0, lambda x: jnp.fft.fft(x).real, jnp.negative, x)
+            return total + y.sum(), y
+
+        return lax.scan(step, np.float32(0), xs)[1]
+
+    x = integers(3, 4, 4, 8)
+    given = jhost.jit(function, **tp(4, P(None, None, "tp"), P()))(x)
+    np.testing.assert_allclose(given, jax.jit(function)(x), atol=1e-3)

@@ -1,0 +1,60 @@
+"""Signs of zero: a sum over devices is -0.0 where all of its terms are.
+
+So it is where NCCL adds up, which begins with a term, and where chunks and permutes do.
+XLA:CPU (of JAX 0.10 to 0.12) adds all terms to 0; there it is found out whether all of
+them are -0.0, by one more collective, unless the terms are sums from 0 themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, UnitEqn, walk
+
+
+def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh add all terms to 0."""
+    if isinstance(mesh, AbstractMesh) or mesh.empty:
+        return False
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def never_negative_zero(program: Program) -> frozenset[str]:
+    """The buffers that nothing but sums from 0 are written to by computations."""
+    made: dict[str, bool] = {}
+    for stmt in walk(program.body):
+        if isinstance(stmt, Compute):
+            makers = {id(v): each for each in stmt.unit.eqns for v in each.eqn.outvars}
+            for var, out in zip(stmt.unit.outvars, stmt.outs, strict=True):
+                is_sum = id(var) in makers and _sums_up(makers[id(var)])
+                made[out.name] = made.get(out.name, True) and is_sum
+    return frozenset(name for name, is_sum in made.items() if is_sum)
+
+
+def _sums_up(unit_eqn: UnitEqn) -> bool:
+    rule = unit_eqn.rule
+    summed = {factor for factor, r in enumerate(rule.reducers) if r == "sum"}
+    return bool(summed - rule.picked - rule.updates)
+
+
+def with_signs(total: Any, x: Any, stmt: Communicate) -> Any:
+    """`total`, a sum of the terms `x` from 0 on, as one of the terms alone."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = ((total.real, x.real), (total.imag, x.imag))
+        return lax.complex(*(with_signs(*part, stmt) for part in parts))
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+        return total
+    is_negative = jnp.signbit(x) & (x == 0)
+    signs = lax.pmin(is_negative.astype(np.int8), stmt.axes).astype(bool)
+    if stmt.kind == "ReduceScatter":
+        assert stmt.dim is not None
+        size = total.shape[stmt.dim]
+        start = lax.axis_index(stmt.axes) * size
+        signs = lax.dynamic_slice_in_dim(signs, start, size, stmt.dim)
+    return jnp.where(signs, jnp.full_like(total, -0.0), total)
