@@ -39,7 +39,8 @@ def stream(
         x: an array of any dtype, and of any shape with at least one dim.
         axis: the dim; negative ones count from the last.
         chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes the
-            choice of the jhost function around.
+            choice of the jhost function around.  What is asked for here and cannot be
+            is an error of that function's, and a wish where the function says it.
         pipeline: `"collective"` communicates a slice of every device's shard at a
             time, `"p2p"` sends each device's chunk straight to who works on it, or
             what was made of it to its owner, `"off"` does neither, and `"auto"` picks

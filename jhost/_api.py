@@ -69,7 +69,8 @@ def jit(
         donate_argnums: as for `jax.jit`.
         donate_argnames: as for `jax.jit`.
         chunks: how many chunks a stream is cut into, or `"auto"`, where the mark itself
-            does not say.
+            does not say.  A wish: where a stream cannot have as many, jhost chooses as
+            by `"auto"`, and `jhost.explain` says why.
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
             over devices with work behind them go beside it, by permutes, where that is
             predicted to gain, or with `"p2p"` of the whole function.

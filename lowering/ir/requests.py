@@ -117,7 +117,8 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
         if len(asked) > 1:
             return None
         merged[wish] = asked.pop() if asked else None
-        wished += [wish] * all(wish in mark.wished for mark in saying)
+        if all(wish in mark.wished for mark in saying):
+            wished.append(wish)
     lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
     # The reason for a choice goes with what was chosen.
     says = next((m for m in (one, other) if m.chunks or m.pipeline), one)

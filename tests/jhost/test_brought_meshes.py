@@ -21,7 +21,7 @@ MakeMesh: TypeAlias = Callable[[Sequence[int], Sequence[str]], Mesh]
 Wrap: TypeAlias = Callable[[Callable[..., jax.Array]], Callable[..., Any]]
 
 SPECS = (P("tp"), P(None, "tp"), P("tp"))
-OPERANDS = tuple(
+OPERANDS: tuple[Any, ...] = tuple(
     np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 3 - 1
     for shape in ((8, 4), (4, 16), (16, 4))
 )
@@ -40,14 +40,14 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
     return make_mesh((4,), ("tp",))
 
 
-def on(mesh: Mesh, specs: Sequence[P] = SPECS) -> list[jax.Array]:
+def on(mesh: Mesh, specs: Sequence[P] = SPECS) -> list[Any]:
     return [
         jax.device_put(operand, NamedSharding(mesh, spec))
         for operand, spec in zip(OPERANDS, specs, strict=True)
     ]
 
 
-def mesh_of(args: Sequence[Any]) -> Mesh | None:
+def mesh_of(args: Sequence[Any]) -> Any:
     sharding = getattr(args[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 

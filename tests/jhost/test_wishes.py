@@ -17,10 +17,11 @@ from jhost import errors, testing
 
 MakeMesh: TypeAlias = Callable[[Sequence[int], Sequence[str]], Mesh]
 
-X, UP, DOWN = (
+OPERANDS: list[Any] = [
     np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 3 - 1
     for shape in ((16, 8), (8, 32), (32, 8))
-)
+]
+X, UP, DOWN = OPERANDS
 SPECS = (P("tp"), P(None, "tp"), P("tp"))
 
 
@@ -125,7 +126,7 @@ def test_a_mark_s_own_count_stays_where_the_wish_for_its_pipeline_cannot_be(
 
 def test_a_function_that_is_called_wishes_too(settings: dict[str, Any]) -> None:
     inner = jhost.jit(step, pipeline="p2p")
-    f = jhost.jit(lambda *args: inner(*args), **settings)
+    f = jhost.jit(lambda x, up, down: inner(x, up, down), **settings)
     explanation = jhost.explain(f, X, UP, DOWN)
     assert [s.pipeline for s in explanation.streams] == ["p2p", "off"]
     assert 'axis 1 of result[1]: pipeline="p2p" of jhost.jit' in explanation.notes[0]
@@ -159,7 +160,7 @@ def test_wishes_hold_in_bodies_and_in_derivatives(
 def test_a_comparison_asks_that_some_stream_has_the_pipeline(
     settings: dict[str, Any],
 ) -> None:
-    f = jhost.jit(lambda x, *w: step(x, *w)[0], **settings)
+    f = jhost.jit(lambda x, up, down: step(x, up, down)[0], **settings)
     testing.assert_equals_plain(f, X, UP, DOWN, pipelines=["p2p"], gradients=False)
     columns = jhost.jit(lambda x: jhost.stream(jnp.sin(x), axis=1), chunks=4)
     with pytest.raises(errors.PipelineError, match="no stream of <lambda> can have"):

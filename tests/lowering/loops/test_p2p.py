@@ -20,7 +20,7 @@ import jhost
 from jhost.errors import ChunksError, JhostError, PipelineError
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.statements import Communicate, Compute, Select
 from tests.lowering.on_mesh import (
     calls,
@@ -413,12 +413,14 @@ def test_a_count_that_is_no_multiple_of_the_devices_is_refused(chunks: int) -> N
     assert f"but {chunks} were asked for" in str(error)
 
 
-def test_more_pieces_than_rows_of_a_shard_are_refused() -> None:
+def test_more_pieces_than_rows_of_a_shard_are_a_wish_that_is_not_met() -> None:
     settings = tp(4, *GATHER, chunks=16)
-    error = refused(matmul, array(8, 8), weights()[0], **settings)
-    assert isinstance(error, ChunksError)
-    assert "16 chunks were asked for, 4 on a device," in str(error)
-    assert "where a device has 2 steps" in str(error)
+    program = program_of(matmul, array(8, 8), weights()[0], **settings)
+    (note,) = remarks(program, Note)
+    assert "16 chunks were asked for, 4 on a device," in note.text
+    assert "where a device has 2 steps" in note.text
+    (report,) = remarks(program, StreamReport)
+    assert (report.pipeline, report.chunks) == ("p2p", 4)
 
 
 # --- What is said ------------------------------------------------------------------- #
