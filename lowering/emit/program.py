@@ -6,6 +6,7 @@ Loops are unrolled; an index is a number where all ranks agree on it, else trace
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias
@@ -83,7 +84,7 @@ class _Emitter(Machine):
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
-        self.order = Order(self)
+        self.order = Order(weakref.proxy(self))  # no cycle: it may hold arrays
         self.group: list[ir.Send | ir.Recv] = []
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
