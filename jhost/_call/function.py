@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
+from weakref import WeakKeyDictionary, proxy
 
 import jax
 
@@ -50,9 +50,7 @@ class JitFunction(Generic[P, R]):
         self._source = Source(fun, settings)
         self._jitted: dict[Key, Any] = {}
         self._uncompared: dict[Key, Any] = {}
-        self._identities: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
         self.__qualname__ = getattr(fun, "__qualname__", self._name)
@@ -263,9 +261,9 @@ class JitFunction(Generic[P, R]):
         config = dataclasses.replace(self._source.config(key), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
-        # What this object keeps must not keep it: no garbage is to be collected before
-        # arrays that the function closes over are freed.
-        owner = weakref.proxy(self)
+        # `self` keeps what is made here.  Were that a cycle, arrays that the function
+        # closes over would wait for the garbage collector.
+        owner = proxy(self)
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
