@@ -292,7 +292,7 @@ def test_options_are_refused_where_they_are_given(
 
 @pytest.mark.skipif(not hasattr(jax, "CompilerEffortLevel"), reason="since JAX 0.12")
 def test_an_option_may_be_the_member_of_an_enum() -> None:
-    level: Any = jax.CompilerEffortLevel.O1  # not in the type stubs of JAX 0.10
+    level: Any = jax.CompilerEffortLevel.O1
     f = jhost.jit(identity, compiler_options={"optimization_level": level})
     assert f(X).shape == X.shape
 
