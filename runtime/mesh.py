@@ -61,14 +61,18 @@ def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | No
 
 
 def context_mesh() -> AnyMesh | None:
-    """The mesh that `jax.set_mesh` has set, if any; abstract while tracing."""
+    """The mesh that `jax.set_mesh` has set, if any; abstract while tracing.
+
+    It is abstract as well under `jax.sharding.use_abstract_mesh`.
+    """
     abstract = get_abstract_mesh()
     if abstract.empty:
         return None
     try:
-        return jax.sharding.get_mesh()
+        concrete = jax.sharding.get_mesh()
     except ValueError:  # JAX gives the concrete one only outside of a trace
         return abstract
+    return abstract if concrete.empty else concrete
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import jax
 
@@ -265,9 +265,13 @@ class JitFunction(Generic[P, R]):
         config = dataclasses.replace(self._source.config(settled), compared=compared)
         options = executable_options(host_program(call_jaxpr, config), config)
 
+        # `self` keeps what is made here.  Were that a cycle, arrays that the function
+        # closes over would wait for the garbage collector.
+        owner = proxy(self)
+
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._bind(key, args, kwargs, named=named, compared=compared)
+            return owner._bind(key, args, kwargs, named=named, compared=compared)
 
         settings = self._settings
         jitted = self._jitted if compared else self._uncompared

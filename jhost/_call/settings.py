@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, cast, get_args
 
@@ -143,6 +144,9 @@ def _all(is_one: Callable[[Any], bool], values: Any) -> bool:
     return isinstance(values, Iterable) and all(map(is_one, values))
 
 
+_OPTION_TYPES = bool | int | float | str | enum.Enum  # as jax.CompilerEffortLevel is
+
+
 def _check_compiler_options(options: Any) -> None:
     if options is None:
         return
@@ -154,12 +158,12 @@ def _check_compiler_options(options: Any) -> None:
     offenders = [
         f"{name!r}: {value!r}"
         for name, value in cast(Mapping[Any, Any], options).items()
-        if not isinstance(name, str) or not isinstance(value, bool | int | float | str)
+        if not isinstance(name, str) or not isinstance(value, _OPTION_TYPES)
     ]
     if offenders:
         raise errors.ArgumentError(
-            "jhost.jit takes names of XLA's options with a bool, int, float or str "
-            "each as compiler_options.",
+            "jhost.jit takes names of XLA's options with a bool, int, float, str or "
+            "enum member each as compiler_options.",
             offenders,
         )
 

@@ -315,11 +315,23 @@ class Source:
         try:
             traced = self.trace(key, args, kwargs)
             self.call_jaxpr(key, traced)  # names what does not fit
+            self._check_has_devices(key, self.leaves(args, kwargs))
             self._check_layouts(key, traced, self.leaves(args, kwargs))
         except (errors.JhostError, TypeError) as problem:  # TypeError: arguments miss
             raise problem from error
         except Exception:
             return  # the call itself is wrong, and JAX's own words say how
+
+    def _check_has_devices(self, key: Key, leaves: Sequence[Any]) -> None:
+        """Raises an error if neither the mesh nor the arguments name the devices."""
+        if not isinstance(key[0], AbstractMesh):
+            return
+        # As for `jax.jit`, shardings over an abstract mesh are for no arrays.
+        if self._given or not any(map(shardings.own, leaves)):
+            raise errors.NoMeshError(
+                f"{self.name} would run on {mesh_text(key[0])}, an abstract mesh, "
+                "which has no devices. Call it under jax.set_mesh(...) of one that has."
+            )
 
     def _check_layouts(self, key: Key, traced: Traced, leaves: Sequence[Any]) -> None:
         """Raises an error if arrays lie otherwise than `in_shardings` say."""

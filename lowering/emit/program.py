@@ -6,6 +6,7 @@ Loops are unrolled; an index is a number where all ranks agree on it, else trace
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias
@@ -97,7 +98,7 @@ class _Emitter(Machine):
         self.is_body = scopes is not None
         self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
-        self.order = Order(self)
+        self.order = Order(weakref.proxy(self))  # no cycle: it may hold arrays
 
     def run(self, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         for buffer, value in zip(self.program.params, params, strict=True):

@@ -22,7 +22,7 @@ from jhost.lowering.frontend.control_flow import (
     param_names,
 )
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
-from jhost.lowering.frontend.markers import Markers
+from jhost.lowering.frontend.markers import MARKERS, Markers
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.frontend.value_names import Variables
@@ -103,9 +103,9 @@ class _Builder(Markers):
         self.variables: Variables = said_names.variables
 
     def equation(self, eqn: JaxprEqn) -> None:
-        marker = self.markers.get(eqn.primitive.name)
+        marker = MARKERS.get(eqn.primitive.name)
         if marker is not None:
-            self.buffers[eqn.outvars[0]] = marker(eqn)
+            self.buffers[eqn.outvars[0]] = marker(self, eqn)
         elif has_programs(eqn):
             self.control_flow(eqn)
         else:

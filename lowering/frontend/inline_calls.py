@@ -164,16 +164,19 @@ class _Inliner:
         self.eqns.append(eqn.replace(invars=[atom], outvars=[out]))
         return out
 
-    def barrier(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Var]:
-        """An equation for each operand, for one's layout and stream bind no other."""
-        outs = [fresh_var(var.aval) for var in eqn.outvars]
-        pieces = tuple(
-            eqn.replace(invars=[arg], outvars=[out])
-            for arg, out in zip(args, outs, strict=True)
-        )
-        self.eqns += pieces
-        self.barriers.append(pieces)
-        return outs
+    def barrier(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """An equation for each operand, for one's layout and stream bind no other.
+
+        A literal is there before all else, and stays a literal.
+        """
+        pieces = {
+            k: eqn.replace(invars=[arg], outvars=[fresh_var(arg.aval)])
+            for k, arg in enumerate(args)
+            if not isinstance(arg, Literal)
+        }
+        self.eqns += pieces.values()
+        self.barriers.append(tuple(pieces.values()))
+        return [pieces[k].outvars[0] if k in pieces else a for k, a in enumerate(args)]
 
     def traced(
         self,

@@ -47,13 +47,6 @@ class Markers(Values):
         # more than a device has is gathered in each iteration, not whole before.
         self.given: set[str] = set()
         self.reads = _Reads(flat)
-        self.markers: dict[str, Callable[[JaxprEqn], ir.Buffer]] = {
-            "copy": self.copy,
-            "stream": self.stream,
-            "serial": self.serial,
-            "shard": self.shard,
-            "sharding_constraint": self.sharding_constraint,
-        }
 
     def copy(self, eqn: JaxprEqn) -> ir.Buffer:
         return self.set(self.operand(eqn), eqn.outvars[0])
@@ -164,6 +157,16 @@ class Markers(Values):
                 name = self.buffers[var].name
                 mark = BarrierMark(buffer=name, operands=operands)
                 self.marks[BarrierMark, name] = mark
+
+
+MARKERS: Mapping[str, Callable[[Markers, JaxprEqn], ir.Buffer]] = {
+    "copy": Markers.copy,
+    "stream": Markers.stream,
+    "serial": Markers.serial,
+    "shard": Markers.shard,
+    "sharding_constraint": Markers.sharding_constraint,
+}
+"""What takes up the equations of each marker."""
 
 
 class _Reads:

@@ -24,7 +24,7 @@ from jhost.lowering.rules.properties import (
     has_callback,
 )
 
-_CONTROL_FLOW = frozenset({"cond", "scan", "while"})
+_HAS_BODIES = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 
 
 def call_once(
@@ -67,18 +67,24 @@ def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.bitcast_convert_type(total, out.dtype)
 
 
-# --- Callbacks in the bodies of control flow ---------------------------------------- #
+# --- Callbacks in bodies ------------------------------------------------------------ #
 
 
 def _bodies(eqn: JaxprEqn, axes: tuple[str, ...]) -> dict[str, Any]:
-    """The bodies among the parameters, with their callbacks called once."""
-    if eqn.primitive.name not in _CONTROL_FLOW:
+    """The bodies among the parameters, with their callbacks called once.
+
+    `branches` are a tuple of them, and those of a linear solver a named tuple.
+    """
+    if eqn.primitive.name not in _HAS_BODIES:
         return {}
-    closed = {n: v for n, v in eqn.params.items() if hasattr(v, "consts")}
-    bodies: dict[str, Any] = {n: _once(body, axes) for n, body in closed.items()}
-    if eqn.primitive.name == "cond":
-        bodies["branches"] = tuple(_once(b, axes) for b in eqn.params["branches"])
-    return bodies
+    return {name: _each_once(value, axes) for name, value in eqn.params.items()}
+
+
+def _each_once(value: Any, axes: tuple[str, ...]) -> Any:
+    def once(leaf: Any) -> Any:
+        return _once(leaf, axes) if hasattr(leaf, "consts") else leaf
+
+    return jax.tree.map(once, value)
 
 
 def _once(body: Any, axes: tuple[str, ...]) -> Any:

@@ -7,7 +7,9 @@ import functools
 import gc
 import pickle
 import tracemalloc
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -64,6 +66,39 @@ def test_a_dropped_function_leaves_nothing(name: str) -> None:
     assert (end - start) / count < 20_000  # bytes; it was a megabyte
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", ["one device", "four devices"])
+def test_a_dropped_function_frees_what_it_closes_over_at_once(name: str) -> None:
+    def use(w: jax.Array) -> None:
+        g = jhost.jit(
+            lambda x: jhost.stream(jnp.tanh(x @ w), axis=0, chunks=2), **SETTINGS[name]
+        )
+        jax.block_until_ready((g(X), jax.grad(lambda x: jnp.sum(g(x)))(X)))
+
+    w = X + 1
+    closed_over = weakref.ref(w)
+    use(w)
+    del w
+    assert closed_over() is None
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", ["one device", "four devices"])
+def test_a_call_leaves_no_reference_cycles(name: str) -> None:
+    use_new_function(**SETTINGS[name])  # this fills what is made once
+    gc.collect()
+    use_new_function(**SETTINGS[name])
+    assert gc.collect() == 0
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_jax_clear_caches_releases_what_living_functions_made(name: str) -> None:
     jax.clear_caches()
@@ -104,6 +139,37 @@ def test_what_was_compiled_is_forgotten_when_asked() -> None:
     double.clear_cache()
     assert double(x).tolist() == [0, 2, 4, 6]
     assert len(traces) > before
+
+
+def counted_traces(jit: Callable[..., Any]) -> Counter[str]:
+    """How often a function, its inner one and its rule are traced in some calls."""
+    counts: Counter[str] = Counter()
+
+    @jax.custom_jvp
+    def inner(x: jax.Array) -> jax.Array:
+        counts["inner"] += 1
+        return x * 2
+
+    @inner.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        counts["rule"] += 1
+        return inner(*primals), tangents[0] * 2
+
+    def f(x: jax.Array) -> jax.Array:
+        counts["f"] += 1
+        return jax.lax.scan(lambda c, _: (inner(c), None), inner(x), None, length=2)[0]
+
+    g = jit(f)
+    for _ in range(2):
+        g(X), jax.grad(lambda x: jnp.sum(g(x)))(X), jax.vmap(g)(X), g.lower(X)
+        jax.jit(lambda x: g(g(x)))(X)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["one device", "four devices"])
+def test_nothing_is_traced_more_often_than_by_jax_jit(name: str) -> None:
+    hosted = functools.partial(jhost.jit, **SETTINGS[name])
+    assert counted_traces(hosted) == counted_traces(jax.jit)
 
 
 def test_types_of_results_are_those_of_the_plain_function() -> None:

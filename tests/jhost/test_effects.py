@@ -51,10 +51,14 @@ def taken(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return lax.cond(x[0, 0] < 100, f, lambda x: x, x)
 
 
+def solved(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return lax.custom_linear_solve(f, x, lambda matvec, b: matvec(b))
+
+
 @pytest.mark.parametrize(
     ("place", "times"),
-    [(lambda f, x: f(x), 1), (scanned, 2), (looped, 2), (taken, 1)],
-    ids=["outside", "scan", "while", "cond"],
+    [(lambda f, x: f(x), 1), (scanned, 2), (looped, 2), (taken, 1), (solved, 1)],
+    ids=["outside", "scan", "while", "cond", "solver"],
 )
 def test_a_callback_is_called_once_for_all_devices(place: Place, times: int) -> None:
     seen: list[np.ndarray] = []

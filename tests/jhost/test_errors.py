@@ -290,6 +290,13 @@ def test_options_are_refused_where_they_are_given(
         jhost.jit(**options)
 
 
+@pytest.mark.skipif(not hasattr(jax, "CompilerEffortLevel"), reason="since JAX 0.12")
+def test_an_option_may_be_the_member_of_an_enum() -> None:
+    level: Any = jax.CompilerEffortLevel.O1
+    f = jhost.jit(identity, compiler_options={"optimization_level": level})
+    assert f(X).shape == X.shape
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     function: Any = 3
     with pytest.raises(errors.ArgumentError, match="takes a function, but got 3"):

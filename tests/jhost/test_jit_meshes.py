@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
+from jhost import errors
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -49,6 +50,20 @@ def test_the_mesh_may_be_that_of_set_mesh(make_mesh: MakeMesh, mesh: Mesh) -> No
         result = f(X, W)
     assert len(result.sharding.device_set) == 2
     np.testing.assert_array_equal(result, expected())
+
+
+def test_the_mesh_may_be_abstract_until_something_runs(mesh: Mesh) -> None:
+    f = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"))
+    sharded = jax.device_put(X, NamedSharding(mesh, P("tp")))
+    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (X, W)]
+    no_devices = r"block would run on mesh\(tp=4\), an abstract mesh"
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert f.eval_shape(X, W).shape == X.shape
+        assert jax.export.export(f)(*types).nr_devices == 4
+        np.testing.assert_array_equal(jhost.jit(block)(sharded, W), expected())
+        for call in (f, jhost.jit(block)):
+            with pytest.raises(errors.NoMeshError, match=no_devices):
+                call(X, W)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -204,6 +204,24 @@ def test_a_barrier_stays_one_where_its_results_are_sharded(size: int) -> None:
     assert not any("does not divide" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("specs", [(P(), P()), (P("tp"), P("tp"))], ids=str)
+def test_a_number_goes_through_a_barrier(specs: Any) -> None:
+    def behind(x: jax.Array) -> jax.Array:
+        y, two, three = lax.optimization_barrier((x, 2, 3))
+        return y * two + three
+
+    @jax.checkpoint
+    def with_a_number(x: jax.Array) -> Any:
+        return behind(x * x), 2
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(with_a_number(x)[0]))(x)
+
+    x = array(8)
+    assert barriers_of(exact(behind, x, **tp(4, specs[:1], specs[1]))) == [1]
+    exact(gradient, x, **tp(4, specs[:1], specs[1]))
+
+
 def barriers_of(program: Program) -> list[int]:
     """The operands of each barrier."""
     return [
