@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhost import errors
 from jhost._annotate import spec_entries
-from jhost._jax import cached_by_jaxpr, close, evaluate, without_dead_code
+from jhost._jax import cached, cached_by_jaxpr, close, evaluate, without_dead_code
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
 from jhost.lowering.ir.layout import spec_text
@@ -121,9 +121,24 @@ def _kind(node: Any, children: Mapping[str, Any]) -> str:
 
 
 def own(leaf: Any) -> NamedSharding | None:
-    """The sharding of an argument over some mesh, if it has one."""
+    """The sharding of an argument over some mesh, if it has one.
+
+    Its spec ends with an axis, as that of the same sharding from a program's result.
+    """
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = sharding.spec
+    return _shortened(sharding) if spec and spec[-1] is None else sharding
+
+
+@cached(1024)
+def _shortened(sharding: NamedSharding) -> NamedSharding:
+    """Without Nones behind the last axis of its spec."""
+    partitions = list(sharding.spec)
+    while partitions and partitions[-1] is None:
+        partitions.pop()
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(partitions)))
 
 
 def own_specs(

@@ -16,6 +16,7 @@ import jax
 from jax._src import api_util, core
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
+from jax._src.sharding_impls import UnspecifiedValue
 from jax.sharding import PartitionSpec
 
 from jhost._jax.eqns import ClosedJaxpr
@@ -27,6 +28,7 @@ else:
 
 Nums: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
+Inline: TypeAlias = "bool | jax.Inline"  # the class is there from JAX 0.12 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,22 @@ def static_arguments(
         fun, signature, None, None, static_argnums, static_argnames
     )
     return StaticArguments(tuple(nums), tuple(names))
+
+
+def shardings_given(jitted: Any) -> dict[str, Any]:
+    """The shardings that a function of `jax.jit` was made with; None for no wish.
+
+    >>> shardings_given(jax.jit(lambda x: x, out_shardings=jax.P("tp")))
+    {'in_shardings': None, 'out_shardings': P('tp',)}
+    """
+    info = jitted._jit_info
+    return {
+        name: getattr(info, f"{name}_treedef").unflatten(
+            None if isinstance(sharding, UnspecifiedValue) else sharding
+            for sharding in getattr(info, f"{name}_leaves")
+        )
+        for name in ("in_shardings", "out_shardings")
+    }
 
 
 def forget_traces(fun: Callable[..., Any]) -> None:
