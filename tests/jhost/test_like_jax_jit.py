@@ -103,6 +103,18 @@ def test_options_may_be_given_where_it_is_compiled() -> None:
         lowered.compile(compiler_options={"no_such_option": 1})
 
 
+@pytest.mark.parametrize("level", [0, "O9"])
+def test_the_level_of_optimization_is_an_option_as_jax_has_it(level: Any) -> None:
+    said: list[str] = []
+    for jit in (jax.jit, jhost.jit):
+        g = jit(lambda x: x + 1, compiler_options={"optimization_level": level})
+        try:
+            said.append(str(g(X)))
+        except (TypeError, ValueError) as refusal:
+            said.append(str(refusal))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_unused_arguments_may_be_kept(keep: bool) -> None:
     compiled = jhost.jit(f, keep_unused=keep).lower(X, X).compile()
