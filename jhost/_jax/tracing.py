@@ -16,7 +16,7 @@ import jax
 from jax._src import api_util, core
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.named_sharding import UnspecifiedValue
 from jax.sharding import PartitionSpec
 
 from jhost._jax.eqns import ClosedJaxpr

