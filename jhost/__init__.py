@@ -6,7 +6,7 @@ from jhost._api import JitFunction, explain, jit
 from jhost._attention.function import dot_product_attention
 from jhost._calibrate.calibrate import calibrate
 from jhost._calibration import Calibration
-from jhost._call.stages import Compiled, Lowered
+from jhost._call.stages import Compiled, Lowered, Traced
 from jhost._profile import profile
 from jhost._ragged.function import ragged_dot
 from jhost._tune.tune import tune
@@ -26,6 +26,7 @@ __all__ = [
     "OverlapReport",
     "Schedule",
     "ScheduledCommunication",
+    "Traced",
     "Tuning",
     "__version__",
     "calibrate",

@@ -12,7 +12,7 @@ from jhost._annotate import Chunks, Pipeline
 from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
-from jhost._jax import Names, Nums
+from jhost._jax import Inline, Names, Nums
 from jhost._tuning import Tuning
 from jhost.lowering.explain import Explanation
 from jhost.runtime.mesh import AnyMesh
@@ -42,6 +42,8 @@ def jit(
     static_argnames: Names = None,
     donate_argnums: Nums = None,
     donate_argnames: Names = None,
+    keep_unused: bool = False,
+    inline: Inline = False,
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
     streams: int = 4,
@@ -68,6 +70,10 @@ def jit(
         static_argnames: as for `jax.jit`.
         donate_argnums: as for `jax.jit`.
         donate_argnames: as for `jax.jit`.
+        keep_unused: as for `jax.jit`: whether arguments that nothing depends on are
+            still arguments of what is compiled.
+        inline: as for `jax.jit`.  In a program around it a jhost function is lowered in
+            place, with or without.
         chunks: how many chunks a stream is cut into, or `"auto"`, where the mark itself
             does not say.  A wish: where a stream cannot have as many, jhost chooses as
             by `"auto"`, and `jhost.explain` says why.
@@ -113,6 +119,8 @@ def jit(
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
+        keep_unused=keep_unused,
+        inline=inline,
         chunks=chunks,
         pipeline=pipeline,
         streams=streams,

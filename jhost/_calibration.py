@@ -12,14 +12,17 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jhost import errors
 from jhost._cache_folder import file_in, folder, write
+from jhost._damaged import damage_refused
 from jhost._json import read
 from jhost._text import changes, counted, seconds_text
 from jhost._version import __version__
@@ -98,12 +101,30 @@ class Calibration:
         """The calibration that `to_json` has written.
 
         Raises:
-            ValueError, TypeError: the text is something else, or of another version.
+            ValueError: the text is something else, or of another version.
         """
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or fields.pop("jhost_calibration", 0) != FORMAT:
-            raise ValueError(f"it is no calibration that jhost {__version__} reads")
-        return read(cls, fields)
+        with damage_refused(), np.errstate(divide="raise", invalid="raise"):
+            fields = json.loads(text)
+            known = isinstance(fields, dict) and fields.pop("jhost_calibration", 0)
+            if known != FORMAT:
+                raise ValueError(f"it is no calibration that jhost {__version__} reads")
+            found = read(cls, fields)
+            _check(found.rates)
+            return found
+
+
+def _check(rates: Rates) -> None:
+    """Refuses rates that no devices have, which the cost model could not reckon with.
+
+    Raises:
+        ValueError: they are such.
+    """
+    numbers = jax.tree.leaves(dataclasses.asdict(rates))
+    figures = [n for n in numbers if isinstance(n, int | float)]
+    links = [link for link in (rates.permute, rates.collective, rates.put) if link]
+    per_second = [rates.matmul, rates.memory, *(link.bandwidth for link in links)]
+    if not all(0 <= n < math.inf for n in figures) or not all(per_second):
+        raise ValueError("its measurements are those of no devices")
 
 
 def _figures(rates: Rates) -> dict[str, str]:
@@ -234,7 +255,7 @@ def _parsed(texts: tuple[str, ...]) -> list[Calibration]:
     for text in texts:
         try:
             found.append(Calibration.from_json(text))
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             _warn(f"a file in {_files()} is ignored: {errors.first_line(error)}")
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 import types
 import typing
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ def read(kind: type[T], value: Any) -> T:
     A field that has a default may be left out.
 
     Raises:
-        TypeError, ValueError: it is none.
+        ValueError: it is none.
     """
     return _read(kind, value, kind.__name__)
 
@@ -28,15 +30,25 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         return _fields(kind, value, path)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"{path} is no list")
+            raise ValueError(f"{path} is no list")
         (each, _) = typing.get_args(kind)
         return tuple(_read(each, v, f"{path}[{i}]") for i, v in enumerate(value))
     kinds = _types(kind)
     # `True` is an int by accident, and a float may be written without its point.
     accepted = {int if isinstance(value, int) and k is float else k for k in kinds}
     if type(value) not in accepted:
-        raise TypeError(f"{path} is {value!r}")
-    return float(value) if float in kinds and isinstance(value, int) else value
+        raise ValueError(f"{path} is {reprlib.repr(value)}")
+    if float not in kinds or not isinstance(value, int | float):
+        return value
+    return _finite(value, path)
+
+
+def _finite(value: float, path: str) -> float:
+    """JSON has no numbers that are none, though `json` reads and writes them."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{path} is {number}")
+    return number
 
 
 def _types(kind: Any) -> tuple[Any, ...]:

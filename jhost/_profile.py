@@ -72,7 +72,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     wait = devices.platform == "cpu"
     _repeat(call, _WARM_UP, wait)
     trace = read_trace(record(lambda: _repeat(call, _CALLS, wait)))
-    module = parse_module(compiled.as_text())
+    module = parse_module(compiled.as_text() or "")
     rates = rates_here(devices, puts(program))
     predicted = rates and by_permutes(program, rates)[0][1]
     return overlap_report(

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 from xml.etree.ElementTree import Element
 
 from jhost import errors
+from jhost._damaged import damage_refused
 from jhost._json import read
 from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, titled
 from jhost._text import counted, seconds_text
@@ -204,20 +206,23 @@ class Tuning:
             TuningError: the text is something else, or of another version.
         """
         try:
-            fields = json.loads(text)
-            known = fields.pop("jhost_tuning")
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            with damage_refused():
+                fields = json.loads(text)
+                known = dict(fields).pop("jhost_tuning")
+        except ValueError as error:
             raise errors.TuningError(
                 "This text is no tuning. Give what Tuning.to_json returned."
             ) from error
         if known != FORMAT:
             raise errors.TuningError(
-                f"This tuning has format {known!r}, and jhost {__version__} reads "
-                f"format {FORMAT}. Tune again."
+                f"This tuning has format {reprlib.repr(known)}, and jhost "
+                f"{__version__} reads format {FORMAT}. Tune again."
             )
         try:
-            return read(cls, fields)
-        except (TypeError, ValueError) as error:
+            with damage_refused():
+                del fields["jhost_tuning"]
+                return read(cls, fields)
+        except ValueError as error:
             raise errors.TuningError(f"This text is no tuning: {error}") from error
 
 

@@ -79,7 +79,8 @@ def _traced(
     of `jax.jit` traces itself: with options for the compiler, JAX lets no other do so.
     """
     if isinstance(fun, jax.stages.Wrapped):
-        return fun.trace(*args, **kwargs).jaxpr
+        traced: Any = fun.trace(*args, **kwargs)
+        return getattr(traced, "traced", traced).jaxpr  # flax's stages hold JAX's
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 

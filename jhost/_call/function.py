@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary, proxy
 
 import jax
 
 from jhost import errors
-from jhost._call import shardings
+from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
 from jhost._call.config import Call, Config, derived_params
 from jhost._call.execute import executable_options
@@ -21,7 +21,6 @@ from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside
-from jhost._call.stages import Lowered
 from jhost._jax import Traced, def_split, forget_traces, is_tracing, under_outer_trace
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import spec_of
@@ -47,6 +46,8 @@ class JitFunction(Generic[P, R]):
         self._fun = fun
         self._settings = settings
         self._name = name_of(fun)
+        # For where nothing is between devices; and it refuses what JAX does.
+        self._on_one_device = jax.jit(fun, **settings.of_arguments)
         self._source = Source(fun, settings)
         self._jitted: dict[Key, Any] = {}
         self._uncompared: dict[Key, Any] = {}
@@ -103,7 +104,7 @@ class JitFunction(Generic[P, R]):
             self._source.explain_failure(error, key, args, kwargs)
             raise
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
         """Traces the function as `jax.jit`'s own `trace` does; for `jax.export`.
 
         Args:
@@ -112,7 +113,7 @@ class JitFunction(Generic[P, R]):
             **kwargs: likewise.
 
         Returns:
-            JAX's own stage, whose `lower` is that of `jax.jit`.
+            The function's jaxpr, ready to be lowered: a `jax.stages.Traced`.
 
         Raises:
             JhostError: whatever a call would, but for what is seen when it runs.
@@ -126,9 +127,9 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.key(self._source.leaves(args, kwargs))
         with self._source.explained(key, args, kwargs):
-            return self._jitted_alone(key, args, kwargs).trace(*args, **kwargs)
+            return self._staged(key, args, kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
         """Lowers the function for arguments, or `jax.ShapeDtypeStruct` in their place.
 
         Args:
@@ -137,7 +138,7 @@ class JitFunction(Generic[P, R]):
             **kwargs: likewise.
 
         Returns:
-            The program, to be read, interpreted or compiled.
+            The program, to be read, interpreted or compiled: a `jax.stages.Lowered`.
 
         Raises:
             JhostError: whatever a call would, but for what is seen when it runs.
@@ -152,21 +153,7 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.key(self._source.leaves(args, kwargs))
         with self._source.explained(key, args, kwargs):
-            settled = self._source.settled(key, args, kwargs)
-            traced = self._source.trace(settled, args, kwargs)
-            named = self._source.names_devices(settled, args, kwargs)
-            call_jaxpr = self._source.call_jaxpr(settled, traced, named)
-            config = self._source.config(settled)
-            config = self._identified(config, traced, args, kwargs)
-            program = host_program(call_jaxpr, config)
-            lowered = self._jitted_alone(key, args, kwargs).lower(*args, **kwargs)
-        return Lowered(
-            host_ir=program,
-            _lowered=lowered,
-            _config=config,
-            _consts=traced.consts,
-            _avals=tuple(call_jaxpr.out_avals),
-        )
+            return self._staged(key, args, kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The types of the results, as `jax.eval_shape` gives them; runs nothing.
@@ -195,11 +182,20 @@ class JitFunction(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forgets what was compiled for this function, as that of `jax.jit` does."""
-        for jitted in (*self._jitted.values(), *self._uncompared.values()):
+        for jitted in self._every_jitted:
             jitted.clear_cache()
         self._jitted.clear()
         self._uncompared.clear()
         forget_traces(self._fun)
+
+    def _cache_size(self) -> int:
+        """How many kinds of calls it knows, as that of `jax.jit` says; for tests."""
+        return sum(jitted._cache_size() for jitted in self._every_jitted)
+
+    @property
+    def _every_jitted(self) -> Iterator[Any]:
+        yield from (self._on_one_device, *self._jitted.values())
+        yield from self._uncompared.values()
 
     def __reduce__(self) -> str:
         """Pickled by its name, as a function is: devices do not outlive a process."""
@@ -229,17 +225,28 @@ class JitFunction(Generic[P, R]):
 
     # --- Calls ---------------------------------------------------------------- #
 
-    @functools.cached_property
-    def _on_one_device(self) -> Callable[P, R]:
-        """Where nothing is between devices, the function itself."""
-        static = self._settings.static_argnums, self._settings.static_argnames
-        return jax.jit(self._fun, static_argnums=static[0], static_argnames=static[1])
-
     def without_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The arguments that what is compiled takes."""
         return self._source.static.without(args, kwargs)
+
+    def _staged(self, key: Key, args: Any, kwargs: Any) -> stages.Traced:
+        """JAX's stage, with what jhost makes of the function."""
+        settled = self._source.settled(key, args, kwargs)
+        traced = self._source.trace(settled, args, kwargs)
+        named = self._source.names_devices(settled, args, kwargs)
+        call_jaxpr = self._source.call_jaxpr(settled, traced, named)
+        config = self._identified(self._source.config(settled), traced, args, kwargs)
+        as_lowered = functools.partial(
+            stages.Lowered,
+            host_ir=host_program(call_jaxpr, config),
+            config=config,
+            consts=traced.consts,
+            avals=call_jaxpr.out_avals,
+        )
+        jitted = self._jitted_alone(key, args, kwargs)
+        return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
 
     def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use, which one of several processes may call."""
@@ -273,15 +280,11 @@ class JitFunction(Generic[P, R]):
         def call(*args: Any, **kwargs: Any) -> Any:
             return owner._bind(key, args, kwargs, named=named, compared=compared)
 
-        settings = self._settings
         jitted = self._jitted if compared else self._uncompared
         jitted[key] = jax.jit(
             call,
-            static_argnums=settings.static_argnums,
-            static_argnames=settings.static_argnames,
-            donate_argnums=settings.donate_argnums,
-            donate_argnames=settings.donate_argnames,
             compiler_options=options,
+            **self._settings.of_arguments,
             **shardings,
         )
         return jitted[key]

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast, get_args
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._call import shardings
-from jhost._jax import Names, Nums
+from jhost._jax import Inline, Names, Nums
 from jhost._tuning import Tuning
 from jhost.runtime.mesh import AnyMesh, mesh_text
 
@@ -26,6 +26,8 @@ class Settings:
     static_argnames: Names = None
     donate_argnums: Nums = None
     donate_argnames: Names = None
+    keep_unused: bool = False
+    inline: Inline = False
     chunks: Chunks = "auto"
     pipeline: Pipeline = "auto"
     streams: int = 4
@@ -33,6 +35,11 @@ class Settings:
     replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
+
+    @property
+    def of_arguments(self) -> dict[str, Any]:
+        """What `jax.jit` is told of the arguments, but for their shardings."""
+        return {name: getattr(self, name) for name in _OF_ARGUMENTS}
 
     @property
     def tunings(self) -> tuple[Tuning, ...]:
@@ -58,6 +65,16 @@ class Settings:
         return ", ".join(given)
 
 
+_OF_ARGUMENTS = (
+    "static_argnums",
+    "static_argnames",
+    "donate_argnums",
+    "donate_argnames",
+    "keep_unused",
+    "inline",
+)
+
+
 class Options(TypedDict, total=False):
     """The keywords of `jhost.jit`, for type checkers."""
 
@@ -68,6 +85,8 @@ class Options(TypedDict, total=False):
     static_argnames: Names
     donate_argnums: Nums
     donate_argnames: Names
+    keep_unused: bool
+    inline: Inline
     chunks: Chunks
     pipeline: Pipeline
     streams: int

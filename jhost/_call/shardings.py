@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jhost import errors
 from jhost._annotate import spec_entries
 from jhost._jax import (
+    cached,
     cached_by_jaxpr,
     close,
     evaluate,
@@ -130,15 +131,26 @@ def _kind(node: Any, children: Mapping[str, Any]) -> str:
 def own(leaf: Any) -> Sharding | None:
     """Where an argument lies, if it may not be moved: over a mesh, or on a device.
 
-    Of a tracer the mesh is known at most, and not how the array lies over it.
+    Of a tracer the mesh is known at most, and not how the array lies over it.  A spec
+    ends with an axis, as that of the same sharding from a program's result.
     """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return sharding
+        spec = sharding.spec
+        return _shortened(sharding) if spec and spec[-1] is None else sharding
     if sharding is not None:
         return sharding if getattr(leaf, "committed", True) else None
     mesh = mesh_of_tracer(leaf) if is_tracing(leaf) else None
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+@cached(1024)
+def _shortened(sharding: NamedSharding) -> NamedSharding:
+    """Without Nones behind the last axis of its spec."""
+    partitions = list(sharding.spec)
+    while partitions and partitions[-1] is None:
+        partitions.pop()
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(partitions)))
 
 
 def is_spread(sharding: Sharding | None) -> TypeGuard[NamedSharding]:

@@ -234,10 +234,10 @@ class Source:
         must not name them: theirs are automatic, and JAX wants one mesh throughout.
         """
         mesh, own = key
+        ins, outs = self.specs(traced)  # refuses what is no prefix, without a mesh too
         if mesh is None:
             return traced.jaxpr
         count, jaxpr = len(traced.consts), traced.jaxpr
-        ins, outs = self.specs(traced)
         if own is not None:
             free = [spec is None for spec in ins]
             theirs = shardings.own_specs(arg_names(jaxpr)[count:], own, free, mesh)

@@ -1,10 +1,10 @@
-"""A jhost function lowered and compiled: JAX's ahead-of-time words."""
+"""A jhost function traced, lowered and compiled: JAX's ahead-of-time words."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,7 +14,7 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, loops_of
-from jhost._jax import as_weak
+from jhost._jax import as_weak, take_over
 from jhost.lowering.explain import Explanation, explain_program, is_pipelined
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
@@ -25,29 +25,42 @@ from jhost.runtime.mesh import AnyMesh
 from jhost.runtime.profile.schedule import Schedule, parse_schedule
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
-    """A function lowered for some types; `host_ir` is its program."""
+class Traced(jax.stages.Traced):
+    """A function traced for some types, as by `jax.jit`; `lower` it."""
+
+    def __init__(
+        self, traced: jax.stages.Traced, as_lowered: Callable[..., Lowered]
+    ) -> None:
+        take_over(self, traced)
+        self._as_lowered = as_lowered
+
+    def lower(
+        self, *, lowering_platforms: tuple[str, ...] | None = None, **private: Any
+    ) -> Lowered:
+        """Lowers it, as `jax.stages.Traced.lower`."""
+        lowered = super().lower(lowering_platforms=lowering_platforms, **private)
+        return self._as_lowered(lowered)
+
+
+class Lowered(jax.stages.Lowered):
+    """A `jax.stages.Lowered`; `host_ir` is jhost's program, `str(host_ir)` its text."""
 
     host_ir: Program
-    _lowered: jax.stages.Lowered
-    _config: Config
-    _consts: tuple[Any, ...]
-    _avals: tuple[Any, ...]
 
-    def as_text(self, dialect: str = "host_ir") -> str:
-        """The program as text.
-
-        Args:
-            dialect: `"host_ir"`, or what `jax.stages.Lowered.as_text` takes
-                (`"stablehlo"`, `"hlo"`).
-
-        Raises:
-            ValueError: JAX knows no such dialect.
-        """
-        if dialect == "host_ir":
-            return str(self.host_ir)
-        return self._lowered.as_text(dialect)
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        *,
+        host_ir: Program,
+        config: Config,
+        consts: Sequence[Any],
+        avals: Sequence[Any],
+    ) -> None:
+        take_over(self, lowered)
+        self.host_ir = host_ir
+        self._config = config
+        self._consts = consts
+        self._avals = avals
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
@@ -85,33 +98,40 @@ class Lowered:
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
         results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
         results = as_weak(results, self._avals)
-        return jax.tree.unflatten(self._lowered.out_tree, results), trace
+        return jax.tree.unflatten(self.out_tree, results), trace
 
-    def compile(self) -> Compiled:
+    def compile(
+        self, compiler_options: Mapping[str, Any] | None = None, **how: Any
+    ) -> Compiled:
         """Compiles the program for its devices.
+
+        Args:
+            compiler_options: XLA options for this executable, beside those of
+                `jhost.jit`.
+            **how: what else `jax.stages.Lowered.compile` takes.
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
         """
-        config = self._config
-        with explained_refusals(config.name, dict(config.compiler_options)):
-            compiled = self._lowered.compile()
-        return Compiled(
-            host_ir=self.host_ir,
-            _compiled=compiled,
-            _config=config,
-            _compare=functools.cache(functools.partial(compare, self.host_ir, config)),
-        )
+        given = None if compiler_options is None else dict(compiler_options)
+        options = dict(self._config.compiler_options) | (given or {})
+        with explained_refusals(self._config.name, options):
+            compiled = super().compile(given, **how)
+        return Compiled(compiled, host_ir=self.host_ir, config=self._config)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A compiled function; call it with arrays of the types it was lowered for."""
+class Compiled(jax.stages.Compiled):
+    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for."""
 
     host_ir: Program
-    _compiled: jax.stages.Compiled
-    _config: Config
-    _compare: Callable[[], None]
+
+    def __init__(
+        self, compiled: jax.stages.Compiled, *, host_ir: Program, config: Config
+    ) -> None:
+        take_over(self, compiled)
+        self.host_ir = host_ir
+        self._config = config
+        self._compare = functools.cache(functools.partial(compare, host_ir, config))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable.
@@ -130,34 +150,12 @@ class Compiled:
             TypeError: arguments of other types than it was lowered for.
         """
         self._compare()
-        return self._compiled(*args, **kwargs)
-
-    def as_text(self) -> str:
-        """XLA's scheduled module (HLO)."""
-        return self._compiled.as_text() or ""
+        return super().__call__(*args, **kwargs)
 
     @property
     def mesh(self) -> AnyMesh | None:
         """The mesh that it runs on; None for one device."""
         return self._config.mesh
-
-    @property
-    def args_info(self) -> Any:
-        """As `jax.stages.Compiled.args_info`."""
-        return self._compiled.args_info
-
-    @property
-    def input_shardings(self) -> Any:
-        """As `jax.stages.Compiled.input_shardings`."""
-        return self._compiled.input_shardings
-
-    def memory_analysis(self) -> Any:
-        """As `jax.stages.Compiled.memory_analysis`."""
-        return self._compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        """As `jax.stages.Compiled.cost_analysis`."""
-        return self._compiled.cost_analysis()
 
     def schedule(self) -> Schedule:
         """What XLA's schedule makes of the communications.
@@ -177,7 +175,7 @@ class Compiled:
             >>> print(f.lower(jnp.ones((4, 4))).compile().schedule())
             schedule: 0 communications, 2 matmuls, ...
         """
-        return parse_schedule(self.as_text())
+        return parse_schedule(self.as_text() or "")
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why, and what XLA's schedule makes of it."""

@@ -69,7 +69,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except (errors.OptionError, errors.DivisibilityError, errors.ChunksError) as error:
         parser.error(str(error))
     explanation = lowered.explain()
-    print(f"{lowered.as_text()}\n\n{explanation}\n")
+    print(f"{lowered.host_ir}\n\n{explanation}\n")
 
     operands = block.random_arguments()
     functions = {"plain": plain(block), "jhost": function}

@@ -5,7 +5,8 @@ here alone: primitives stand in `primitives.py`, the rules that split a call in 
 `linearization.py` and `partial_evaluation.py`, tracing in `tracing.py`, questions to
 what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those of scans
 in `scans.py`, the user's lines in `lines.py`, bodies of `jax.shard_map` in `manual.py`,
-this process among others in `processes.py`, and what 0.10 lacks in `v010.py`.
+stages of compilation in `stages.py`, this process among others in `processes.py`, and
+what 0.10 lacks in `v010.py`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ from jhost._jax.split import (
     Residual as Residual,
     Split as Split,
 )
+from jhost._jax.stages import take_over as take_over
 from jhost._jax.tracing import (
+    Inline as Inline,
     Names as Names,
     Nums as Nums,
     StaticArguments as StaticArguments,
@@ -99,6 +102,7 @@ from jhost._jax.tracing import (
     is_reference as is_reference,
     is_tracing as is_tracing,
     mesh_of_tracer as mesh_of_tracer,
+    shardings_given as shardings_given,
     static_arguments as static_arguments,
     trace as trace,
     under_outer_trace as under_outer_trace,

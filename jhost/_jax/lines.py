@@ -71,14 +71,18 @@ def user_position(eqn: JaxprEqn) -> Position | None:
 
 
 def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
-    """An equation of what a call runs, at the call's line if it has none of its own.
+    """An equation of what a call runs, in its scopes, at its line if it has no own.
 
-    JAX keeps no lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
+    JAX traces the body of a call once, and knows of no scope around; nor does it keep
+    lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
     """
-    if private_source_info.user_frame(eqn.source_info.traceback) is not None:
+    own, around = eqn.source_info, call.source_info
+    known = private_source_info.user_frame(own.traceback) is not None
+    if known and not around.name_stack.stack:
         return eqn
-    traceback = call.source_info.traceback
-    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+    traceback = own.traceback if known else around.traceback
+    names = around.name_stack + own.name_stack
+    return eqn.replace(source_info=own.replace(traceback=traceback, name_stack=names))
 
 
 def _own_frame(eqn: JaxprEqn) -> private_source_info.Frame | None:

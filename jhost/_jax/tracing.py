@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 from jax._src import api_util, core
 from jax._src.interpreters import ad, batching, partial_eval
+from jax._src.named_sharding import UnspecifiedValue
 from jax.core import ShapedArray, Tracer
 from jax.interpreters.ad import JVPTrace
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -28,6 +29,7 @@ else:
 
 Nums: TypeAlias = int | Sequence[int] | None
 Names: TypeAlias = str | Iterable[str] | None
+Inline: TypeAlias = "bool | jax.Inline"  # the class is there from JAX 0.12 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,22 @@ def static_arguments(
         fun, signature, None, None, static_argnums, static_argnames
     )
     return StaticArguments(tuple(nums), tuple(names))
+
+
+def shardings_given(jitted: Any) -> dict[str, Any]:
+    """The shardings that a function of `jax.jit` was made with; None for no wish.
+
+    >>> shardings_given(jax.jit(lambda x: x, out_shardings=jax.P("tp")))
+    {'in_shardings': None, 'out_shardings': P('tp',)}
+    """
+    info = jitted._jit_info
+    return {
+        name: getattr(info, f"{name}_treedef").unflatten(
+            None if isinstance(sharding, UnspecifiedValue) else sharding
+            for sharding in getattr(info, f"{name}_leaves")
+        )
+        for name in ("in_shardings", "out_shardings")
+    }
 
 
 def forget_traces(fun: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ from jhost.nnx._dots import (
     RowParallelDot as RowParallelDot,
 )
 from jhost.nnx._embed import ParallelEmbed as ParallelEmbed
+from jhost.nnx._jit import jit as jit
 from jhost.nnx._linear import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,

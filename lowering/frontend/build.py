@@ -7,6 +7,7 @@ and `jhost.shard` leave it as marks on buffers, which later passes take up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,15 +148,18 @@ class _Builder(Markers):
             self.define(var, self.result_names.get(var, name))
             for var, name in zip(eqn.outvars, names, strict=True)
         ]
-        self.body.append(control_flow(eqn, ins, outs, self.body_program))
+        build_body = functools.partial(self.body_program, eqn)
+        self.body.append(control_flow(eqn, ins, outs, build_body))
 
-    def body_program(self, jaxpr: Any, what: str, ins: Sequence[ir.Buffer]) -> Program:
-        """The program of a body on such values, with marks of its own."""
+    def body_program(
+        self, eqn: JaxprEqn, jaxpr: Any, what: str, ins: Sequence[ir.Buffer]
+    ) -> Program:
+        """The program of a body of `eqn` on such values, with marks of its own."""
         outside = (self.said[buffer.name] for buffer in ins)
         own = arg_names(jaxpr) or [""] * len(ins)
         said = [name or other for name, other in zip(own, outside, strict=True)]
         return build(
-            inline_calls(jaxpr),
+            inline_calls(jaxpr, eqn),
             name=f"{self.name}.{what}",
             mesh=self.mesh,
             param_names=param_names(jaxpr),

@@ -53,12 +53,13 @@ class FlatJaxpr:
     barriers: tuple[tuple[JaxprEqn, ...], ...] = ()
 
 
-def inline_calls(closed_jaxpr: Any) -> FlatJaxpr:
+def inline_calls(closed_jaxpr: Any, around: JaxprEqn | None = None) -> FlatJaxpr:
     """The equations of `closed_jaxpr` and of everything it calls, in order.
 
-    What comes of it is lowered: no transform of JAX's may follow.
+    `around` is the equation whose body it is, if it is one.  What comes of it is
+    lowered: no transform of JAX's may follow.
     """
-    return _inlined(closed_jaxpr, _Inliner(CALLS, for_programs=True))
+    return _inlined(closed_jaxpr, _Inliner(CALLS, for_programs=True), around)
 
 
 def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
@@ -66,10 +67,12 @@ def inline_plain_calls(closed_jaxpr: Any) -> FlatJaxpr:
     return _inlined(closed_jaxpr, _Inliner(PLAIN_CALLS))
 
 
-def _inlined(closed_jaxpr: Any, inliner: _Inliner) -> FlatJaxpr:
+def _inlined(
+    closed_jaxpr: Any, inliner: _Inliner, around: JaxprEqn | None = None
+) -> FlatJaxpr:
     jaxpr = closed_jaxpr.jaxpr
     invars = tuple(fresh_var(var.aval) for var in jaxpr.invars)
-    outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars)
+    outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars, around)
     outvars = tuple(inliner.as_variable(out) for out in outs)
     eqns = needed(inliner.eqns, outvars)
     return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers))

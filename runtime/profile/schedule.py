@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jhost import errors
+from jhost._damaged import damage_refused
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir.transfers import ScheduledKind, received_bytes
 from jhost.runtime.profile.hlo_text import Instruction, Module, group_size, parse_module
@@ -76,13 +77,20 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: it is not the text of a scheduled module.
     """
-    module = parse_module(text)
-    if not module.scheduled:
+    try:
+        with damage_refused():
+            return _schedule(parse_module(text))
+    except ValueError as error:
         raise errors.ScheduleError(
             "A schedule is read from the text of a module that XLA has compiled, as "
             "jax.stages.Compiled.as_text gives it, if the backend has it.",
-            [f"{module.name} has no is_scheduled=true" if text else "no text"],
-        )
+            [str(error) if text else "no text"],
+        ) from error
+
+
+def _schedule(module: Module) -> Schedule:
+    if not module.scheduled:
+        raise ValueError(f"{module.name} has no is_scheduled=true")
     matmuls, others = _kernels(module, module.computations[module.entry])
     return Schedule(
         communications=tuple(_communications(module, module.entry)),

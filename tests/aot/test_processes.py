@@ -59,7 +59,7 @@ def test_its_permutes_join_the_devices_of_a_process_alone(
     within: jhost.Compiled,
 ) -> None:
     """So that each is a copy: XLA asks whether a process owns all that it joins."""
-    text = within.as_text()
+    text = within.as_text() or ""
     pairs = re.findall(r"collective-permute-start\(.*source_target_pairs=(\S+),", text)
     assert pairs == ["{{0,1},{1,0},{2,3},{3,2}}"] * 2
     (applied, *missed) = within.explain().options
@@ -90,7 +90,9 @@ def test_what_is_asked_for_across_processes_is_done_and_said_to_hide_nothing(
     (note,) = [n for n in asked.explain().notes if "hides nothing" in n]
     assert "the devices along tp" in note
     assert "symmetric_buffers=True" in str(asked.explain().options)
-    pairs = re.findall(r"permute-start\(.*source_target_pairs=(\S+),", asked.as_text())
+    pairs = re.findall(
+        r"permute-start\(.*source_target_pairs=(\S+),", asked.as_text() or ""
+    )
     assert set(pairs) == {"{{0,2},{2,0},{1,3},{3,1}}"}
 
 

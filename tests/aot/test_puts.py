@@ -41,7 +41,7 @@ def compiled(mesh: Mesh, options: Mapping[str, Any]) -> jhost.Compiled:
 
 def modes(found: jhost.Compiled) -> set[str]:
     """How the permutes of an executable go."""
-    starts = re.findall(r"collective-permute-start\(.*", found.as_text())
+    starts = re.findall(r"collective-permute-start\(.*", found.as_text() or "")
     assert starts
     return {re.findall(r'"collectives_mode":"(\w+)"', start)[0] for start in starts}
 

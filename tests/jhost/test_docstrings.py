@@ -65,7 +65,6 @@ def test_help_has_every_field_of_a_report(report: type) -> None:
     [
         jhost.JitFunction.__call__,
         jhost.JitFunction.lower,
-        jhost.Lowered.as_text,
         jhost.Lowered.interpret,
         jhost.Lowered.compile,
         jhost.Compiled.__call__,

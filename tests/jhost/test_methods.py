@@ -144,3 +144,14 @@ def test_an_equinox_module() -> None:
     assert isinstance(gradient, Block)
     slope = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W / 64)
     np.testing.assert_allclose(gradient.up, slope, rtol=1e-5)
+
+
+def test_equinox_s_own_jit_around() -> None:
+    """It takes what is no array as static, which a jhost function does not."""
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.Linear(4, 4, use_bias=False, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda layer: layer.weight, layer, W.T / 64)
+    f = jhost.jit(lambda x, w: jhost.stream(x @ w.T, axis=0), mesh=ON_FOUR["mesh"])
+    np.testing.assert_array_equal(eqx.filter_jit(f)(X, W.T), X @ W)
+    step = eqx.filter_jit(lambda layer, x: f(x, layer.weight))
+    np.testing.assert_allclose(step(layer, X), X @ W / 64, rtol=1e-6)

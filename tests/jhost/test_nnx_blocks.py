@@ -275,11 +275,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "flax.md"
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     """On four devices, as it says."""
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     namespace: dict[str, Any] = {}
     for example in examples:
         exec(example, namespace)
     assert capsys.readouterr().out == "2\n"
+    first, *_, last = namespace["losses"]
+    assert last < first
     model = namespace["nn"].Sequential(
         [namespace["up"], namespace["nn"].relu, namespace["down"]]
     )

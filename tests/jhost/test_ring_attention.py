@@ -128,7 +128,7 @@ def test_lengths_are_those_of_the_whole(mask: str) -> None:
 def test_statements_say_how_parts_are_combined() -> None:
     f = ring(attention(is_causal=True))
     *args, _ = operands(32)
-    lines = f.lower(*args).as_text("host_ir").splitlines()
+    lines = str(f.lower(*args).host_ir).splitlines()
     own, others = (line.strip() for line in lines if "softmax=" in line)
     kernel = "result_zigzag_sum, v_2_zigzag softmax= dot_product_attention_fwd_wrapper"
     assert own.startswith(kernel)
@@ -216,7 +216,7 @@ def test_a_scan_stacks_parts_of_the_keys() -> None:
     for one, other in zip(found, wanted, strict=True):
         one, other = (np.asarray(each, np.float32) for each in (one, other))
         np.testing.assert_allclose(one, other, atol=2e-2 * np.max(np.abs(other)))
-    text = f.lower(x, w).as_text("host_ir")
+    text = str(f.lower(x, w).host_ir)
     assert "bf16[3, 2, 4@sp, 1, 8]" in text
     assert "bf16[3, 2, 16, 1, 8]" not in text
 
@@ -249,7 +249,7 @@ def test_keys_are_not_kept_whole_for_the_backward() -> None:
 
     f = ring(step)
     chex.assert_trees_all_close(f(*args), ring(step, pipeline="off")(*args), atol=5e-2)
-    text = f.lower(*args).as_text("host_ir")
+    text = str(f.lower(*args).host_ir)
     assert text.count("shift=3 - i") == 4  # keys and values, for either way
     whole = f"bf16[{BATCH}, 16~s0, {SHARED}, {SIZE}]"
     assert whole not in text
