@@ -19,6 +19,7 @@ import jhost
 from tests.jhost import plain_attention
 from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import on
+from tests.lowering.traced import by_statements
 
 ROWS, SP4 = P(None, "sp"), {"sp": 4}
 BATCH, HEADS, SHARED, SIZE = 2, 4, 2, 8
@@ -306,8 +307,8 @@ def test_batched_and_of_second_order() -> None:
 def test_interpreted_statement_by_statement() -> None:
     how, more = MASKS["packed"]
     args = operands(16, 16)
-    f = ring(how, {"sp": 2}, more=ROWS, interpret=True)
-    found = f(*args[:3], more)
+    f = ring(how, {"sp": 2}, more=ROWS)
+    found = by_statements(f)(*args[:3], more)
     chex.assert_trees_all_close(found, plain(**how)(*args[:3], more), atol=1e-12)
 
 

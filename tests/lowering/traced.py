@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 import jhost
+from jhost._call.execute import interpreting
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.ir.layout import Layout, Partial
@@ -52,19 +53,19 @@ def check(
     return jhost.jit(fun, **settings).lower(*args).host_ir
 
 
-def interpreted(
-    fun: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Callable[..., Any]:
-    """`fun` by the interpreter, traced into one XLA program.
+def interpreted(fun: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`fun` by the interpreter."""
+    return by_statements(jhost.jit(fun, **settings))
 
-    Statement by statement, XLA would compile hundreds.
-    """
-    return jax.jit(
-        jhost.jit(fun, interpret=True, **settings), compiler_options=compiler_options
-    )
+
+def by_statements(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that interprets the programs which `fun` would have XLA compile."""
+
+    def run(*args: Any) -> Any:
+        with interpreting():
+            return fun(*args)
+
+    return run
 
 
 def array(*shape: int, seed: int = 0) -> jax.Array:

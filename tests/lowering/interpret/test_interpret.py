@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,12 +63,6 @@ def shown(record: Record) -> str:
 def test_the_trace_says_what_ran_where(golden: Callable[..., None]) -> None:
     _, trace = interpret(gathered_rows(), mesh_of(tp=4), (integers(16, 2),))
     golden("\n".join(map(shown, trace)))
-
-
-def test_arguments_may_be_tracers() -> None:
-    x, mesh = integers(16, 2), mesh_of(tp=4)
-    (y,) = jax.jit(lambda x: interpret(gathered_rows(), mesh, (x,))[0])(x)
-    np.testing.assert_array_equal(y, np.square(x))
 
 
 def test_results_are_spread_as_they_say() -> None:
