@@ -165,7 +165,7 @@ class _Interpreter(Machine):
             return self.memories[buffer.name].values
         return view.read(self.memories[view.owner].values)
 
-    def write(self, buffer: ir.Buffer, values: Sequence[np.ndarray]) -> None:
+    def write(self, buffer: ir.Buffer, values: OnDevices) -> None:
         """Write into memory; a name that is no alias gets what is written."""
         view = self.aliases.get(buffer.name)
         if view is None:
@@ -181,7 +181,8 @@ class _Interpreter(Machine):
         if buffer.name not in self.aliases and buffer.name not in self.memories:
             return [False] * self.ranks.count
         view = self.view(buffer.name)
-        return [part.any() for part in view.read(self.memories[view.owner].written)]
+        parts = view.read(self.memories[view.owner].written)
+        return [bool(part.any()) for part in parts]
 
     # --- Work ----------------------------------------------------------------- #
 
