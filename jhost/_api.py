@@ -47,7 +47,6 @@ def jit(
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
     streams: int = 4,
-    interpret: bool = False,
     replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
@@ -81,7 +80,6 @@ def jit(
             over devices with work behind them go beside it, by permutes, where that is
             predicted to gain, or with `"p2p"` of the whole function.
         streams: how many streams the iterations of a loop take turns on.
-        interpret: run the Host IR statement by statement, for debugging.
         replication_limit: the bytes that a device may receive for an operation that
             all devices repeat, on values that were spread over them, without a
             `jhost.errors.ReplicationWarning`.
@@ -124,7 +122,6 @@ def jit(
         chunks=chunks,
         pipeline=pipeline,
         streams=streams,
-        interpret=interpret,
         replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,

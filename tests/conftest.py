@@ -80,6 +80,20 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("programs", max_examples=examples)
 
 
+# The stages whose code asks nothing of JAX that its versions answer differently.  What
+# does is checked with the oldest as well, by the tests of rules, of the frontend, of
+# emission and interpretation, and of whole programs.
+NEWEST = ("cost", "ir", "layouts", "loops", "padding", "streams", "units", "verify")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is asked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
+    for item in items:
+        if folders.intersection(item.path.parents):
+            item.add_marker("newest")
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and tests make few cycles: garbage is sought less."""
     gc.freeze()

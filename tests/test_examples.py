@@ -244,6 +244,7 @@ def test_tokens_go_to_their_experts_and_back_in_one_loop(
     assert re.search(end, by_collectives)
 
 
+@pytest.mark.slow
 @with_flax
 def test_experts_learn_as_on_one_device(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured

@@ -34,7 +34,6 @@ class Config:
     chunks: int | Literal["auto"]
     pipeline: Pipeline
     streams: int
-    interpret: bool
     replication_limit: int
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()

@@ -6,7 +6,9 @@ In a multi-process run, processes first see that all are about to run the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import jax
@@ -25,7 +27,7 @@ from jhost._jax import (
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
 from jhost.lowering.explain import is_pipelined, puts
-from jhost.lowering.interpret.program import interpret
+from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.bodies import adds_up, most_under_way
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
@@ -49,22 +51,47 @@ def emitted(
     on_mesh = emit(program, mesh)
 
     def run(*args: Any) -> Sequence[Any]:
-        if config.interpret:
-            results, _ = interpret(program, cast(Mesh, mesh), args)
-        else:
-            results = on_mesh(*args)
-        return as_weak(results, avals)
+        return as_weak(on_mesh(*args), avals)
 
     return run
 
 
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
-    if config.interpret:
+    if is_interpreting():
         program = derived_program(call_jaxpr, config)
-        compare(program, config)
-        return emitted(program, config, call_jaxpr.out_avals)(*args)
+        return as_weak(interpreted(program, config, args)[0], call_jaxpr.out_avals)
     with explained_refusals(config.name, dict(config.compiler_options)):
         return _compiled(call_jaxpr, config)(*args)
+
+
+_INTERPRETING = ContextVar("interpreting", default=False)
+
+
+def is_interpreting() -> bool:
+    """Whether programs that Python calls are interpreted."""
+    return _INTERPRETING.get()
+
+
+@contextmanager
+def interpreting() -> Generator[None]:
+    """Inside, programs that Python calls run statement by statement, for tests.
+
+    Those in a program around them are compiled with it.
+    """
+    before = _INTERPRETING.set(True)
+    try:
+        yield
+    finally:
+        _INTERPRETING.reset(before)
+
+
+def interpreted(
+    program: Program, config: Config, args: Sequence[Any]
+) -> tuple[tuple[jax.Array, ...], list[Record]]:
+    """The results of `program` statement by statement, and what ran."""
+    compare(program, config)
+    mesh = program.mesh if config.mesh is None else config.mesh
+    return interpret(program, cast(Mesh, mesh), args)
 
 
 @cached_by_jaxpr
@@ -121,7 +148,6 @@ def compare(program: Program, config: Config) -> None:
             *config.identity,
             f"devices {config.mesh.device_ids.tolist()}",
             f"XLA's options {options_text(dict(sorted(shown.items())))}",
-            f"interpret={config.interpret}",
             f"JAX {jax.__version__}, jaxlib {jaxlib_version}",
         ]
 

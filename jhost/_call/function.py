@@ -15,7 +15,7 @@ from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
 from jhost._call.config import Call, Config, derived_params
-from jhost._call.execute import executable_options
+from jhost._call.execute import executable_options, is_interpreting
 from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
@@ -94,8 +94,8 @@ class JitFunction(Generic[P, R]):
             return self._on_one_device(*args, **kwargs)
         leaves = self._source.leaves(args, kwargs)
         key = self._source.key(leaves)
-        # Where others trace, and with `interpret`, this is one call of the primitive.
-        if self._settings.interpret or under_outer_trace() or is_tracing(*leaves):
+        # Where others trace, and to be interpreted, this is one call of the primitive.
+        if is_interpreting() or under_outer_trace() or is_tracing(*leaves):
             return self._bind(key, args, kwargs, embedded=True)
         try:  # no context manager: every call pays for what stands here
             jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)

@@ -31,7 +31,6 @@ class Settings:
     chunks: Chunks = "auto"
     pipeline: Pipeline = "auto"
     streams: int = 4
-    interpret: bool = False
     replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
@@ -90,7 +89,6 @@ class Options(TypedDict, total=False):
     chunks: Chunks
     pipeline: Pipeline
     streams: int
-    interpret: bool
     replication_limit: int
     compiler_options: Mapping[str, Any] | None
     tuning: Tuning | Sequence[Tuning] | None

@@ -170,7 +170,6 @@ class Source:
             chunks=settings.chunks or "auto",
             pipeline=settings.pipeline,
             streams=settings.streams,
-            interpret=settings.interpret,
             replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),
             tunings=settings.tunings,

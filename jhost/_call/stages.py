@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
-from jhost._call.execute import compare, loops_of
+from jhost._call.execute import compare, interpreted, loops_of
 from jhost._jax import as_weak, take_over
 from jhost.lowering.explain import Explanation, explain_program, is_pipelined
-from jhost.lowering.interpret.program import Record, interpret
+from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
 from jhost.runtime.compiler_options import explained_refusals, options_report
@@ -92,11 +91,8 @@ class Lowered(jax.stages.Lowered):
             >>> [record.stream for record in trace if "add" in record.text]
             ['stream[0]', 'stream[1]']
         """
-        compare(self.host_ir, self._config)
-        mesh = self._config.mesh
-        mesh = self.host_ir.mesh if mesh is None else mesh
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
-        results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
+        results, trace = interpreted(self.host_ir, self._config, operands)
         results = as_weak(results, self._avals)
         return jax.tree.unflatten(self.out_tree, results), trace
 

@@ -1,1 +1,1 @@
-"""Programs run statement by statement, for tests of everything else."""
+"""Programs run statement by statement on NumPy arrays: a second opinion on emission."""

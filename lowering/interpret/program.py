@@ -1,31 +1,37 @@
 """A Host IR program statement by statement: for debugging, and to check emission.
 
-Buffers are real arrays, an alias reads and writes its source at once, and nothing is
-ordered but by the program.  It shares no shortcut with `emit`.
+Each device has NumPy arrays of its own, an alias reads and writes its source at once,
+and nothing is ordered but by the program.  It shares nothing with `emit`: what either
+does wrong, the other does not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jhost.lowering.emit.program import refuse_reshard, spec_of
-from jhost.lowering.interpret import steps
+from jhost import errors
+from jhost.lowering.interpret.arrays import (
+    OnDevices,
+    as_numpy,
+    joined,
+    split,
+    undefined,
+)
+from jhost.lowering.interpret.collectives import communicate
+from jhost.lowering.interpret.compute import combined, compute
+from jhost.lowering.interpret.memory import Memory, View, whole
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
-from jhost.lowering.ir.index import Constant, Index
-from jhost.lowering.ir.machine import Machine
+from jhost.lowering.ir.index import Index
+from jhost.lowering.ir.machine import Machine, stream_key_text
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.regions import Region, overlap, whole_region
-from jhost.lowering.verify.state import stream_key_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,38 +52,20 @@ def interpret(
 ) -> tuple[tuple[jax.Array, ...], list[Record]]:
     """The results of `program` on the global `args`, and what ran, in order.
 
-    The program must be valid; see `verify`.  `args` may be tracers.
+    The program must be valid; see `verify`.
     """
     interpreter = _Interpreter(program, mesh)
-    for buffer, value in zip(program.params, args, strict=True):
-        shared = steps.stacked(mesh, spec_of(buffer))(value)
-        interpreter.memories[buffer.name] = _Memory(shared, written=True)
-    interpreter.body(program.body)
-    results = tuple(
-        steps.unstacked(mesh, spec_of(buffer))(interpreter.read(buffer.name))
-        for buffer in program.results
-    )
-    return results, interpreter.trace
-
-
-@dataclasses.dataclass(slots=True)
-class _Memory:
-    """A buffer's value on every device, and which parts were written."""
-
-    value: Any
-    written: bool = False
-    writes: list[Region] = dataclasses.field(default_factory=list[Region])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Alias:
-    """A Select at one iteration; `start` has an entry for each device."""
-
-    stmt: ir.Select
-    start: Any
-    size: int
-    owner: str
-    region: Region
+    ranks, params = interpreter.ranks, program.params
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),  # devices work alone
+        np.errstate(all="ignore"),
+    ):
+        values = [
+            split(as_numpy(a), p, ranks) for a, p in zip(args, params, strict=True)
+        ]
+        outs = interpreter.run(values)
+        results = zip(outs, program.results, strict=True)
+        return tuple(joined(*each, ranks, mesh) for each in results), interpreter.trace
 
 
 class _Interpreter(Machine):
@@ -85,9 +73,16 @@ class _Interpreter(Machine):
         super().__init__(program.mesh.shape)
         self.program = program
         self.mesh = mesh
-        self.memories: dict[str, _Memory] = {}
-        self.aliases: dict[str, _Alias] = {}
+        self.memories: dict[str, Memory] = {}
+        self.aliases: dict[str, View] = {}
         self.trace: list[Record] = []
+
+    def run(self, args: Sequence[OnDevices]) -> list[OnDevices]:
+        """The results for what each device has of the params."""
+        for buffer, values in zip(self.program.params, args, strict=True):
+            self.memories[buffer.name] = Memory.of(values, len(buffer.shape))
+        self.body(self.program.body)
+        return [self.read(buffer) for buffer in self.program.results]
 
     def body(self, body: Sequence[ir.Stmt]) -> None:
         for stmt in body:
@@ -97,14 +92,12 @@ class _Interpreter(Machine):
                 self.record(text)
 
     def record(self, text: str) -> None:
-        devices = self.ranks.count
-        held = sum(m.value.nbytes // devices for m in self.memories.values())
         self.trace.append(
             Record(
                 stream=stream_key_text(self.current),
                 text=text,
                 indices=tuple(self.loops.items()),
-                live_bytes=held,
+                live_bytes=sum(m.values[0].nbytes for m in self.memories.values()),
             )
         )
 
@@ -114,12 +107,13 @@ class _Interpreter(Machine):
                 self.allocate(buffer)
             case ir.Deallocate(buffer=buffer):
                 del self.memories[buffer.name]
-            case ir.Select():
-                self.select(stmt)
+            case ir.Select(source=source, out=out):
+                view, size = self.view(source.name), self.static(stmt.size)
+                self.aliases[out.name] = view.select(stmt, self.at(stmt.index), size)
             case ir.Set(out=out, source=source):
-                self.write(out.name, self.read(source.name))
+                self.write(out, self.read(source))
             case ir.Reshard():
-                refuse_reshard(self.program, stmt)
+                self.refuse(stmt)
             case ir.Compute():
                 self.compute(stmt)
             case ir.Communicate():
@@ -130,140 +124,159 @@ class _Interpreter(Machine):
                 self.switch(stmt)
             case ir.Synchronize():
                 pass  # statements run one after the other
-            case ir.For():
-                self.loop(stmt)
+            case ir.For(extent=extent):
+                for number in range(extent):
+                    with self.iteration(stmt, number):
+                        self.scoped(stmt.body)
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
+
+    def refuse(self, stmt: ir.Reshard) -> None:
+        error = errors.VerifyError(
+            f"got a Reshard of {stmt.source.name} to {stmt.out.name}: resharding is "
+            "made communication before a program runs"
+        )
+        error.add_note(str(self.program))
+        raise error
 
     # --- Buffers -------------------------------------------------------------- #
 
     def allocate(self, buffer: ir.Buffer) -> None:
-        shape = (*self.ranks.shape, *buffer.shape)
-        self.memories[buffer.name] = _Memory(_poison(shape, buffer.dtype))
+        empty = undefined(buffer.shape, buffer.dtype)
+        values = [empty.copy() for _ in range(self.ranks.count)]
+        self.memories[buffer.name] = Memory.of(values, len(buffer.shape), written=False)
 
-    def region(self, name: str) -> Region:
-        if name in self.aliases:
-            return self.aliases[name].region
-        shape = self.memories[name].value.shape[len(self.ranks.shape) :]
-        return whole_region(shape, len(self.ranks.shape))
+    def view(self, name: str) -> View:
+        return self.aliases.get(name) or whole(name, self.memories[name])
 
-    def owner(self, name: str) -> str:
-        return self.aliases[name].owner if name in self.aliases else name
+    def read(self, buffer: ir.Buffer) -> OnDevices:
+        view = self.aliases.get(buffer.name)
+        if view is None:
+            return self.memories[buffer.name].values
+        return view.read(self.memories[view.owner].values)
 
-    def select(self, stmt: ir.Select) -> None:
-        source, size = stmt.source.name, self.static(stmt.size)
-        index = self.value(stmt.index)
-        self.aliases[stmt.out.name] = _Alias(
-            stmt=stmt,
-            start=self.at_ranks(stmt.index),
-            size=size,
-            owner=self.owner(source),
-            region=self.region(source).select(
-                stmt.dim, index, size, stmt.groups, stmt.drop
-            ),
-        )
-
-    def read(self, name: str) -> Any:
-        alias = self.aliases.get(name)
-        if alias is None:
-            return self.memories[name].value
-        stmt = alias.stmt
-        step = steps.select(self.mesh, stmt.dim, alias.size, stmt.groups, stmt.drop)
-        return step(self.read(stmt.source.name), alias.start)
-
-    def write(self, name: str, value: Any) -> None:
-        """Write into memory; a name that has none gets it."""
-        if self.owner(name) not in self.memories:
-            self.memories[name] = _Memory(value)
-        self.memories[self.owner(name)].writes.append(self.region(name))
-        self.store(name, value)
-
-    def store(self, name: str, value: Any) -> None:
-        alias = self.aliases.get(name)
-        if alias is None:
-            self.memories[name].value = value
+    def write(self, buffer: ir.Buffer, values: OnDevices) -> None:
+        """Write into memory; a name that is no alias gets what is written."""
+        view = self.aliases.get(buffer.name)
+        if view is None:
+            copies = list(map(np.copy, values))
+            self.memories[buffer.name] = Memory.of(copies, len(buffer.shape))
             return
-        source = alias.stmt.source.name
-        step = steps.update(self.mesh, alias.stmt.dim, alias.stmt.groups)
-        self.store(source, step(self.read(source), alias.start, value))
+        memory = self.memories[view.owner]
+        view.write(memory.values, values)
+        view.mark(memory.written)
 
-    # --- Indices -------------------------------------------------------------- #
-
-    def at_ranks(self, index: Index) -> Any:
-        value = self.value(index)
-        return self.ranks.everywhere(value).astype(np.int32)
+    def is_written(self, buffer: ir.Buffer) -> list[bool]:
+        """Whether a device has written there: else it takes the first result as is."""
+        if buffer.name not in self.aliases and buffer.name not in self.memories:
+            return [False] * self.ranks.count
+        view = self.view(buffer.name)
+        parts = view.read(self.memories[view.owner].written)
+        return [bool(part.any()) for part in parts]
 
     # --- Work ----------------------------------------------------------------- #
 
-    def compute(self, stmt: ir.Compute) -> None:
-        chunk = stmt.chunk
-        size = self.static(chunk.size) if chunk else 0
-        cut = (chunk.extent, chunk.groups, chunk.grain) if chunk else (0, 1, 1)
-        step = steps.compute(self.mesh, stmt.unit, size, *cut)
-        start = self.at_ranks(chunk.start if chunk else Constant(0))
-        outs = step(start, *(self.read(buffer.name) for buffer in stmt.ins))
-        values = dict(zip((buffer.name for buffer in stmt.outs), outs, strict=True))
-        sums = [stmt.outs[number].name for number in accumulators(stmt)]
-        used = [name for name in sums if not self.is_fresh(name)]
-        if used:
-            held, new = map(self.read, used), map(values.__getitem__, used)
-            found = steps.combine(self.mesh, stmt)(*held, *new)
-            values |= zip(used, found, strict=True)
-        for name, value in values.items():
-            self.write(name, value)
+    def at(self, index: Index) -> list[int]:
+        """The value of `index` on each device."""
+        return self.ranks.everywhere(self.value(index)).ravel().tolist()
 
-    def is_fresh(self, name: str) -> bool:
-        """Whether nothing was written there: the first result is then taken as is."""
-        memory, region = self.memories[self.owner(name)], self.region(name)
-        touched = any(overlap(region, write) for write in memory.writes)
-        return not memory.written and not touched
+    def compute(self, stmt: ir.Compute) -> None:
+        chunk, ins = stmt.chunk, list(map(self.read, stmt.ins))
+        starts = self.at(chunk.start) if chunk else [0] * self.ranks.count
+        size = self.static(chunk.size) if chunk else 0
+        outs = compute(stmt, ins, starts, size, self.ranks, self.mesh)
+        self.accumulate(stmt, outs)
+        for buffer, values in zip(stmt.outs, outs, strict=True):
+            self.write(buffer, values)
+
+    def accumulate(self, stmt: ir.Compute, outs: Sequence[OnDevices]) -> None:
+        """Combine `outs` with what accumulators hold."""
+        written = {n: self.is_written(stmt.outs[n]) for n in accumulators(stmt)}
+        for device in range(self.ranks.count):
+            used = [number for number, there in written.items() if there[device]]
+            held = [self.read(stmt.outs[number])[device] for number in used]
+            new = [outs[number][device] for number in used]
+            found = combined(stmt, held, new) if used else []
+            for number, value in zip(used, found, strict=True):
+                outs[number][device] = value
 
     def communicate(self, stmt: ir.Communicate) -> None:
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
-        targets = self.ranks.targets(stmt.axes, shift)[:, 0]
-        sources = tuple(np.argsort(targets).tolist())
-        step = steps.communicate(self.mesh, stmt, sources)
-        self.write(stmt.out.name, step(self.read(stmt.source.name)))
+        values = communicate(stmt, self.read(stmt.source), self.ranks, shift)
+        self.write(stmt.out, values)
 
     # --- Control -------------------------------------------------------------- #
 
-    def loop(self, stmt: ir.For) -> None:
-        for value in range(stmt.extent):
-            with self.iteration(stmt, value):
-                self.scoped(stmt.body)
-
-    def control_flow(self, stmt: ir.ControlFlow) -> None:
-        """`lax`'s own on the values of all devices; a body is recorded once."""
-        seen: list[Program] = []
-
-        def run(body: Program, *args: Any) -> list[Any]:
-            inner = _Interpreter(body, self.mesh)
-            for buffer, value in zip(body.params, args, strict=True):
-                inner.memories[buffer.name] = _Memory(value, written=True)
-            inner.body(body.body)
-            if body not in seen:  # JAX may trace it again
-                seen.append(body)
-                self.trace += inner.trace
-            return [inner.read(buffer.name) for buffer in body.results]
-
-        ins = [self.read(buffer.name) for buffer in stmt.ins]
-        outs = steps.control_flow(self.mesh, stmt, ins, run)
-        for buffer, value in zip(stmt.outs, outs, strict=True):
-            self.write(buffer.name, value)
-
     def scoped(self, body: Sequence[ir.Stmt]) -> None:
+        """Run `body`; what it defines ends with it."""
         memories, aliases = set(self.memories), set(self.aliases)
         self.body(body)
         self.memories = {n: m for n, m in self.memories.items() if n in memories}
         self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
 
+    def control_flow(self, stmt: ir.ControlFlow) -> None:
+        """In Python; the statements of a body are recorded when it first runs."""
+        bodies = _Bodies(self)
+        ins = list(map(self.read, stmt.ins))
+        match stmt:
+            case ir.Scan():
+                outs = bodies.scan(stmt, ins)
+            case ir.While():
+                outs = bodies.while_loop(stmt, ins)
+            case ir.Cond(branches=branches):
+                number = np.clip(_agreed(ins[0]), 0, len(branches) - 1)
+                outs = bodies.run(branches[number], ins[1:])
+        for buffer, values in zip(stmt.outs, outs, strict=True):
+            self.write(buffer, values)
 
-def _poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Memory without contents, filled so that a read of it shows."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jax.lax.empty(shape, dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        # JAX's search for the user's NaNs must not find this one.
-        poison = jnp.finfo(dtype).max if jax.config.jax_debug_nans else math.nan
-        return jnp.full(shape, poison, dtype)
-    return jnp.full(shape, True if dtype == np.bool_ else jnp.iinfo(dtype).max, dtype)
+
+class _Bodies:
+    """Runs the bodies of one statement of control flow, each a program of its own."""
+
+    def __init__(self, around: _Interpreter) -> None:
+        self.around = around
+        self.recorded: list[Program] = []
+
+    def run(self, body: Program, args: Sequence[OnDevices]) -> list[OnDevices]:
+        inner = _Interpreter(body, self.around.mesh)
+        results = inner.run(args)
+        if body not in self.recorded:
+            self.recorded.append(body)
+            self.around.trace += inner.trace
+        return results
+
+    def scan(self, stmt: ir.Scan, ins: Sequence[OnDevices]) -> list[OnDevices]:
+        first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
+        consts, carry, xs = ins[:first], list(ins[first:last]), ins[last:]
+        ys: dict[int, list[OnDevices]] = {}
+        numbers = range(stmt.length)
+        for number in reversed(numbers) if stmt.reverse else numbers:
+            rows = [[value[number] for value in values] for values in xs]
+            results = self.run(stmt.body, [*consts, *carry, *rows])
+            carry, ys[number] = results[: len(carry)], results[len(carry) :]
+        if not ys:
+            return [*carry, *map(self.nothing, stmt.ys)]
+        rows = [ys[number] for number in numbers]
+        return [*carry, *(_stacked(each) for each in zip(*rows, strict=True))]
+
+    def nothing(self, buffer: ir.Buffer) -> OnDevices:
+        empty = undefined(buffer.shape, buffer.dtype)
+        return [empty] * self.around.ranks.count
+
+    def while_loop(self, stmt: ir.While, ins: Sequence[OnDevices]) -> list[OnDevices]:
+        first = len(stmt.condition_consts)
+        last = first + len(stmt.consts)
+        condition, consts, carry = ins[:first], ins[first:last], list(ins[last:])
+        while _agreed(*self.run(stmt.condition, [*condition, *carry])):
+            carry = self.run(stmt.body, [*consts, *carry])
+        return carry
+
+
+def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
+    return [np.stack(each) for each in zip(*rows, strict=True)]
+
+
+def _agreed(values: OnDevices) -> int:
+    """The number that decides where control goes, which all devices have."""
+    (number,) = {int(value) for value in values}
+    return number

@@ -47,24 +47,30 @@ def plain_losses(mesh: str) -> list[float]:
     return losses_of("--plain", "--mesh", mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]]
+)
 def test_the_loss_falls(mesh: str) -> None:
     losses = plain_losses(mesh)
     assert len(losses) == STEPS
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_on_every_mesh() -> None:
     one, other = map(plain_losses, MESHES)
     np.testing.assert_allclose(one, other, rtol=BFLOAT16 / 4)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]]
+)
 def test_losses_are_the_same_with_jhost(mesh: str) -> None:
     losses = losses_of("--mesh", mesh)
     np.testing.assert_allclose(losses, plain_losses(mesh), rtol=BFLOAT16 / 4)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

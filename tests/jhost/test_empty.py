@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.testing import mesh_of
+from tests.lowering.traced import interpreted
 
 Array = jax.Array
 
@@ -32,17 +33,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("interpret", [False, True], ids=["compiled", "interpreted"])
+@pytest.mark.parametrize(
+    "run", [jhost.jit, interpreted], ids=["compiled", "interpreted"]
+)
 @pytest.mark.parametrize("spec", [P("tp"), P()], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_empty_arrays(name: str, spec: P, interpret: bool) -> None:
+def test_a_function_of_empty_arrays(name: str, spec: P, run: Any) -> None:
     f, shapes = FUNCTIONS[name]
     args = [jnp.zeros(shape) for shape in shapes]
     specs = tuple(spec if shape[0] % 4 == 0 else P() for shape in shapes)
     how: dict[str, Any] = {"mesh": mesh_of({"tp": 4}), "in_shardings": specs}
-    chex.assert_trees_all_equal(
-        jhost.jit(f, interpret=interpret, **how)(*args), f(*args)
-    )
+    chex.assert_trees_all_equal(run(f, **how)(*args), f(*args))
 
 
 def test_gradients_of_nothing() -> None:

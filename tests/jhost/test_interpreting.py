@@ -1,8 +1,7 @@
-"""`interpret=True` is what the compiled function is, in every place that it can be."""
+"""An interpreted function gives what the compiled one gives, wherever it is called."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,35 +14,33 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost.testing import mesh_of
+from tests.lowering.traced import by_statements, interpreted
 
 Array = jax.Array
 X, W = jnp.arange(32.0).reshape(8, 4), jnp.arange(16.0).reshape(4, 4)
 SPECS = P("tp"), P(None, "tp")
 MESH = mesh_of({"tp": 4})
 
-jit = functools.partial(jhost.jit, interpret=True)
-
 
 def block(x: Array, w: Array) -> Array:
     return jhost.stream((x @ w) @ w.T, axis=0, chunks=2)
 
 
-@pytest.mark.parametrize("around", ["nothing", "set_mesh", "jit", "grad"])
+@pytest.mark.parametrize("around", ["nothing", "set_mesh", "grad"])
 def test_explicit_meshes(around: str) -> None:
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,))
     x, w = (
         jax.device_put(a, NamedSharding(mesh, spec))
         for a, spec in zip((X, W), SPECS, strict=True)
     )
-    f: Any = jit(block, mesh=mesh)
+    f: Any = interpreted(block, mesh=mesh)
     with jax.set_mesh(mesh):
         match around:
             case "set_mesh":
                 result, wanted = f(x, w), block(X, W)
-            case "jit":
-                result, wanted = jax.jit(f)(x, w), block(X, W)
             case "grad":
-                result = jax.grad(lambda x: jnp.sum(f(x, w)))(x)
+                g: Any = jhost.jit(block, mesh=mesh)
+                result = by_statements(jax.grad(lambda x: jnp.sum(g(x, w))))(x)
                 wanted = jax.grad(lambda x: jnp.sum(block(x, W)))(X)
             case _:
                 result = wanted = block(X, W)
@@ -65,13 +62,13 @@ KEYS: dict[str, tuple[Callable[[Array], Array], P, P]] = {
 def test_keys_of_random_numbers_are_moved(name: str) -> None:
     f, ins, outs = KEYS[name]
     keys = jax.random.split(jax.random.key(0), (4, 4))
-    result = jit(f, mesh=MESH, in_shardings=ins, out_shardings=outs)(keys)
+    result = interpreted(f, mesh=MESH, in_shardings=ins, out_shardings=outs)(keys)
     wanted = jax.random.key_data(f(keys))
     chex.assert_trees_all_equal(jax.random.key_data(result), wanted)
 
 
 def test_a_search_for_nans_finds_the_user_s_alone() -> None:
-    f: Any = jit(block, mesh=MESH, in_shardings=SPECS)
+    f = interpreted(block, mesh=MESH, in_shardings=SPECS)
     with jax.debug_nans(True):
         np.testing.assert_array_equal(f(X, W), block(X, W))
         with pytest.raises(FloatingPointError):
@@ -86,14 +83,12 @@ def test_weak_types_stay_weak(mesh: Any) -> None:
     x = jnp.broadcast_to(jnp.asarray(2.0), (8,))
     assert x.weak_type
     settings: dict[str, Any] = {"mesh": mesh, "in_shardings": P("tp") if mesh else None}
-    f: Any = jit(streamed, **settings)
+    f: Any = jhost.jit(streamed, **settings)
     for result in (
-        f(x),
-        jax.jit(f)(x),
-        jax.vmap(f)(x[None]),
-        jax.vjp(f, x)[0],
+        by_statements(f)(x),
+        by_statements(jax.vmap(f))(x[None]),
+        by_statements(lambda x: jax.vjp(f, x)[0])(x),
         f.lower(x).interpret(x)[0],
-        jhost.jit(streamed, **settings).lower(x).interpret(x)[0],
     ):
         assert result.weak_type
         assert np.all(result == 4)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost._call.settings import Settings
+from tests.lowering.traced import interpreted
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -370,5 +371,5 @@ def test_two_calls_give_the_same_bits(mesh: Mesh) -> None:
 
 
 def test_interpretation_gives_the_same(mesh: Mesh) -> None:
-    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, interpret=True)
+    f = interpreted(block, mesh=mesh, in_shardings=SPECS)
     np.testing.assert_array_equal(f(X, W), expected())

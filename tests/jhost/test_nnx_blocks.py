@@ -36,7 +36,9 @@ HOW: dict[str, dict[str, Any]] = {
     "p2p": {"pipeline": "p2p"},
     "collective": {"pipeline": "collective", "chunks": 2},
 }
-each_way = pytest.mark.parametrize("how", HOW)
+each_way = pytest.mark.parametrize(
+    "how", ["p2p", pytest.param("collective", marks=pytest.mark.slow)]
+)
 TOKENS = P("dp", "tp")
 
 

@@ -121,7 +121,13 @@ def check(
 
 
 @pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        pytest.param(True, id="around"),
+        pytest.param(False, id="inside", marks=pytest.mark.slow),
+    ],
+)
 def test_all_is_as_by_every_expert(axes: str, around: bool) -> None:
     """Gated in the one, plain in the other."""
     mesh = mesh_of(**MESHES[axes])
@@ -207,6 +213,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(mixtures())
 @settings(max_examples=6, deadline=None)
 def test_any_mixture(drawn: dict[str, Any]) -> None:
@@ -238,7 +245,7 @@ def test_under_a_checkpoint() -> None:
     check(layer, tokens(), mesh, tolerance=1e-5, f=jax.checkpoint(call))
 
 
-@pytest.mark.parametrize("scan", ["lax", "nnx"])
+@pytest.mark.parametrize("scan", ["lax", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_layers_in_a_scan(scan: str) -> None:
     mesh = mesh_of(ep=4)
     with jax.set_mesh(mesh):
@@ -274,6 +281,7 @@ def test_tangents() -> None:
     chex.assert_trees_all_close(pushed(call), pushed(dense), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients() -> None:
     """By tokens and by kernels."""
     mesh = mesh_of(ep=4)
@@ -290,7 +298,7 @@ def test_gradients_of_gradients() -> None:
     check(layer, tokens(), mesh, tolerance=1e-5, f=slopes(call), plain=slopes(dense))
 
 
-@pytest.mark.parametrize("axes", ["1", "4"])
+@pytest.mark.parametrize("axes", ["1", pytest.param("4", marks=pytest.mark.slow)])
 def test_vmap_of_gradients(axes: str) -> None:
     mesh = mesh_of(**MESHES[axes])
     layer, x = made(mesh, 8, 16, 8), jnp.stack([tokens(), 2 * tokens()])

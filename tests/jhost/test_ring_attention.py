@@ -18,6 +18,7 @@ import jhost
 from tests.jhost import plain_attention
 from tests.lowering.on_mesh import on
 from tests.lowering.rules.reference_attention import as_with_cudnn
+from tests.lowering.traced import by_statements
 
 ROWS = P(None, "sp")
 SP4 = {"sp": 4}
@@ -162,7 +163,7 @@ def test_few_queries_and_many_keys() -> None:
 
 def test_interpreted_statement_by_statement() -> None:
     plain, args = attention(is_causal=True), operands(16)
-    assert_as_plain(ring(plain, {"sp": 2}, interpret=True), plain, *args)
+    assert_as_plain(by_statements(ring(plain, {"sp": 2})), plain, *args)
 
 
 def test_heads_over_one_axis_and_keys_around_another() -> None:

@@ -19,6 +19,7 @@ import jhost
 from tests.jhost import plain_attention
 from tests.jhost.derived import programs, vjp
 from tests.lowering.on_mesh import on
+from tests.lowering.traced import by_statements
 
 ROWS, SP4 = P(None, "sp"), {"sp": 4}
 BATCH, HEADS, SHARED, SIZE = 2, 4, 2, 8
@@ -285,6 +286,7 @@ def test_rows_of_whole_sequences_go_through_a_block_in_one_loop() -> None:
     assert all(moved.chunks > 1 for moved in explanation.communications)
 
 
+@pytest.mark.slow
 def test_batched_and_of_second_order() -> None:
     """Of which the second derivative is written out, and not a loop."""
     how, args = {"is_causal": True}, operands(8, 8, batch=1)
@@ -306,11 +308,12 @@ def test_batched_and_of_second_order() -> None:
 def test_interpreted_statement_by_statement() -> None:
     how, more = MASKS["packed"]
     args = operands(16, 16)
-    f = ring(how, {"sp": 2}, more=ROWS, interpret=True)
-    found = f(*args[:3], more)
+    f = ring(how, {"sp": 2}, more=ROWS)
+    found = by_statements(f)(*args[:3], more)
     chex.assert_trees_all_close(found, plain(**how)(*args[:3], more), atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:

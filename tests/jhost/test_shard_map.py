@@ -19,7 +19,7 @@ from jhost import errors
 from jhost.testing import assert_close
 from tests.jhost.blocks import Function
 from tests.lowering.hand_built import mesh_of
-from tests.lowering.traced import array
+from tests.lowering.traced import array, interpreted
 
 MESH = mesh_of(a=2, b=2)
 X, Y = array(8, 4), array(4, 8, seed=1)
@@ -42,14 +42,14 @@ def same(
     *args: Any,
     mesh: Mesh = MESH,
     tolerance: float = 0,
-    ways: Sequence[bool] = (False, True),
+    ways: Sequence[Function] = (jhost.jit, interpreted),
     **how: Any,
 ) -> None:
     """jhost's values are those of `jax.jit`, compiled and interpreted."""
     wanted = jax.jit(f, compiler_options=QUICK)(*args)
     how = {"mesh": mesh, "compiler_options": QUICK, **how}
-    for interpret in ways:
-        given = jhost.jit(f, interpret=interpret, **how)(*args)
+    for run in ways:
+        given = run(f, **how)(*args)
         assert_close(given, wanted, tolerance=tolerance)
 
 
@@ -146,7 +146,7 @@ def test_a_body_with_collectives(name: str, check_vma: bool) -> None:
         return mapped(x + 1) * jnp.sum(y), mapped(2 * y.T)
 
     how: dict[str, Any] = {"in_shardings": (P("b"), P(None, "a"))}
-    same(f, X, Y, ways=(False, True) if check_vma else (False,), **how)
+    same(f, X, Y, ways=(jhost.jit, interpreted) if check_vma else (jhost.jit,), **how)
     where = ("around",) if check_vma else ("inside",)
     same_gradients(f, X % 3, Y % 3, where=where, **how)
 
@@ -224,9 +224,9 @@ def test_empty_arrays() -> None:
         return 2 * x, y + lax.psum(jnp.sum(x), ("a", "b"))
 
     mapped = parts(body, P("a"), P("b"), out=(P("a"), P("b")), check_vma=False)
-    for interpret in (False, True):
+    for run in (jhost.jit, interpreted):
         for shape in ((4, 0), (0, 2)):
-            f = jhost.jit(lambda x, y: mapped(x + x, y), mesh=MESH, interpret=interpret)
+            f = run(lambda x, y: mapped(x + x, y), mesh=MESH)
             empty, same_y = f(jnp.ones(shape), X)
             assert empty.shape == shape
             assert_close(same_y, X, tolerance=0)
@@ -426,13 +426,8 @@ def test_a_kernel_of_pallas(check_vma: bool) -> None:
 
     mapped = parts(body, *[P("a", "b")] * 2, out=P("a", "b"), check_vma=check_vma)
     sums = jnp.tile(X[:4] + X[4:], (2, 1))
-    for interpret in (False, True):
-        f = jhost.jit(
-            lambda x, y: mapped(x, x @ y @ x),
-            mesh=MESH,
-            in_shardings=P("b"),
-            interpret=interpret,
-        )
+    for run in (jhost.jit, interpreted):
+        f = run(lambda x, y: mapped(x, x @ y @ x), mesh=MESH, in_shardings=P("b"))
         assert_close(f(X, Y), 2 * X + X @ Y @ X + sums, tolerance=0)
 
 

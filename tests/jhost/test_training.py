@@ -200,7 +200,11 @@ def assert_trained_alike(given: list[float], wanted: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "pipeline"), [(linen, "collective"), (with_nnx, "p2p")]
+    ("make", "pipeline"),
+    [
+        (linen, "collective"),
+        pytest.param(with_nnx, "p2p", marks=pytest.mark.slow),
+    ],
 )
 def test_a_flax_model_ends_with_the_same_loss(
     make: Callable[[], Model], pipeline: str
@@ -211,6 +215,7 @@ def test_a_flax_model_ends_with_the_same_loss(
     assert_trained_alike(given, plain_losses(make))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Saved as shards after ten steps, read back as shards, the same at the end."""
     model = linen()

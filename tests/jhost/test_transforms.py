@@ -7,7 +7,8 @@ interpreted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jhost
+from jhost._call.execute import interpreting
 from jhost.testing import assert_close
 
 MakeMesh: TypeAlias = Callable[[Sequence[int], Sequence[str]], Mesh]
@@ -34,17 +36,15 @@ def marked(x: Array, up: Array, down: Array) -> Array:
 
 
 @pytest.fixture(params=["one device", "mesh", "mesh, interpreted"])
-def compiled(request: pytest.FixtureRequest, make_mesh: MakeMesh) -> Function:
+def compiled(request: pytest.FixtureRequest, make_mesh: MakeMesh) -> Iterator[Function]:
     """`marked`, compiled in several ways."""
     if request.param == "one device":
-        return jhost.jit(marked)
-    return jhost.jit(
-        marked,
-        mesh=make_mesh((4,), ("tp",)),
-        in_shardings=SPECS,
-        out_shardings=P("tp"),
-        interpret="interpreted" in request.param,
-    )
+        yield jhost.jit(marked)
+        return
+    mesh = make_mesh((4,), ("tp",))
+    f = jhost.jit(marked, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    with interpreting() if "interpreted" in request.param else nullcontext():
+        yield f
 
 
 def arguments(seed: int = 0) -> tuple[Array, Array, Array]:

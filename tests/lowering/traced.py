@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
 
 import jhost
+from jhost._call.execute import interpreting
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.layout import Layout, Partial
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark
@@ -39,31 +43,68 @@ _Remark = TypeVar("_Remark", bound=Remark)
 def check(
     fun: Callable[..., Any], *args: Any, rtol: float = 0, **settings: Any
 ) -> Program:
-    """By jhost, compiled and interpreted, `fun` gives what it gives without.
+    """By jhost `fun` gives what it gives without; returns its Host IR.
 
-    Returns its Host IR.
+    Interpreted, and compiled as well, unless a program was whose equations are the same
+    and whose statements are but for their sizes: XLA takes longest of all.
     """
-    wanted = jax.jit(fun)(*args)
-    for f in (jhost.jit(fun, **settings), interpreted(fun, **settings)):
-        given = f(*args)
+    lowered = jhost.jit(fun, **settings).lower(*args)
+    results = [lowered.interpret(*args)[0]]
+    pattern = _pattern(lowered.host_ir)
+    if pattern not in _compiled:
+        _compiled.add(pattern)
+        results.append(lowered.compile()(*args))
+    wanted = plain(fun, *args)
+    for given in results:
         chex.assert_trees_all_equal_shapes_and_dtypes(given, wanted)
         chex.assert_trees_all_close(given, wanted, rtol=rtol, atol=rtol)
-    return jhost.jit(fun, **settings).lower(*args).host_ir
+    return lowered.host_ir
 
 
-def interpreted(
-    fun: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Callable[..., Any]:
-    """`fun` by the interpreter, traced into one XLA program.
+_compiled: set[str] = set()
 
-    Statement by statement, XLA would compile hundreds.
-    """
-    return jax.jit(
-        jhost.jit(fun, interpret=True, **settings), compiler_options=compiler_options
-    )
+
+def _pattern(program: Program) -> str:
+    """A program without the sizes in its statements, which differ by the devices."""
+    work = [stmt for stmt in statements(program) if isinstance(stmt, Compute)]
+    params = [str(each.eqn.params) for stmt in work for each in stmt.unit.eqns]
+    return re.sub(r"(?<!dim=)\d+", "n", str(program)) + "\n".join(params)
+
+
+def plain(fun: Callable[..., Any], *args: Any) -> Any:
+    """What `fun` gives under `jax.jit`, compiled once for all that are traced alike."""
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+    if closed.effects:
+        return jax.jit(fun)(*args)
+    values = (*closed.consts, *jax.tree.leaves(args))
+    key = str(closed), *map(_contents, values)
+    if key not in _plain:
+        _plain[key] = jax.jit(fun)(*args)
+    return jax.tree.unflatten(jax.tree.structure(out), jax.tree.leaves(_plain[key]))
+
+
+_plain: dict[tuple[Any, ...], Any] = {}
+
+
+def _contents(value: Any) -> tuple[Any, ...]:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    return value.shape, str(value.dtype), np.asarray(value).tobytes()
+
+
+def interpreted(fun: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`fun` by the interpreter."""
+    return by_statements(jhost.jit(fun, **settings))
+
+
+def by_statements(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that interprets the programs which `fun` would have XLA compile."""
+
+    def run(*args: Any) -> Any:
+        with interpreting():
+            return fun(*args)
+
+    return run
 
 
 def array(*shape: int, seed: int = 0) -> jax.Array:

@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import jhost
 from jhost.errors import VerifyError
+from jhost.lowering.interpret.collectives import reduced
 from jhost.lowering.interpret.program import Record, interpret
+from jhost.lowering.ir.index import Rank
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Allocate,
@@ -22,6 +27,7 @@ from jhost.lowering.ir.statements import (
     Synchronize,
     Wait,
 )
+from jhost.lowering.rules.reducers import COMBINE
 from tests.lowering.hand_built import (
     MAIN,
     I,
@@ -66,12 +72,6 @@ def test_the_trace_says_what_ran_where(golden: Callable[..., None]) -> None:
     golden("\n".join(map(shown, trace)))
 
 
-def test_arguments_may_be_tracers() -> None:
-    x, mesh = integers(16, 2), mesh_of(tp=4)
-    (y,) = jax.jit(lambda x: interpret(gathered_rows(), mesh, (x,))[0])(x)
-    np.testing.assert_array_equal(y, np.square(x))
-
-
 def test_results_are_spread_as_they_say() -> None:
     x, y = buffer("x: f32[8, 2]"), buffer("y: f32[8, 2@tp]")
     host_ir = program(mesh_of(tp=4), (x,), (y,), compute(jnp.square, (x,), (y,)))
@@ -102,3 +102,81 @@ def test_a_reshard_must_have_become_communication() -> None:
     host_ir = program(mesh_of(tp=4), (x,), (y,), Reshard(out=y, source=x))
     with pytest.raises(VerifyError, match="resharding is made communication be"):
         interpret(host_ir, mesh_of(tp=4), (integers(8, 4),))
+
+
+# --- As JAX has it ---------------------------------------------------------------- #
+
+
+def texts(f: Callable[..., jax.Array], *args: jax.Array) -> list[str]:
+    """What ran where `f` is interpreted, which gives what it gives."""
+    lowered = jhost.jit(f, mesh=mesh_of(tp=4), in_shardings=P("tp")).lower(*args)
+    result, trace = lowered.interpret(*args)
+    np.testing.assert_array_equal(result, jax.jit(f)(*args))
+    return [record.text for record in trace]
+
+
+def test_a_body_is_recorded_once_however_often_it_runs() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, row: (c + row, c * row), x[0], x, reverse=True)[1]
+
+    x = jnp.asarray(integers(4, 4, 2))
+    assert sum("(c, row)" in text for text in texts(f, x)) == 1
+
+
+def test_only_the_branch_that_is_taken_runs() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return lax.cond(jnp.sum(x) > 9, jnp.sin, jnp.negative, x)
+
+    for x, ran in (jnp.ones((4, 4)), "sin"), (jnp.zeros((4, 4)), "neg"):
+        taken = " ".join(texts(f, x))
+        assert [name for name in ("sin", "neg") if f"= {name}(" in taken] == [ran]
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_scans_of_any_length(length: int) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        steps = jnp.arange(length, dtype=x.dtype)
+        carried, rows = lax.scan(lambda c, n: (c + n, c * n), x, steps)
+        return jnp.concatenate([carried[None], rows])
+
+    texts(f, jnp.asarray(integers(4, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "bool", "int8", "uint32"])
+def test_reductions_stay_as_narrow_as_they_are(dtype: str) -> None:
+    values = [np.asarray([0, 1, 0, 1]).astype(dtype), np.ones(4).astype(dtype)]
+    for reducer in ("max", "min", "and", "or"):
+        wanted = COMBINE[reducer](*map(jnp.asarray, values))
+        found = reduced(reducer, values)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_what_is_permuted_comes_from_one_device_each() -> None:
+    x, y = buffer("x: f32[2@tp]"), buffer("y: f32[2@tp]")
+    permute = communicate("CollectivePermute", y, x, shift=Rank("tp"))
+    host_ir = program(mesh_of(tp=4), (x,), (y,), permute, Wait(communication="c"))
+    with pytest.raises(AssertionError):
+        interpret(host_ir, mesh_of(tp=4), (integers(8),))
+
+
+def test_a_device_starts_its_own_sum() -> None:
+    """Of what others wrote, an accumulator that a device did not write holds none."""
+    x, y = buffer("x: f32[2@tp]"), buffer("y: f32[8]")
+    part = buffer("part: f32[2]")
+    host_ir = program(
+        mesh_of(tp=4),
+        (x,),
+        (y,),
+        Allocate(buffer=y),
+        select(part, y, 0, Rank("tp") * 2, 2),
+        *[compute(jnp.square, (x,), (part,), reducer="sum")] * 2,
+    )
+    (result,), _ = interpret(host_ir, mesh_of(tp=4), (integers(8),))
+    shards = [shard.data for shard in result.addressable_shards]
+    for rank, (shard, mine) in enumerate(
+        zip(shards, np.split(integers(8), 4), strict=True)
+    ):
+        wanted = np.full(8, np.nan)
+        wanted[2 * rank : 2 * rank + 2] = 2 * mine**2
+        np.testing.assert_array_equal(shard, wanted)

@@ -18,7 +18,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
 from tests.lowering.on_mesh import each_size, exact, on, program_of, tp
-from tests.lowering.traced import array, loops, work
+from tests.lowering.traced import array, interpreted, loops, work
 
 Golden = Callable[..., None]
 
@@ -91,8 +91,8 @@ def test_every_reducer(reducer: str) -> None:
     assert the_loop(exact(f, x, **tp(4, P("tp"), P())))[-1] == BACK
 
 
-@pytest.mark.parametrize("interpret", [False, True])
-def test_sums_of_bfloat16_add_in_float32_piece_by_piece(interpret: bool) -> None:
+@pytest.mark.parametrize("run", [jhost.jit, interpreted])
+def test_sums_of_bfloat16_add_in_float32_piece_by_piece(run: Any) -> None:
     """1 and 2**-8 each: a bfloat16 sum would stay at 1."""
     parts = np.full((8, 16, 2), 2.0**-8, jnp.bfloat16)
     parts[0] = 1
@@ -101,7 +101,7 @@ def test_sums_of_bfloat16_add_in_float32_piece_by_piece(interpret: bool) -> None
         return p2p(jax.lax.reduce_sum(x, (0,)), chunks=16)
 
     settings = tp(8, P("tp"), P())
-    given = jhost.jit(f, interpret=interpret, **settings)(jnp.asarray(parts))
+    given = run(f, **settings)(jnp.asarray(parts))
     wanted = parts.astype(np.float32).sum(0).astype(jnp.bfloat16)
     assert (wanted > 1).all()
     np.testing.assert_array_equal(np.asarray(given), wanted)

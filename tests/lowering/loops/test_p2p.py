@@ -31,7 +31,7 @@ from tests.lowering.on_mesh import (
     program_of,
     tp,
 )
-from tests.lowering.traced import array, loops, remarks, work
+from tests.lowering.traced import array, interpreted, loops, remarks, work
 
 Function = Callable[..., jax.Array]
 
@@ -172,17 +172,15 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
 
 
 @each_size
-@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("run", [jhost.jit, interpreted])
 @pytest.mark.parametrize("target", [P("tp"), P()], ids=["scattered", "everywhere"])
-def test_sums_add_in_the_order_of_the_steps(
-    devices: int, interpret: bool, target: P
-) -> None:
+def test_sums_add_in_the_order_of_the_steps(devices: int, run: Any, target: P) -> None:
     """Bit for bit, on numbers whose float32 sum depends on the order."""
     random = np.random.default_rng(0)
     scales = 10.0 ** random.integers(-4, 5, (devices, devices * 8, 5))
     parts = (random.standard_normal(scales.shape) * scales).astype(np.float32)
     settings = tp(devices, P("tp"), target)
-    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(jnp.asarray(parts))
+    given = run(sum_of_parts, **settings)(jnp.asarray(parts))
     wanted = in_order_of_steps(parts, np.float32)
     np.testing.assert_array_equal(np.asarray(given), wanted)
     if devices > 2:  # of two numbers there is one sum
@@ -190,13 +188,13 @@ def test_sums_add_in_the_order_of_the_steps(
 
 
 @each_size
-@pytest.mark.parametrize("interpret", [False, True])
-def test_sums_of_bfloat16_add_in_float32(devices: int, interpret: bool) -> None:
+@pytest.mark.parametrize("run", [jhost.jit, interpreted])
+def test_sums_of_bfloat16_add_in_float32(devices: int, run: Any) -> None:
     """1 and 2**-8 each: a bfloat16 sum would stay at 1."""
     parts = np.full((devices, devices * 2, 2), 2.0**-8, jnp.bfloat16)
     parts[0] = 1
     settings = tp(devices, P("tp"), P("tp"))
-    given = jhost.jit(sum_of_parts, interpret=interpret, **settings)(jnp.asarray(parts))
+    given = run(sum_of_parts, **settings)(jnp.asarray(parts))
     wanted = in_order_of_steps(parts, np.float32)
     assert given.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(given), wanted)

@@ -143,7 +143,7 @@ def test_no_number_reaches_only_its_own_group_and_expert() -> None:
     """A slot that nobody wrote, or one that two wrote, would show."""
     x, *weights = tokens(8)
     x = x.at[3, 5].set(jnp.nan)
-    given = jhost.jit(experts, **tp(4, *SPECS))(x, *weights)
+    given = jhost.jit(experts, **tp(4, *SPECS))(x, weights[0], weights[1])
     lost = np.isnan(np.asarray(given)).any((2, 3))
     assert lost[3, 5]
     assert lost.sum() == 1

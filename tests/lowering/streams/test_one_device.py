@@ -20,7 +20,15 @@ import jhost
 from jhost.errors import StreamDimError
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Allocate, Compute, walk
-from tests.lowering.traced import aliases, array, check, chunk_counts, loops, work
+from tests.lowering.traced import (
+    aliases,
+    array,
+    check,
+    chunk_counts,
+    interpreted,
+    loops,
+    work,
+)
 
 Golden = Callable[..., None]
 
@@ -275,8 +283,8 @@ def test_a_bfloat16_sum_accumulates_in_float32(golden: Golden) -> None:
         return lax.reduce_sum(jhost.stream(x, axis=0, chunks=9), (0,))
 
     values = jnp.full((9, 2), 2.0**-8, jnp.bfloat16).at[0].set(1)
-    for interpret in (False, True):
-        given = jhost.jit(f, interpret=interpret)(values)
+    for run in (jhost.jit, interpreted):
+        given = run(f)(values)
         assert given.tolist() == [1 + 8 * 2.0**-8] * 2
     program = jhost.jit(f).lower(values).host_ir
     assert accumulators(program) == [np.dtype(np.float32)]

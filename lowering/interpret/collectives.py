@@ -1,0 +1,85 @@
+"""Communications between NumPy arrays: every device sees what all have, and takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jhost.lowering.interpret.arrays import OnDevices
+from jhost.lowering.ir.ranks import AtRanks, Ranks
+from jhost.lowering.ir.statements import Communicate
+from jhost.lowering.rules.reducers import Reducer
+
+_UFUNCS: Mapping[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+
+
+def reduced(reducer: Reducer, values: Sequence[np.ndarray]) -> np.ndarray:
+    """All of `values` in one, in their order, rounded after each."""
+    # What is narrower than a byte, NumPy makes wider.
+    dtype, combine = values[0].dtype, _UFUNCS[reducer]
+    return functools.reduce(lambda a, b: np.asarray(combine(a, b), dtype), values)
+
+
+def communicate(
+    stmt: Communicate, values: OnDevices, ranks: Ranks, shift: AtRanks
+) -> OnDevices:
+    """What each device has in `stmt.out` when it has `values` in `stmt.source`."""
+    targets = _flat(ranks, (ranks.linear(stmt.axes) + shift) % ranks.extent(stmt.axes))
+    outs = list(values)
+    for members in groups(ranks, stmt.axes):
+        every = [values[device] for device in members]
+        results = _results(stmt, every, [targets[device] for device in members])
+        for device, result in zip(members, results, strict=True):
+            outs[device] = result
+    return outs
+
+
+def groups(ranks: Ranks, axes: Sequence[str]) -> list[list[int]]:
+    """The devices along `axes`, the first of them major, for each of the others."""
+    order = [list(ranks.sizes).index(axis) for axis in axes]
+    devices = np.arange(ranks.count).reshape(ranks.shape)
+    first = np.moveaxis(devices, order, range(len(order)))
+    return first.reshape(ranks.extent(axes), -1).T.tolist()
+
+
+def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnDevices:
+    """What each of a group has, of which the devices have `every`."""
+    count, dim = len(every), stmt.dim or 0
+    match stmt.kind:
+        case "AllGather":
+            return [np.concatenate(every, dim)] * count
+        case "AllReduce":
+            return [_total(stmt, every)] * count
+        case "ReduceScatter":
+            return np.split(_total(stmt, every), count, dim)
+        case "AllToAll":
+            pieces = [np.split(x, count, dim) for x in every]
+            there = zip(*pieces, strict=True)
+            return [np.concatenate(each, stmt.source_dim or 0) for each in there]
+        case "CollectivePermute":
+            assert sorted(targets) == list(range(count)), stmt.name
+            return [every[targets.index(device)] for device in range(count)]
+        case "SwapAxes":
+            size = math.isqrt(count)
+            places = np.arange(count).reshape(size, size).T.ravel()
+            return [every[place] for place in places]
+
+
+def _total(stmt: Communicate, every: OnDevices) -> np.ndarray:
+    assert stmt.reducer is not None
+    return reduced(stmt.reducer, every)
+
+
+def _flat(ranks: Ranks, value: AtRanks) -> list[int]:
+    return ranks.everywhere(value).ravel().tolist()

@@ -1,0 +1,127 @@
+"""Units of equations, on one device after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jhost._jax import cached
+from jhost.lowering.interpret.arrays import OnDevices, as_jax, as_numpy
+from jhost.lowering.interpret.collectives import reduced
+from jhost.lowering.ir.ranks import Ranks
+from jhost.lowering.ir.statements import Chunk, Compute, Unit
+from jhost.lowering.rules.properties import has_callback
+from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
+
+
+def compute(
+    stmt: Compute,
+    ins: Sequence[OnDevices],
+    starts: Sequence[int],
+    size: int,
+    ranks: Ranks,
+    mesh: Mesh,
+) -> list[OnDevices]:
+    """What the unit of `stmt` gives; its chunk is `size` from `starts` on."""
+    if mesh.axis_names and _communicates(stmt.unit):
+        return _on_mesh(stmt, ins, starts, size, mesh)
+    dtypes = [buffer.dtype for buffer in stmt.ins]
+    found = [
+        _on_device(
+            stmt, list(map(as_jax, each, dtypes)), starts[rank], size, ranks, rank
+        )
+        for rank, each in enumerate(_by_device(ins, ranks.count))
+    ]
+    return list(map(list, zip(*found, strict=True)))
+
+
+def combined(
+    stmt: Compute, held: Sequence[np.ndarray], new: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """What accumulators that `held` so much on a device hold with `new`."""
+    assert stmt.reducer is not None
+    if stmt.reducer != "softmax":
+        pairs = zip(held, new, strict=True)
+        return [reduced(stmt.reducer, (a, b.astype(a.dtype))) for a, b in pairs]
+    (unit_eqn,) = stmt.unit.eqns
+    assert unit_eqn.rule.combine is not None
+    return list(map(as_numpy, unit_eqn.rule.combine(held, new)))
+
+
+def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, ...]]:
+    return list(zip(*ins, strict=True)) if ins else [()] * count
+
+
+def _on_device(
+    stmt: Compute,
+    ins: Sequence[Any],
+    start: int,
+    size: int,
+    ranks: Ranks,
+    rank: int,
+) -> list[np.ndarray]:
+    position = dict(zip(ranks.sizes, np.unravel_index(rank, ranks.shape), strict=True))
+    site = Site(
+        mesh=ranks.sizes,
+        rank=lambda axis: int(position[axis]),
+        chunk=_chunk_at(stmt.chunk, start, size),
+    )
+    return list(map(as_numpy, evaluate_unit(stmt.unit, ins, site)))
+
+
+def _chunk_at(chunk: Chunk | None, start: Any, size: int) -> ChunkAt | None:
+    return chunk and ChunkAt(
+        start=start,
+        size=size,
+        extent=chunk.extent,
+        groups=chunk.groups,
+        grain=chunk.grain,
+    )
+
+
+# --- On all devices at once --------------------------------------------------------- #
+
+
+def _communicates(unit: Unit) -> bool:
+    """Whether devices speak to each other in an equation, or one for all."""
+    return any(
+        each.eqn.primitive.name == "shard_map" or has_callback(each.eqn)
+        for each in unit.eqns
+    )
+
+
+def _on_mesh(
+    stmt: Compute,
+    ins: Sequence[OnDevices],
+    starts: Sequence[int],
+    size: int,
+    mesh: Mesh,
+) -> list[OnDevices]:
+    """The unit under one `jax.shard_map`: the collectives in it are the user's own."""
+    step = _over_mesh(mesh, stmt, size)
+    outs = step(np.asarray(starts, np.int32), *map(np.stack, ins))
+    return [list(as_numpy(out)) for out in outs]
+
+
+@cached(256)
+def _over_mesh(mesh: Mesh, stmt: Compute, size: int) -> Any:
+    """(starts, *ins) -> outs, each with a leading dim for the devices."""
+    dtypes = [buffer.dtype for buffer in stmt.ins]
+
+    def on_device(starts: Any, *ins: Any) -> Any:
+        given = [as_jax(x[0], dtype) for x, dtype in zip(ins, dtypes, strict=True)]
+        chunk = _chunk_at(stmt.chunk, starts[0], size)
+        site = Site(mesh=mesh.shape, rank=lax.axis_index, chunk=chunk)
+        return [out[None] for out in evaluate_unit(stmt.unit, given, site)]
+
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(
+            on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+    )

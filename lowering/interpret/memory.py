@@ -1,0 +1,86 @@
+"""Buffers as NumPy arrays, and aliases as indices into them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jhost.lowering.interpret.arrays import OnDevices
+from jhost.lowering.ir.statements import Select
+
+Places: TypeAlias = tuple[np.ndarray, ...]
+"""For each dim of a buffer, the indices that an alias covers."""
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """A buffer on every device, and which of its elements were written."""
+
+    values: OnDevices
+    written: OnDevices
+
+    @classmethod
+    def of(cls, values: OnDevices, dims: int, written: bool = True) -> Memory:
+        """`values` of buffers with so many dims; keys have more."""
+        shapes = [value.shape[:dims] for value in values]
+        return cls(values, [np.full(shape, written) for shape in shapes])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """The part of a buffer that an alias covers on each device.
+
+    `kept` are the buffer's dims that the alias has, without those it drops.
+    """
+
+    owner: str
+    places: tuple[Places, ...]
+    kept: tuple[int, ...]
+
+    def select(self, stmt: Select, starts: Sequence[int], size: int) -> View:
+        """The part that `stmt` takes; `starts` has an entry for each device."""
+        dim = self.kept[stmt.dim]
+        places = [
+            (*at[:dim], _cut(at[dim], start, size, stmt.groups), *at[dim + 1 :])
+            for at, start in zip(self.places, starts, strict=True)
+        ]
+        kept = tuple(d for d in self.kept if not (stmt.drop and d == dim))
+        return View(self.owner, tuple(places), kept)
+
+    def read(self, arrays: OnDevices) -> OnDevices:
+        """What is there, of arrays as large as the buffer."""
+        return [
+            np.reshape(array[np.ix_(*at)], self.shape(at) + array.shape[len(at) :])
+            for array, at in zip(arrays, self.places, strict=True)
+        ]
+
+    def write(self, arrays: OnDevices, values: OnDevices) -> None:
+        """Put `values` there."""
+        for array, at, value in zip(arrays, self.places, values, strict=True):
+            assert value.shape[: len(self.kept)] == self.shape(at), self.owner
+            shape = (*map(len, at), *array.shape[len(at) :])
+            array[np.ix_(*at)] = np.reshape(value, shape)
+
+    def mark(self, written: OnDevices) -> None:
+        """Note that something was written there."""
+        for array, at in zip(written, self.places, strict=True):
+            array[np.ix_(*at)] = True
+
+    def shape(self, places: Places) -> tuple[int, ...]:
+        """The alias's own shape on a device."""
+        return tuple(len(places[dim]) for dim in self.kept)
+
+
+def whole(owner: str, memory: Memory) -> View:
+    """All of a buffer."""
+    places = tuple(tuple(map(np.arange, each.shape)) for each in memory.written)
+    return View(owner, places, tuple(range(memory.written[0].ndim)))
+
+
+def _cut(places: np.ndarray, start: int, size: int, groups: int) -> np.ndarray:
+    taken = places.reshape(groups, len(places) // groups)[:, start : start + size]
+    assert taken.shape == (groups, size), "an alias is a part of its source"
+    return taken.ravel()
