@@ -267,7 +267,7 @@ def test_neither_implementation_nor_lowering_sees_an_empty_call() -> None:
     """Partial evaluation leaves one beside a scan, without operands or results."""
     prim = define_call_primitive("not_empty")
 
-    def run(*args: Any, call_jaxpr: Any) -> Any:
+    def run(*args: Any, call_jaxpr: Any, **_: Any) -> Any:
         assert call_jaxpr.outvars
         return evaluate(call_jaxpr, args)
 

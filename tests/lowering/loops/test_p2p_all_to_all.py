@@ -46,7 +46,7 @@ def exchanged(x: Array) -> Array:
     return jhost.shard(x, P(None, "tp"))
 
 
-def experts(x: Array, up: Array, down: Array, chunks: int | None = None) -> Array:
+def experts(x: Array, up: Array, down: Array, *, chunks: int | None = None) -> Array:
     """Tokens `[g, e, c, m]`; experts `[e, m, f]`, and `[e, f, m]`."""
     h = jnp.maximum(jnp.einsum("gecm,emf->gecf", exchanged(x), up), 0)
     y = jnp.einsum("gecf,efm->gecm", h, down)
