@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.effects import Aliases, touched
-from jhost.lowering.ir.statements import Buffer, Communicate, Select, Stmt, Wait
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Communicate,
+    Compute,
+    Select,
+    Stmt,
+    Wait,
+)
+from jhost.lowering.rules.properties import is_barrier
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -59,9 +67,14 @@ def nodes(
         if isinstance(stmt, Communicate) and stmt.name in waits:
             stmts = (stmt, Wait(communication=stmt.name))
         reads, writes = touched(stmt)
-        barrier = barriers.get(writes[0].name, ()) if writes else ()
-        made.append(Node(stmts, tuple(reads), tuple(writes), barrier))
+        operands = barriers.get(writes[0].name, ()) if _hands_on(stmt) else ()
+        made.append(Node(stmts, tuple(reads), tuple(writes), operands))
     return made
+
+
+def _hands_on(stmt: Stmt) -> bool:
+    """Whether it is a barrier, and does not only cut padding off what one hands on."""
+    return isinstance(stmt, Compute) and all(is_barrier(e.eqn) for e in stmt.unit.eqns)
 
 
 def dependencies(graph: Sequence[Node]) -> list[set[int]]:

@@ -164,8 +164,8 @@ def counted_traces(jit: Callable[..., Any]) -> Counter[str]:
 
     g = jit(f)
     for _ in range(2):
-        jax.tree.leaves((g(X), jax.grad(lambda x: jnp.sum(g(x)))(X), jax.vmap(g)(X)))
-        g.lower(X)
+        for use in (g, jax.grad(lambda x: jnp.sum(g(x))), jax.vmap(g), g.lower):
+            use(X)
         jax.jit(lambda x: g(g(x)))(X)
     return counts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def test_the_mesh_may_be_that_of_set_mesh(make_mesh: MakeMesh, mesh: Mesh) -> No
 
 
 def test_the_mesh_may_be_abstract_until_something_runs(mesh: Mesh) -> None:
-    f = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"))
+    f: Any = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"))
     sharded = jax.device_put(X, NamedSharding(mesh, P("tp")))
     types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (X, W)]
     no_devices = r"block would run on mesh\(tp=4\), an abstract mesh"

@@ -204,6 +204,14 @@ def test_a_barrier_stays_one_where_its_results_are_sharded(size: int) -> None:
     assert not any("does not divide" in reason for reason in reasons)
 
 
+def test_what_a_barrier_hands_on_padded_may_be_a_result() -> None:
+    def behind(x: jax.Array, y: jax.Array) -> Any:
+        return lax.optimization_barrier((jhost.shard(x, P("tp")), y))
+
+    program = exact(behind, array(7), array(7, seed=1), **tp(4, (P(), P()), P()))
+    assert barriers_of(program) == [2]
+
+
 @pytest.mark.parametrize("specs", [(P(), P()), (P("tp"), P("tp"))], ids=str)
 def test_a_number_goes_through_a_barrier(specs: Any) -> None:
     def behind(x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 A test for each row of nvFuser's `test_multidevice_lower_communication.cpp` and
 `test_communication.py`: from a change of layout alone the right communication is
 inferred, and nothing else is done.  `test_communications.py` has those that only
-explicit nodes make (Broadcast, Reduce, Gather, Scatter, CollectivePermute, SendRecv).
+explicit nodes make (CollectivePermute).
 """
 
 from __future__ import annotations
