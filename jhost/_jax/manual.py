@@ -22,7 +22,7 @@ from jax._src.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jhost._jax.eqns import ClosedJaxpr, close
+from jhost._jax.eqns import ClosedJaxpr, close, with_each_leaf
 
 DimAxes: TypeAlias = tuple[tuple[str, ...], ...]
 """The mesh axes that shard each dim; the dims behind the last are whole."""
@@ -131,21 +131,17 @@ def untyped_params(params: Mapping[str, Any], evaluate: Evaluate) -> dict[str, A
 
     Programs among them are traced again, as what `evaluate` makes of them.
     """
-    return {name: _untyped(value, evaluate) for name, value in params.items()}
 
+    def changed(value: Any) -> Any:
+        match value:
+            case ClosedJaxpr() | Jaxpr():
+                return _retraced(value, evaluate)
+            case ShapedArray():
+                return _plain(value)
+            case _:
+                return value
 
-def _untyped(value: Any, evaluate: Evaluate) -> Any:
-    match value:
-        case ClosedJaxpr() | Jaxpr():
-            return _retraced(value, evaluate)
-        case ShapedArray():
-            return _plain(value)
-        case tuple() if hasattr(value, "_fields"):  # a named one
-            return type(value)(*(_untyped(v, evaluate) for v in value))
-        case tuple() | list():
-            return type(value)(_untyped(v, evaluate) for v in value)
-        case _:
-            return value
+    return with_each_leaf(dict(params), changed)
 
 
 def _retraced(jaxpr: Any, evaluate: Evaluate) -> Any:
