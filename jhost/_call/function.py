@@ -22,7 +22,16 @@ from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside
 from jhost._call.stages import Lowered
-from jhost._jax import Traced, def_split, forget_traces, is_tracing, under_outer_trace
+from jhost._call.whole import exports_over_devices, over_devices, stays_whole
+from jhost._jax import (
+    Traced,
+    def_split,
+    forget_traces,
+    is_tracing,
+    is_wide,
+    jit_is_disabled,
+    under_outer_trace,
+)
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import spec_of
 from jhost.runtime.agreement import processes_of
@@ -91,6 +100,8 @@ class JitFunction(Generic[P, R]):
         if axes := manual_axes():
             self._source.check_has_no_mesh(axes)
             return self._on_one_device(*args, **kwargs)
+        if jit_is_disabled() and not self._settings.interpret:
+            return self._fun(*args, **kwargs)  # as `jax.jit` does
         leaves = self._source.leaves(args, kwargs)
         key = self._source.key(leaves)
         # Where others trace, and with `interpret`, this is one call of the primitive.
@@ -165,6 +176,7 @@ class JitFunction(Generic[P, R]):
             _config=config,
             _consts=traced.consts,
             _avals=tuple(call_jaxpr.out_avals),
+            _wide=is_wide(call_jaxpr),
         )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,14 +267,17 @@ class JitFunction(Generic[P, R]):
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         shardings = {} if key[0] is None else self._source.named_shardings(key[0])
         named = self._source.names_devices(key, args, kwargs)
-        call_jaxpr = self._source.call_jaxpr(
-            key, self._source.trace(key, args, kwargs), named
-        )
+        traced = self._source.trace(key, args, kwargs)
         config = dataclasses.replace(self._source.config(key), compared=compared)
-        options = executable_options(host_program(call_jaxpr, config), config)
+        options = None
+        if not self._stays_whole(key, traced):
+            call_jaxpr = self._source.call_jaxpr(key, traced, named)
+            options = executable_options(host_program(call_jaxpr, config), config)
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not under_outer_trace():  # `jax.debug_nans` looks for what made a NaN
+                return self._fun(*args, **kwargs)
             return self._bind(key, config, args, kwargs, named)
 
         settings = self._settings
@@ -295,6 +310,8 @@ class JitFunction(Generic[P, R]):
         `named`: what is around the call names the devices.
         """
         traced = self._source.trace(key, args, kwargs)
+        if self._stays_whole(key, traced):
+            return self._whole(key, traced)(*args, **kwargs)
         config = self._identified(config, traced, args, kwargs)
         operands = [*traced.consts, *self._source.leaves(args, kwargs)]
         explicit = explicit_mesh(operands)
@@ -311,6 +328,25 @@ class JitFunction(Generic[P, R]):
             specs = result_types(traced, given, map(spec_of, program.results))
             call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
+
+    def _stays_whole(self, key: Key, traced: Traced) -> bool:
+        """Whether `jax.jit` is to compile it as it is."""
+        if self._settings.interpret:
+            return False
+        return stays_whole(traced.jaxpr, key[0] is not None)
+
+    def _whole(self, key: Key, traced: Traced) -> Callable[P, R]:
+        """The function by `jax.jit` alone, over the devices of the mesh."""
+        fun, settings, mesh = self._fun, self._settings, key[0]
+        shardings = {} if mesh is None else self._source.named_shardings(mesh)
+        if mesh is not None and exports_over_devices(traced.jaxpr):
+            fun = over_devices(fun, mesh)
+        return jax.jit(
+            fun,
+            static_argnums=settings.static_argnums,
+            static_argnames=settings.static_argnames,
+            **shardings,
+        )
 
     def _identified(
         self, config: Config, traced: Traced, args: Any, kwargs: Any

@@ -14,7 +14,7 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, loops_of
-from jhost._jax import as_weak
+from jhost._jax import as_weak, with_width
 from jhost.lowering.explain import Explanation, explain_program, is_pipelined
 from jhost.lowering.interpret.program import Record, interpret
 from jhost.lowering.ir.program import Program
@@ -34,6 +34,7 @@ class Lowered:
     _config: Config
     _consts: tuple[Any, ...]
     _avals: tuple[Any, ...]
+    _wide: bool
 
     def as_text(self, dialect: str = "host_ir") -> str:
         """The program as text.
@@ -83,7 +84,8 @@ class Lowered:
         mesh = self._config.mesh
         mesh = self.host_ir.mesh if mesh is None else mesh
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
-        results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
+        with with_width(self._wide):
+            results, trace = interpret(self.host_ir, cast(Mesh, mesh), operands)
         results = as_weak(results, self._avals)
         return jax.tree.unflatten(self._lowered.out_tree, results), trace
 

@@ -3,9 +3,10 @@
 Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
 here alone: primitives stand in `primitives.py`, the rules that split a call in two in
 `linearization.py` and `partial_evaluation.py`, tracing in `tracing.py`, questions to
-what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those of scans
-in `scans.py`, the user's lines in `lines.py`, bodies of `jax.shard_map` in `manual.py`,
-this process among others in `processes.py`, and what 0.10 lacks in `v010.py`.
+what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those without
+dead code in `dead_code.py`, those of scans in `scans.py`, the user's lines in
+`lines.py`, bodies of `jax.shard_map` in `manual.py`, this process among others in
+`processes.py`, and what 0.10 lacks in `v010.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jhost._jax.computations import (
     varying_alike as varying_alike,
     without_last_dim as without_last_dim,
 )
+from jhost._jax.dead_code import without_dead_code as without_dead_code
 from jhost._jax.eqns import (
     Atom as Atom,
     ClosedJaxpr as ClosedJaxpr,
@@ -32,7 +34,6 @@ from jhost._jax.eqns import (
     rewritten as rewritten,
     with_each_eqn as with_each_eqn,
     with_operand_names as with_operand_names,
-    without_dead_code as without_dead_code,
 )
 from jhost._jax.jaxprs import (
     arg_names as arg_names,
@@ -42,8 +43,12 @@ from jhost._jax.jaxprs import (
     function_name as function_name,
     hashes_positions as hashes_positions,
     is_array as is_array,
+    is_type as is_type,
+    is_wide as is_wide,
     makes_threefry_keys as makes_threefry_keys,
     result_paths as result_paths,
+    type_of as type_of,
+    with_width as with_width,
 )
 from jhost._jax.lines import (
     NO_LINE as NO_LINE,
@@ -98,6 +103,7 @@ from jhost._jax.tracing import (
     forget_traces as forget_traces,
     is_reference as is_reference,
     is_tracing as is_tracing,
+    jit_is_disabled as jit_is_disabled,
     static_arguments as static_arguments,
     trace as trace,
     under_outer_trace as under_outer_trace,

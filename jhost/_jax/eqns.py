@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax._src import core
 from jax._src.core import AbstractValue, ShapedArray
-from jax._src.interpreters import partial_eval
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 
 if TYPE_CHECKING:
@@ -142,15 +141,6 @@ def primitive_name(eqn: JaxprEqn) -> str:
     as that one.
     """
     return getattr(eqn.primitive, "prim", eqn.primitive).name
-
-
-def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without equations that no result or effect depends on.
-
-    JAX drops them when it lowers a call; of what has none it makes no other program.
-    """
-    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
-    return like_closed(live, jaxpr)
 
 
 def like_closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-from jax._src import api_util, core
+from jax._src import api_util, config, core
 from jax._src.core import ShapedArray
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.sharding import PartitionSpec
@@ -81,7 +81,8 @@ def trace(
         jaxpr=jaxpr,
         consts=(*consts, *traced._consts),
         args=tuple(leaves),
-        donated=tuple(info.donated for info in jax.tree.leaves(traced.args_info)),
+        # Not from `args_info`, a tree of what not every class of the user's may hold.
+        donated=tuple(traced._params["donated_invars"][len(traced._consts) :]),
         in_tree=in_tree,
         out_tree=traced.out_tree,
     )
@@ -149,6 +150,11 @@ def is_reference(value: Any) -> bool:
     """Whether a value is a reference to an array, that can be written to."""
     may_be = isinstance(value, core.Ref | core.Tracer)
     return may_be and not isinstance(core.typeof(value), ShapedArray)
+
+
+def jit_is_disabled() -> bool:
+    """Whether this is inside of `jax.disable_jit`."""
+    return config.disable_jit.value
 
 
 # These hand the primal computation on to the trace below them as it happens.

@@ -23,13 +23,15 @@ def check_supported(
 
     Raises:
         UnsupportedError: a reference, a size that is not known, or, where there is a
-            mesh, a `shard_map` in the body of another equation.
+            mesh, an exported program over several devices, or a `shard_map` in the body
+            of another equation.
         MeshMismatchError: a `shard_map` over another mesh.
     """
     found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
-    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in _with_references(eqns)]
+    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
     if mesh:
+        found += _exported(eqns)
         found += _shard_maps_in_bodies(eqns)
         found += [f"{_SUMS}, at {source_line(e)}" for e in _mapped(eqns) if _sums(e)]
     if found:
@@ -53,9 +55,27 @@ def _is_symbolic(var: Var) -> bool:
     return any(map(jax.export.is_symbolic_dim, shape_of(var)))
 
 
-def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+def with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     """The equations with references, less those in bodies, whose business they are."""
     return [e for e in eqns if not all(map(is_array, (*e.invars, *e.outvars)))]
+
+
+def exported_over_devices(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    """The calls of exported programs that run over several devices, also in bodies.
+
+    A program of jhost's runs on each device by itself, and XLA (of JAX 0.12) ends the
+    process where it finds the other kind in there.
+    """
+    calls = (eqn for eqn in walk(eqns) if eqn.primitive.name == "call_exported")
+    return [eqn for eqn in calls if eqn.params["exported"].nr_devices > 1]
+
+
+def _exported(eqns: Sequence[JaxprEqn]) -> list[str]:
+    return [
+        f"{eqn.params['exported'].fun_name}, exported for "
+        f"{eqn.params['exported'].nr_devices} devices, at {source_line(eqn)}"
+        for eqn in exported_over_devices(eqns)
+    ]
 
 
 # --- jax.shard_map ---------------------------------------------------------------- #
@@ -77,7 +97,7 @@ def _shard_maps_in_bodies(eqns: Iterable[JaxprEqn]) -> list[str]:
         for eqn in eqns
         if not has_programs(eqn)
         for body in jaxprs_in_params(eqn.params)
-        for inner in _mapped(_walk(body.eqns))
+        for inner in _mapped(walk(body.eqns))
     ]
 
 
@@ -87,11 +107,12 @@ def _line(inner: JaxprEqn, outer: JaxprEqn) -> str:
     return source_line(outer) if line == NO_LINE else line
 
 
-def _walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+def walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """All equations, with those of what they hold."""
     for eqn in eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
-            yield from _walk(inner.eqns)
+            yield from walk(inner.eqns)
 
 
 def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) -> None:
