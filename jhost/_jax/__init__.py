@@ -65,6 +65,7 @@ from jhost._jax.manual import (
     ShardMap as ShardMap,
     inside_manual as inside_manual,
     shard_map_of as shard_map_of,
+    traced_on_mesh as traced_on_mesh,
     untyped_params as untyped_params,
     without_mesh as without_mesh,
     without_types as without_types,

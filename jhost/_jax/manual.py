@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jhost._jax.eqns import ClosedJaxpr, close, with_each_leaf
@@ -62,6 +62,16 @@ def inside_manual(mesh: Mesh | AbstractMesh) -> bool:
     """Whether this is the body of a `shard_map` over all axes of a mesh."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(mesh.axis_names).issubset(manual)
+
+
+def traced_on_mesh(eqn: JaxprEqn) -> bool:
+    """Whether types in the programs of an equation know a mesh: by `jax.set_mesh`.
+
+    As JAX lowers some, it binds their equations again, and refuses another mesh.
+    """
+    if eqn.ctx.cur_abstract_mesh.empty:
+        return False
+    return next(iter(jaxprs_in_params(eqn.params)), None) is not None
 
 
 def without_mesh(value: Any) -> Any:

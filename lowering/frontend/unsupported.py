@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.sharding import AbstractMesh
 
 from jhost import errors
 from jhost._jax import NO_LINE, is_array, shard_map_of, source_line
 from jhost.lowering.frontend.control_flow import has_programs
 from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.rules.partition_checks import broken_promise
+from jhost.lowering.rules.table import rule_of
 
 
 def check_supported(
@@ -26,6 +29,7 @@ def check_supported(
             mesh, an exported program over several devices, or a `shard_map` in the body
             of another equation.
         MeshMismatchError: a `shard_map` over another mesh.
+        OperandsError: a `custom_partitioning` whose shards are not as it says.
     """
     found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
@@ -42,6 +46,7 @@ def check_supported(
         )
     if mesh:
         _check_meshes(name, mesh, eqns)
+        _check_partitions(name, mesh, eqns)
 
 
 _REFERENCE = "a reference (jax.new_ref), which is changed where it is"
@@ -132,3 +137,25 @@ def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return f"mesh({', '.join(f'{axis}={size}' for axis, size in mesh.items())})"
+
+
+# --- custom_partitioning ---------------------------------------------------------- #
+
+
+def _check_partitions(
+    name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]
+) -> None:
+    devices = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    wrong = [
+        f"{broken} at {source_line(eqn)}"
+        for eqn in eqns
+        if eqn.primitive.name == "custom_partitioning" and rule_of(eqn).opaque
+        if eqn.params["partition"] and (broken := broken_promise(eqn, devices))
+    ]
+    if wrong:
+        raise errors.OperandsError(
+            f"Mismatch in result shapes. A custom_partitioning in {name} has a "
+            "`partition` whose function, on shards as it wants its operands, gives "
+            "other shapes than shards have as it wants its results.",
+            wrong,
+        )
