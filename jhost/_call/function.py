@@ -311,7 +311,8 @@ class JitFunction(Generic[P, R]):
         """
         traced = self._source.trace(key, args, kwargs)
         if self._stays_whole(key, traced):
-            return self._whole(key, traced)(*args, **kwargs)
+            fun = self._over_devices(key, traced)
+            return (self._whole(fun, key) if config.embedded else fun)(*args, **kwargs)
         config = self._identified(config, traced, args, kwargs)
         operands = [*traced.consts, *self._source.leaves(args, kwargs)]
         explicit = explicit_mesh(operands)
@@ -335,12 +336,16 @@ class JitFunction(Generic[P, R]):
             return False
         return stays_whole(traced.jaxpr, key[0] is not None)
 
-    def _whole(self, key: Key, traced: Traced) -> Callable[P, R]:
-        """The function by `jax.jit` alone, over the devices of the mesh."""
-        fun, settings, mesh = self._fun, self._settings, key[0]
-        shardings = {} if mesh is None else self._source.named_shardings(mesh)
-        if mesh is not None and exports_over_devices(traced.jaxpr):
-            fun = over_devices(fun, mesh)
+    def _over_devices(self, key: Key, traced: Traced) -> Callable[P, R]:
+        """The function, for the devices of the mesh where JAX has to know them."""
+        if key[0] is None or not exports_over_devices(traced.jaxpr):
+            return self._fun
+        return over_devices(self._fun, key[0])
+
+    def _whole(self, fun: Callable[P, R], key: Key) -> Callable[P, R]:
+        """What `jax.jit` makes of it in a program around."""
+        settings = self._settings
+        shardings = {} if key[0] is None else self._source.named_shardings(key[0])
         return jax.jit(
             fun,
             static_argnums=settings.static_argnums,
