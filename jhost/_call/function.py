@@ -336,13 +336,13 @@ class JitFunction(Generic[P, R]):
             return False
         return stays_whole(traced.jaxpr, key[0] is not None)
 
-    def _over_devices(self, key: Key, traced: Traced) -> Callable[P, R]:
+    def _over_devices(self, key: Key, traced: Traced) -> Callable[..., R]:
         """The function, for the devices of the mesh where JAX has to know them."""
         if key[0] is None or not exports_over_devices(traced.jaxpr):
             return self._fun
         return over_devices(self._fun, key[0])
 
-    def _whole(self, fun: Callable[P, R], key: Key) -> Callable[P, R]:
+    def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
         """What `jax.jit` makes of it in a program around."""
         settings = self._settings
         shardings = {} if key[0] is None else self._source.named_shardings(key[0])

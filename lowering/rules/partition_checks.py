@@ -76,10 +76,11 @@ def _mismatch(
     promised = shard_types(results, out_tree.flatten_up_to(makes))
     axes = list(mesh.shape.items())
     traced = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(given))
-    made = [(aval.shape, aval.dtype) for aval in traced.out_avals]
+    found = [aval_of(var) for var in traced.jaxpr.outvars]
+    made = [(aval.shape, aval.dtype) for aval in found]
     if made == [(part.shape, part.dtype) for part in promised]:
         return None
-    return f"{_shapes_text(traced.out_avals)} are not {_shapes_text(promised)}"
+    return f"{_shapes_text(found)} are not {_shapes_text(promised)}"
 
 
 def _shapes_text(arrays: Sequence[Any]) -> str:
