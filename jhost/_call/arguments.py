@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jhost import errors
-from jhost._jax import StaticArguments, Traced, arg_names, is_reference
+from jhost._jax import StaticArguments, Traced, arg_names, is_reference, type_of
 from jhost.lowering.ir.fingerprint import value_text
 
 
@@ -55,19 +54,17 @@ def identity_of(
 
 
 def types_of(tree: Any) -> Any:
-    """`tree` with a type in place of each array: a shape, a dtype, no sharding."""
-    return jax.tree.map(_type_of, tree)
+    """`tree` with a type in place of each array: a shape, a dtype, no sharding.
+
+    Where a class of the user's takes no types, it is the tree of arrays.
+    """
+    try:
+        return jax.tree.map(_type_of, tree)
+    except Exception:
+        return tree
 
 
 def _type_of(leaf: Any) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
-    if is_reference(leaf):
-        raise errors.UnsupportedError(
-            "A jhost function takes arrays, but got a reference (jax.new_ref) to one "
-            f"of shape {leaf.shape}. Give it what the reference holds, ref[...], and "
-            "write to it what the function returns."
-        )
-    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
-    weak_type = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak_type)
+    return jax.typeof(leaf) if is_reference(leaf) else type_of(leaf)

@@ -6,6 +6,8 @@ In a multi-process run, processes first see that all are about to run the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +24,10 @@ from jhost._jax import (
     cached_by_jaxpr,
     def_impl,
     evaluate,
+    is_wide,
     register_lowering,
+    under_outer_trace,
+    with_width,
 )
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import emit
@@ -44,14 +49,17 @@ from jhost.runtime.compiler_options import (
 
 
 def emitted(
-    program: Program, config: Config, avals: Sequence[Any]
+    program: Program, config: Config, call_jaxpr: Any
 ) -> Callable[..., Sequence[Any]]:
-    """The JAX function of flat arrays that a program stands for; `avals` it gives."""
+    """The JAX function of flat arrays that a program stands for, by its jaxpr."""
+    avals, wide = call_jaxpr.out_avals, is_wide(call_jaxpr)
     mesh = program.mesh if config.mesh is None else config.mesh
     on_mesh = emit(program, mesh)
 
     def run(*args: Any) -> Sequence[Any]:
-        return as_weak(on_mesh(*args), avals)
+        with with_width(wide):
+            results = on_mesh(*args)
+        return as_weak(results, avals)
 
     return run
 
@@ -59,7 +67,9 @@ def emitted(
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if is_interpreting():
         program = derived_program(call_jaxpr, config)
-        return as_weak(interpreted(program, config, args)[0], call_jaxpr.out_avals)
+        with with_width(is_wide(call_jaxpr)):
+            results, _ = interpreted(program, config, args)
+        return as_weak(results, call_jaxpr.out_avals)
     with explained_refusals(config.name, dict(config.compiler_options)):
         return _compiled(call_jaxpr, config)(*args)
 
@@ -100,13 +110,25 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
     compare(program, config)
-    return jitted(program, config, call_jaxpr.out_avals)
+    return jitted(program, config, call_jaxpr)
 
 
-def jitted(program: Program, config: Config, avals: Sequence[Any]) -> Any:
+def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
     """`program` as a function that XLA compiles with the options that it wants."""
     options = executable_options(program, config)
-    return jax.jit(emitted(program, config, avals), compiler_options=options)
+    run = emitted(program, config, call_jaxpr)
+    jaxpr: Callable[[], Any] = weakref.ref(call_jaxpr)  # by which this is cached
+
+    @functools.wraps(run)
+    def traced(*args: Any) -> Sequence[Any]:
+        if under_outer_trace():
+            return run(*args)
+        # In `jax.disable_jit`, or where `jax.debug_nans` looks for what made a NaN.
+        # What the user wrote says more than the program of a device, and JAX (0.10 to
+        # 0.12) finds no end when it looks for it in a `shard_map`.
+        return evaluate(jaxpr(), args)
+
+    return jax.jit(traced, compiler_options=options)
 
 
 def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
@@ -170,7 +192,7 @@ def _trace_late(
     if config.embedded:
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
-    return emitted(program, config, call_jaxpr.out_avals)(*args)
+    return emitted(program, config, call_jaxpr)(*args)
 
 
 def_impl(jhost_p, _run)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jhost._annotate import spec_entries
-from jhost._jax import Traced, cached_by_jaxpr, untyped
+from jhost._jax import Traced, cached_by_jaxpr, is_type, untyped
 from jhost._primitives import Spec
 from jhost.runtime.mesh import (
     AnyMesh,
@@ -45,7 +45,7 @@ def typed(
 
 
 def _typed(kind: Any, spec: PartitionSpec, mesh: AbstractMesh) -> Any:
-    if not isinstance(kind, jax.ShapeDtypeStruct):
+    if not is_type(kind):  # a number of Python's, or a reference
         return kind
     sharding = NamedSharding(mesh, spec_over(explicit_axes(mesh), spec))
     return kind.update(sharding=sharding)

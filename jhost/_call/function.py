@@ -21,7 +21,16 @@ from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside
-from jhost._jax import Traced, def_split, forget_traces, is_tracing, under_outer_trace
+from jhost._call.whole import exports_over_devices, over_devices, stays_whole
+from jhost._jax import (
+    Traced,
+    def_split,
+    forget_traces,
+    is_tracing,
+    is_wide,
+    jit_is_disabled,
+    under_outer_trace,
+)
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import spec_of
 from jhost.runtime.agreement import processes_of
@@ -92,6 +101,8 @@ class JitFunction(Generic[P, R]):
         if axes := manual_axes():
             self._source.check_has_no_mesh(axes)
             return self._on_one_device(*args, **kwargs)
+        if jit_is_disabled() and not is_interpreting():
+            return self._fun(*args, **kwargs)  # as `jax.jit` does
         leaves = self._source.leaves(args, kwargs)
         key = self._source.key(leaves)
         # Where others trace, and to be interpreted, this is one call of the primitive.
@@ -244,6 +255,7 @@ class JitFunction(Generic[P, R]):
             config=config,
             consts=traced.consts,
             avals=call_jaxpr.out_avals,
+            wide=is_wide(call_jaxpr),
         )
         jitted = self._jitted_alone(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
@@ -266,11 +278,12 @@ class JitFunction(Generic[P, R]):
         mesh = settled[0]
         shardings = {} if mesh is None else self._source.named_shardings(mesh)
         named = self._source.names_devices(settled, args, kwargs)
-        call_jaxpr = self._source.call_jaxpr(
-            settled, self._source.trace(settled, args, kwargs), named
-        )
+        traced = self._source.trace(settled, args, kwargs)
         config = dataclasses.replace(self._source.config(settled), compared=compared)
-        options = executable_options(host_program(call_jaxpr, config), config)
+        options = None
+        if not self._stays_whole(settled, traced):
+            call_jaxpr = self._source.call_jaxpr(settled, traced, named)
+            options = executable_options(host_program(call_jaxpr, config), config)
 
         # `self` keeps what is made here.  Were that a cycle, arrays that the function
         # closes over would wait for the garbage collector.
@@ -278,6 +291,8 @@ class JitFunction(Generic[P, R]):
 
         @functools.wraps(self._fun)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not under_outer_trace():  # `jax.debug_nans` looks for what made a NaN
+                return owner._fun(*args, **kwargs)
             return owner._bind(key, args, kwargs, named=named, compared=compared)
 
         jitted = self._jitted if compared else self._uncompared
@@ -315,6 +330,9 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.settled(key, args, kwargs)
         traced = self._source.trace(key, args, kwargs)
+        if self._stays_whole(key, traced):
+            fun = self._over_devices(key, traced)
+            return (self._whole(fun, key) if embedded else fun)(*args, **kwargs)
         config = dataclasses.replace(
             self._source.config(key), embedded=embedded, compared=compared
         )
@@ -334,6 +352,29 @@ class JitFunction(Generic[P, R]):
             specs = result_types(traced, given, map(spec_of, program.results))
             call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
+
+    def _stays_whole(self, key: Key, traced: Traced) -> bool:
+        """Whether `jax.jit` is to compile it as it is."""
+        if is_interpreting():
+            return False
+        return stays_whole(traced.jaxpr, key[0] is not None)
+
+    def _over_devices(self, key: Key, traced: Traced) -> Callable[..., R]:
+        """The function, for the devices of the mesh where JAX has to know them."""
+        if key[0] is None or not exports_over_devices(traced.jaxpr):
+            return self._fun
+        return over_devices(self._fun, key[0])
+
+    def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
+        """What `jax.jit` makes of it in a program around."""
+        settings = self._settings
+        shardings = {} if key[0] is None else self._source.named_shardings(key[0])
+        return jax.jit(
+            fun,
+            static_argnums=settings.static_argnums,
+            static_argnames=settings.static_argnames,
+            **shardings,
+        )
 
     def _identified(
         self, config: Config, traced: Traced, args: Any, kwargs: Any

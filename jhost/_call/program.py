@@ -22,7 +22,9 @@ from jhost._jax import (
     cached,
     cached_by_jaxpr,
     calls,
+    is_wide,
     result_paths,
+    with_width,
 )
 from jhost._primitives import stream_p
 from jhost._tuning_holds import changes, tuned_here
@@ -219,7 +221,7 @@ def _lower(
     params = _names(given, len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
     check_devices(config.name, call_jaxpr, config.mesh)
-    with _no_garbage_collection():
+    with _no_garbage_collection(), with_width(is_wide(call_jaxpr)):
         return lower_jaxpr(
             call_jaxpr,
             name="_".join((config.name, *config.derived)),

@@ -19,7 +19,15 @@ from jhost._call.config import Config
 from jhost._call.program import laid_out, streams_of
 from jhost._call.residual_cut import hand_over_least
 from jhost._call.residual_names import with_names
-from jhost._jax import Split, cached_by_jaxpr, fresh_var, new_eqn, rewritten
+from jhost._jax import (
+    Split,
+    cached_by_jaxpr,
+    fresh_var,
+    is_wide,
+    new_eqn,
+    rewritten,
+    with_width,
+)
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Buffer
@@ -43,7 +51,8 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
 @cached_by_jaxpr
 def _settled(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
     split = Split(first, *rest)
-    lean = hand_over_least(split)
+    with with_width(is_wide(first) or is_wide(split.second)):
+        lean = hand_over_least(split)
     if config.mesh is None:
         return with_names(lean)
     layouts = _layouts(split, lean, config)

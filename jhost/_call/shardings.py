@@ -92,13 +92,10 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
             f"{what} have to be a tree prefix of what they are for, as for jax.jit.",
             offenders,
         )
-    # By number, because None is a leaf of `prefix`, but not of `tree`.
     given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
-    numbers = jax.tree.unflatten(structure, range(len(given)))
     specs = [None if sharding is None else spec_entries(sharding) for sharding in given]
-    return [
-        specs[number] for number in jax.tree.leaves(jax.tree.broadcast(numbers, tree))
-    ]
+    parts = zip(specs, structure.flatten_up_to(tree), strict=True)
+    return [spec for spec, part in parts for _ in jax.tree.leaves(part)]
 
 
 def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:

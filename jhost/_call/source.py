@@ -19,6 +19,7 @@ from jhost._call.config import Config
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
 from jhost._call.meshes import brought_mesh, inside_mesh
 from jhost._call.settings import Settings
+from jhost._call.whole import check_takes_arrays
 from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import raise_problems
@@ -234,6 +235,7 @@ class Source:
         """
         mesh, own = key
         ins, outs = self.specs(traced)  # refuses what is no prefix, without a mesh too
+        check_takes_arrays(self.name, traced.jaxpr)
         if mesh is None:
             return traced.jaxpr
         count, jaxpr = len(traced.consts), traced.jaxpr
@@ -257,10 +259,9 @@ class Source:
 
     def specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""
-        numbers = range(traced.in_tree.num_leaves)
         # As for `jax.jit`, in_shardings are a prefix of the positional arguments.
-        args, kwargs = jax.tree.unflatten(traced.in_tree, numbers)
-        results = jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))
+        args, kwargs = _with_some_leaves(traced.in_tree)
+        results = _with_some_leaves(traced.out_tree)
         ins = self._in_specs(args, kwargs)
         outs = self.settings.out_shardings
         return ins, shardings.spread(outs, results, f"out_shardings of {self.name}")
@@ -346,3 +347,8 @@ class Source:
                 "are taken as they lie.",
                 offenders,
             )
+
+
+def _with_some_leaves(tree: Any) -> Any:
+    """A tree of objects, which classes take in place of arrays, as they do JAX's."""
+    return jax.tree.unflatten(tree, [object()] * tree.num_leaves)

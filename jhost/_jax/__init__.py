@@ -3,10 +3,11 @@
 Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
 here alone: primitives stand in `primitives.py`, the rules that split a call in two in
 `linearization.py` and `partial_evaluation.py`, tracing in `tracing.py`, questions to
-what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those of scans
-in `scans.py`, the user's lines in `lines.py`, bodies of `jax.shard_map` in `manual.py`,
-stages of compilation in `stages.py`, this process among others in `processes.py`, and
-what 0.10 lacks in `v010.py`.
+what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those without
+dead code in `dead_code.py`, those of scans in `scans.py`, the user's lines in
+`lines.py`, bodies of `jax.shard_map` in `manual.py`, stages of compilation in
+`stages.py`, this process among others in `processes.py`, and what 0.10 lacks in
+`v010.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jhost._jax.computations import (
     varying_alike as varying_alike,
     without_last_dim as without_last_dim,
 )
+from jhost._jax.dead_code import without_dead_code as without_dead_code
 from jhost._jax.eqns import (
     Atom as Atom,
     ClosedJaxpr as ClosedJaxpr,
@@ -33,7 +35,6 @@ from jhost._jax.eqns import (
     rewritten as rewritten,
     with_each_eqn as with_each_eqn,
     with_operand_names as with_operand_names,
-    without_dead_code as without_dead_code,
 )
 from jhost._jax.jaxprs import (
     arg_names as arg_names,
@@ -43,8 +44,12 @@ from jhost._jax.jaxprs import (
     function_name as function_name,
     hashes_positions as hashes_positions,
     is_array as is_array,
+    is_type as is_type,
+    is_wide as is_wide,
     makes_threefry_keys as makes_threefry_keys,
     result_paths as result_paths,
+    type_of as type_of,
+    with_width as with_width,
 )
 from jhost._jax.lines import (
     NO_LINE as NO_LINE,
@@ -61,6 +66,7 @@ from jhost._jax.manual import (
     ShardMap as ShardMap,
     inside_manual as inside_manual,
     shard_map_of as shard_map_of,
+    traced_on_mesh as traced_on_mesh,
     untyped_params as untyped_params,
     without_mesh as without_mesh,
     without_types as without_types,
@@ -101,6 +107,7 @@ from jhost._jax.tracing import (
     forget_traces as forget_traces,
     is_reference as is_reference,
     is_tracing as is_tracing,
+    jit_is_disabled as jit_is_disabled,
     mesh_of_tracer as mesh_of_tracer,
     shardings_given as shardings_given,
     static_arguments as static_arguments,

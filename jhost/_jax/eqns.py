@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jax._src import core
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
-from jax.interpreters import partial_eval
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
@@ -107,15 +106,32 @@ def _with_each_inside(
     eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn | None]
 ) -> JaxprEqn:
     def changed(value: Any) -> Any:
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            return with_each_eqn(value, change)
-        if isinstance(value, tuple) and any(isinstance(v, ClosedJaxpr) for v in value):
-            return tuple(map(changed, value))
-        return value
+        is_program = isinstance(value, Jaxpr | ClosedJaxpr)
+        return with_each_eqn(value, change) if is_program else value
 
-    params = {name: changed(value) for name, value in eqn.params.items()}
-    same = all(params[name] is value for name, value in eqn.params.items())
-    return eqn if same else eqn.replace(params=params)
+    params = with_each_leaf(eqn.params, changed)
+    return eqn if params is eqn.params else eqn.replace(params=params)
+
+
+def with_each_leaf(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A parameter, or all of them, with each value in its tuples and lists changed.
+
+    Where nothing changes it is the same object.  The programs of some primitives, as
+    of `custom_linear_solve`, are in a named tuple, whose fields JAX asks for.
+    """
+    match value:
+        case dict():
+            old, new = value, {n: with_each_leaf(v, change) for n, v in value.items()}
+            pairs = [(new[name], old[name]) for name in old]
+        case tuple() | list():
+            found = [with_each_leaf(each, change) for each in value]
+            pairs = list(zip(found, value, strict=True))
+            new = (
+                type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+            )
+        case _:
+            return change(value)
+    return value if all(one is other for one, other in pairs) else new
 
 
 def primitive_name(eqn: JaxprEqn) -> str:
@@ -125,15 +141,6 @@ def primitive_name(eqn: JaxprEqn) -> str:
     as that one.
     """
     return getattr(eqn.primitive, "prim", eqn.primitive).name
-
-
-def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without equations that no result or effect depends on.
-
-    JAX drops them when it lowers a call; of what has none it makes no other program.
-    """
-    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
-    return like_closed(live, jaxpr)
 
 
 def like_closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:

@@ -6,16 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.api_util import shaped_abstractify
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.extend.random import threefry_prng_impl
 
-from jhost._jax.eqns import Atom, ClosedJaxpr
+from jhost._jax.caches import cached_by_jaxpr
+from jhost._jax.eqns import Atom, ClosedJaxpr, close
 
 
 def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -36,6 +40,17 @@ def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
         else value
         for value, aval in zip(values, avals, strict=True)
     )
+
+
+def type_of(array: Any) -> ShapedArray:
+    """The type of an array, or of what stands for one, less its sharding."""
+    aval: Any = shaped_abstractify(array)
+    return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def is_type(value: Any) -> bool:
+    """Whether a value is the type of an array."""
+    return isinstance(value, ShapedArray)
 
 
 def arg_names(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
@@ -64,6 +79,37 @@ def aval_of(atom: Atom) -> ShapedArray:
 def is_array(atom: Atom) -> bool:
     """Whether an operand or result is an array; it may be a reference to one."""
     return isinstance(atom.aval, ShapedArray)
+
+
+# --- 64 bits ----------------------------------------------------------------------- #
+
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+
+
+def is_wide(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a program has values of 64 bits where JAX makes none.
+
+    Outside of `jax.enable_x64` it still keeps those that were made inside.
+    """
+    return not jax.enable_x64.value and _holds_wide(jaxpr)
+
+
+@contextmanager
+def with_width(wide: bool) -> Generator[None]:
+    """Has JAX make values of 64 bits, for a program that `is_wide`."""
+    with jax.enable_x64(True) if wide else nullcontext():
+        yield
+
+
+@cached_by_jaxpr
+def _holds_wide(jaxpr: ClosedJaxpr) -> bool:
+    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+    values = (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars, *made)
+    return any(getattr(v.aval, "dtype", None) in _WIDE for v in values) or any(
+        _holds_wide(close(body))
+        for eqn in jaxpr.eqns
+        for body in jaxprs_in_params(eqn.params)
+    )
 
 
 # --- Random numbers ---------------------------------------------------------------- #

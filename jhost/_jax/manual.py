@@ -19,10 +19,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jhost._jax.eqns import ClosedJaxpr, close
+from jhost._jax.eqns import ClosedJaxpr, close, with_each_leaf
 
 DimAxes: TypeAlias = tuple[tuple[str, ...], ...]
 """The mesh axes that shard each dim; the dims behind the last are whole."""
@@ -62,6 +62,16 @@ def inside_manual(mesh: Mesh | AbstractMesh) -> bool:
     """Whether this is the body of a `shard_map` over all axes of a mesh."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(mesh.axis_names).issubset(manual)
+
+
+def traced_on_mesh(eqn: JaxprEqn) -> bool:
+    """Whether types in the programs of an equation know a mesh: by `jax.set_mesh`.
+
+    As JAX lowers some, it binds their equations again, and refuses another mesh.
+    """
+    if eqn.ctx.cur_abstract_mesh.empty:
+        return False
+    return next(iter(jaxprs_in_params(eqn.params)), None) is not None
 
 
 def without_mesh(value: Any) -> Any:
@@ -131,21 +141,17 @@ def untyped_params(params: Mapping[str, Any], evaluate: Evaluate) -> dict[str, A
 
     Programs among them are traced again, as what `evaluate` makes of them.
     """
-    return {name: _untyped(value, evaluate) for name, value in params.items()}
 
+    def changed(value: Any) -> Any:
+        match value:
+            case ClosedJaxpr() | Jaxpr():
+                return _retraced(value, evaluate)
+            case ShapedArray():
+                return _plain(value)
+            case _:
+                return value
 
-def _untyped(value: Any, evaluate: Evaluate) -> Any:
-    match value:
-        case ClosedJaxpr() | Jaxpr():
-            return _retraced(value, evaluate)
-        case ShapedArray():
-            return _plain(value)
-        case tuple() if hasattr(value, "_fields"):  # a named one
-            return type(value)(*(_untyped(v, evaluate) for v in value))
-        case tuple() | list():
-            return type(value)(_untyped(v, evaluate) for v in value)
-        case _:
-            return value
+    return with_each_leaf(dict(params), changed)
 
 
 def _retraced(jaxpr: Any, evaluate: Evaluate) -> Any:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 from jax._src import api_util, core
 from jax._src.interpreters import ad, batching, partial_eval
-from jax._src.named_sharding import UnspecifiedValue
 from jax.core import ShapedArray, Tracer
-from jax.interpreters.ad import JVPTrace
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format
+from jax.interpreters.ad import JVPTrace, JVPTracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jhost._jax.eqns import ClosedJaxpr
 
@@ -84,7 +84,8 @@ def trace(
         jaxpr=jaxpr,
         consts=(*consts, *traced._consts),
         args=tuple(leaves),
-        donated=tuple(info.donated for info in jax.tree.leaves(traced.args_info)),
+        # Not from `args_info`, a tree of what not every class of the user's may hold.
+        donated=tuple(traced._params["donated_invars"][len(traced._consts) :]),
         in_tree=in_tree,
         out_tree=traced.out_tree,
     )
@@ -135,7 +136,9 @@ def shardings_given(jitted: Any) -> dict[str, Any]:
     info = jitted._jit_info
     return {
         name: getattr(info, f"{name}_treedef").unflatten(
-            None if isinstance(sharding, UnspecifiedValue) else sharding
+            sharding
+            if isinstance(sharding, Sharding | PartitionSpec | Format)
+            else None
             for sharding in getattr(info, f"{name}_leaves")
         )
         for name in ("in_shardings", "out_shardings")
@@ -190,15 +193,20 @@ def mesh_of_tracer(value: Any) -> Mesh | AbstractMesh | None:
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return sharding.mesh
-    mesh = core.typeof(value).sharding.mesh
+    mesh = jax.typeof(value).sharding.mesh
     return None if mesh.empty else mesh
 
 
 def _below(value: Any) -> Any:
     """What the innermost of transforms that run at once computes with."""
-    while isinstance(value, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
+    while isinstance(value, JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
+
+
+def jit_is_disabled() -> bool:
+    """Whether this is inside of `jax.disable_jit`."""
+    return jax.config.jax_disable_jit
 
 
 # These hand the primal computation on to the trace below them as it happens.

@@ -26,7 +26,7 @@ from jax.interpreters.ad import Zero
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jhost import errors
-from jhost._jax.eqns import Atom, ClosedJaxpr, close, like_closed
+from jhost._jax.eqns import Atom, ClosedJaxpr, close, like_closed, with_each_leaf
 
 _SHARDINGS = ("sharding", "out_sharding")
 """What primitives call the type that the user wants of their result."""
@@ -127,6 +127,10 @@ class _Untyped:
 
     def value(self, value: Any) -> Any:
         """A parameter of an equation."""
+        return with_each_leaf(value, self.leaf)
+
+    def leaf(self, value: Any) -> Any:
+        """What stands in a parameter."""
         match value:
             case ClosedJaxpr() | Jaxpr():
                 return _Untyped(self.mesh).program(value)
@@ -136,10 +140,6 @@ class _Untyped:
                 return _automatic(value)
             case NamedSharding():
                 return NamedSharding(_automatic(value.mesh), value.spec)
-            case tuple() if hasattr(value, "_fields"):  # a named one
-                return type(value)(*map(self.value, value))
-            case tuple() | list():
-                return type(value)(map(self.value, value))
             case _:
                 return value
 

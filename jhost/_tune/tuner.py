@@ -142,7 +142,7 @@ class Tuner:
         """A call of the compiled candidate, on operands where it wants them."""
         program, config = self.plan.finish(outcome.program), self.call.config
         operands = _placed(self.call.operands, program, config.mesh)
-        function = jitted(program, config, self.call.call_jaxpr.out_avals)
+        function = jitted(program, config, self.call.call_jaxpr)
         compiled = function.lower(*operands).compile()
         return lambda: compiled(*operands)
 

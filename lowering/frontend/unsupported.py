@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.sharding import AbstractMesh
 
 from jhost import errors
 from jhost._jax import NO_LINE, is_array, shard_map_of, source_line
 from jhost.lowering.frontend.control_flow import has_programs
 from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.rules.partition_checks import broken_promise
+from jhost.lowering.rules.table import rule_of
 
 
 def check_supported(
@@ -23,13 +26,16 @@ def check_supported(
 
     Raises:
         UnsupportedError: a reference, a size that is not known, or, where there is a
-            mesh, a `shard_map` in the body of another equation.
+            mesh, an exported program over several devices, or a `shard_map` in the body
+            of another equation.
         MeshMismatchError: a `shard_map` over another mesh.
+        OperandsError: a `custom_partitioning` whose shards are not as it says.
     """
     found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
-    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in _with_references(eqns)]
+    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
     if mesh:
+        found += _exported(eqns)
         found += _shard_maps_in_bodies(eqns)
         found += [f"{_SUMS}, at {source_line(e)}" for e in _mapped(eqns) if _sums(e)]
     if found:
@@ -40,6 +46,7 @@ def check_supported(
         )
     if mesh:
         _check_meshes(name, mesh, eqns)
+        _check_partitions(name, mesh, eqns)
 
 
 _REFERENCE = "a reference (jax.new_ref), which is changed where it is"
@@ -53,9 +60,27 @@ def _is_symbolic(var: Var) -> bool:
     return any(map(jax.export.is_symbolic_dim, shape_of(var)))
 
 
-def _with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+def with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
     """The equations with references, less those in bodies, whose business they are."""
     return [e for e in eqns if not all(map(is_array, (*e.invars, *e.outvars)))]
+
+
+def exported_over_devices(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    """The calls of exported programs that run over several devices, also in bodies.
+
+    A program of jhost's runs on each device by itself, and XLA (of JAX 0.12) ends the
+    process where it finds the other kind in there.
+    """
+    calls = (eqn for eqn in walk(eqns) if eqn.primitive.name == "call_exported")
+    return [eqn for eqn in calls if eqn.params["exported"].nr_devices > 1]
+
+
+def _exported(eqns: Sequence[JaxprEqn]) -> list[str]:
+    return [
+        f"{eqn.params['exported'].fun_name}, exported for "
+        f"{eqn.params['exported'].nr_devices} devices, at {source_line(eqn)}"
+        for eqn in exported_over_devices(eqns)
+    ]
 
 
 # --- jax.shard_map ---------------------------------------------------------------- #
@@ -77,7 +102,7 @@ def _shard_maps_in_bodies(eqns: Iterable[JaxprEqn]) -> list[str]:
         for eqn in eqns
         if not has_programs(eqn)
         for body in jaxprs_in_params(eqn.params)
-        for inner in _mapped(_walk(body.eqns))
+        for inner in _mapped(walk(body.eqns))
     ]
 
 
@@ -87,11 +112,12 @@ def _line(inner: JaxprEqn, outer: JaxprEqn) -> str:
     return source_line(outer) if line == NO_LINE else line
 
 
-def _walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+def walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """All equations, with those of what they hold."""
     for eqn in eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
-            yield from _walk(inner.eqns)
+            yield from walk(inner.eqns)
 
 
 def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) -> None:
@@ -111,3 +137,25 @@ def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return f"mesh({', '.join(f'{axis}={size}' for axis, size in mesh.items())})"
+
+
+# --- custom_partitioning ---------------------------------------------------------- #
+
+
+def _check_partitions(
+    name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]
+) -> None:
+    devices = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    wrong = [
+        f"{broken} at {source_line(eqn)}"
+        for eqn in eqns
+        if eqn.primitive.name == "custom_partitioning" and rule_of(eqn).opaque
+        if eqn.params["partition"] and (broken := broken_promise(eqn, devices))
+    ]
+    if wrong:
+        raise errors.OperandsError(
+            f"Mismatch in result shapes. A custom_partitioning in {name} has a "
+            "`partition` whose function, on shards as it wants its operands, gives "
+            "other shapes than shards have as it wants its results.",
+            wrong,
+        )

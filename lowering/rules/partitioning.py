@@ -38,7 +38,7 @@ def custom_partitioning(eqn: JaxprEqn) -> DimRule:
     notation = eqn.params["sharding_rule"]
     if not isinstance(notation, SdyShardingRule) or eqn.params["partition"] is None:
         return without_factors(eqn, "its partitioning has no rule that names factors")
-    named = _Named(eqn, notation)
+    named = Named(eqn, notation)
     if not named.candidates():
         return without_factors(eqn, "its rule names no factor that could be cut")
     working = [n for n in named.candidates() if _works(eqn, named.rule([n]))]
@@ -50,11 +50,11 @@ def custom_partitioning(eqn: JaxprEqn) -> DimRule:
 
 # --- The notation ------------------------------------------------------------------- #
 
-_Names: TypeAlias = list[tuple[str, ...]]
+Names: TypeAlias = list[tuple[str, ...]]
 """Per dim of a value, the names of its factors, major first."""
 
 
-class _Named:
+class Named:
     """The factors of an equation by the names that a notation gives them."""
 
     def __init__(self, eqn: JaxprEqn, notation: SdyShardingRule) -> None:
@@ -64,11 +64,11 @@ class _Named:
         self.operands = self.values(notation.operand_mappings, eqn.invars)
         self.results = self.values(notation.result_mappings, eqn.outvars)
 
-    def values(self, mappings: Sequence[Any], atoms: Sequence[Any]) -> list[_Names]:
+    def values(self, mappings: Sequence[Any], atoms: Sequence[Any]) -> list[Names]:
         pairs = zip(mappings, map(shape_of, atoms), strict=True)
         return [self.value(mapping, shape) for mapping, shape in pairs]
 
-    def value(self, mapping: Sequence[Any], shape: Sequence[int]) -> _Names:
+    def value(self, mapping: Sequence[Any], shape: Sequence[int]) -> Names:
         dims = list(_spelled(mapping, len(shape)))
         for names, size in zip(dims, shape, strict=True):
             self.whole.update(names[1:])  # their parts do not stand together
@@ -95,7 +95,7 @@ class _Named:
             for name in names
         }
 
-        def dims(value: _Names) -> Dims:
+        def dims(value: Names) -> Dims:
             return tuple(
                 FactorDim(found[major], math.prod(self.sizes[n] for n in minor))
                 if major in found
@@ -192,10 +192,7 @@ def _program(
     given = [shard.sharding for shard in (*operands, *results)]
     if [*map(_spec, wanted)] != [*map(_spec, given)]:
         return None
-    parts = [
-        jax.ShapeDtypeStruct(sharding.shard_shape(shard.shape), shard.dtype)
-        for shard, sharding in zip(operands, given, strict=False)
-    ]
+    parts = shard_types(operands, given[: len(operands)])
     axes = [(name, shards) for name in names]
     traced = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(parts))
     summed = {n for n, reducer in zip(names, made.reducers, strict=True) if reducer}
@@ -216,6 +213,14 @@ def _shards(
         dtype = aval_of(atom).dtype
         found.append(jax.ShapeDtypeStruct(whole, dtype, sharding=sharding))
     return found
+
+
+def shard_types(wholes: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """The shard of each array."""
+    return [
+        jax.ShapeDtypeStruct(sharding.shard_shape(whole.shape), whole.dtype)
+        for whole, sharding in zip(wholes, shardings, strict=True)
+    ]
 
 
 def _spec(sharding: Any) -> list[tuple[str, ...]]:

@@ -66,10 +66,10 @@ def _in_place(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]
     mapped = shard_map_of(eqn)
     if not inside_manual(mapped.mesh):  # the function has no mesh
         return bind(eqn, args)
-    return _evaluate(mapped.body, list(map(without_mesh, args)))
+    return evaluate_in_place(mapped.body, list(map(without_mesh, args)))
 
 
-def _evaluate(body: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def evaluate_in_place(body: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The results of a body where no type says what varies."""
     env: dict[Var, Any] = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
     env.update(zip(body.jaxpr.invars, args, strict=True))
@@ -94,5 +94,11 @@ def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         return args
     if name in CALLS:
         args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args
-        return _evaluate(close(called_body(eqn)), args)
-    return bind(eqn.replace(params=untyped_params(eqn.params, _evaluate)), args)
+        return evaluate_in_place(close(called_body(eqn)), args)
+    return bind_in_place(eqn, args)
+
+
+def bind_in_place(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """An equation with the programs that it holds on the types there are in here."""
+    params = untyped_params(eqn.params, evaluate_in_place)
+    return bind(eqn.replace(params=params), args)

@@ -11,11 +11,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from jhost._jax import aval_of, user_context
+from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
 from jhost.lowering.ir.statements import Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, axes_size, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
+from jhost.lowering.rules.shard_map import bind_in_place
 from jhost.lowering.units.callbacks import call_once
 
 
@@ -142,6 +143,8 @@ def evaluate_unit(
         with user_context(eqn):
             if has_callback(eqn):
                 outs = call_once(eqn, operands, tuple(site.mesh))
+            elif unit_eqn.rule.opaque and traced_on_mesh(eqn):
+                outs = bind_in_place(eqn, operands)
             else:
                 outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
                 outs = _for_accumulators(unit_eqn, outs, widen)

@@ -212,3 +212,63 @@ def test_a_relu_network_with_a_row_of_zeros() -> None:
 
     settings: Any = {"mesh": mesh_of({"tp": 2}), "in_shardings": (P("tp"), P())}
     chex.assert_trees_all_equal(curvature(jhost.jit(f, **settings)), curvature(f))
+
+
+# --- Symbolic zeros ----------------------------------------------------------------- #
+
+
+def some_zeros(asks: bool) -> Callable[[Array], tuple[Array, Array]]:
+    """Two results, of which the second's tangent is a symbolic zero."""
+
+    @jax.custom_jvp
+    def f(x: Array) -> tuple[Array, Array]:
+        return jnp.sin(x), x + 1
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x,), (t,) = primals, tangents
+        if isinstance(t, jax.custom_derivatives.SymbolicZero):
+            t = jnp.zeros_like(x)
+        first, second = f(x)
+        zero = jax.custom_derivatives.zero_from_primal(second, symbolic_zeros=True)
+        return (first, second), (3 * t, zero)
+
+    f.defjvp(rule, symbolic_zeros=asks)
+    return lambda x: f(x)
+
+
+READ: dict[str, Callable[[Any], Function]] = {
+    "both": lambda f: lambda x: f(x)[0] * f(x)[1],
+    "zero": lambda f: lambda x: f(x)[1],
+    "other": lambda f: lambda x: f(x)[0] + x,
+    "scan": lambda f: (
+        lambda x: lax.scan(lambda h, _: (f(h)[1], f(h)[0]), x, None, 2)[0]
+    ),
+    "checkpoint": lambda f: jax.checkpoint(lambda x: f(x)[1] + x),
+}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("read", READ)
+def test_a_rule_may_give_symbolic_zeros(read: str, asks: bool) -> None:
+    f = READ[read](some_zeros(asks))
+    x = np.arange(4, dtype=np.float32)
+    for settings in ({}, {"mesh": mesh_of({"tp": 2})}):
+        given, wanted = (
+            jax.jvp(g, (x,), (x,)) for g in (jhost.jit(f, **settings), jax.jit(f))
+        )
+        assert_close(given, wanted, tolerance=1e-6)
+
+
+def test_a_rule_may_give_no_cotangent() -> None:
+    @jax.custom_vjp
+    def f(x: Array, y: Array) -> Array:
+        return x * y
+
+    f.defvjp(lambda x, y: (f(x, y), y), lambda y, g: (5 * g * y, None))
+    x = np.arange(4, dtype=np.float32)
+
+    def loss(g: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda x, y: jnp.sum(g(x, y))
+
+    given = jax.grad(loss(jhost.jit(f, mesh=mesh_of({"tp": 2}))), (0, 1))
+    assert_close(given(x, x), jax.grad(loss(jax.jit(f)), (0, 1))(x, x))

@@ -20,7 +20,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jhost
+from jhost import errors
 from jhost.lowering.rules.table import reason_of, rule_of
+from tests.lowering.hand_built import mesh_of
 from tests.lowering.on_mesh import communications, exact, tp
 from tests.lowering.traced import array, loops, notes, work
 
@@ -227,3 +229,47 @@ def test_one_factor_may_work_where_another_does_not(check_rule: CheckRule) -> No
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     assert rule_of(only_eqn(f, x)).sizes == (4,)
     check_rule(f, x)
+
+
+# --- Not on parts ------------------------------------------------------------------- #
+
+PLACES: dict[str, Callable[[Local], Local]] = {
+    "alone": lambda f: f,
+    "scan": lambda f: lambda x: lax.scan(lambda h, _: (h + f(h), None), x, None, 2)[0],
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] < 9, f, lambda x: x, x),
+    "while": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, h: h + f(h), x),
+    "checkpoint": lambda f: jax.checkpoint(lambda x: x + f(x)),
+    "solve": lambda f: (
+        lambda x: lax.custom_linear_solve(lambda v: f(2 * v), x, lambda _, b: f(b) / 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_whole_runs_under_set_mesh(place: str) -> None:
+    """There types know the mesh, and are bound again in a program on one device."""
+    x, place_of = array(4, 6), PLACES[place]
+    f = partitioned(lambda x: x * 3, "i j -> i j", shardings=_rows)
+    with jax.set_mesh(mesh_of(tp=2)):
+        given = jhost.jit(place_of(f), in_shardings=P(None, "tp"))(x)
+    assert jnp.array_equal(given, jax.jit(place_of(lambda x: x * 3))(x))
+
+
+def _rows(mesh: Any, makes: Any, takes: Any) -> Any:
+    """Not the shards there are, so that nothing runs on these."""
+    rows = NamedSharding(mesh, P(mesh.axis_names[0]))
+    return rows, (rows,)
+
+
+def test_shards_of_other_shapes_than_it_says_are_refused() -> None:
+    def wrong(mesh: Any, makes: Any, takes: Any) -> Any:
+        return NamedSharding(mesh, P()), (NamedSharding(mesh, P(None, "tp")),)
+
+    f = partitioned(lambda x: x, "i j -> i j", shardings=wrong)
+    x = array(4, 6)
+    for place in ("alone", "scan", "cond"):
+        inside = jhost.jit(PLACES[place](f), mesh=mesh_of(tp=2))
+        with pytest.raises(
+            errors.OperandsError, match=r"\[4, 3\] are not float32\[4, 6\]"
+        ):
+            inside(x)

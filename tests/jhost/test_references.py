@@ -1,0 +1,184 @@
+"""References (`jax.new_ref`): a function that changes one is compiled by `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src import error_check  # noqa: TID251 - there is no public one yet
+from jax.experimental import random
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jhost
+from jhost import errors
+from jhost.testing import assert_close
+from tests.lowering.hand_built import mesh_of
+
+Jit: TypeAlias = Callable[..., Any]
+
+X = np.arange(8, dtype=np.float32)
+
+each_jit = pytest.mark.parametrize(
+    "jit",
+    [jhost.jit, lambda f: jhost.jit(f, mesh=mesh_of(tp=4))],
+    ids=["no mesh", "mesh"],
+)
+
+
+def closed_over(jit: Jit) -> Any:
+    ref = jax.new_ref(jnp.zeros(8))
+
+    def add(x: jax.Array) -> jax.Array:
+        ref[...] += x
+        return x * 2
+
+    f = jit(add)
+    return f(X), f(X + 1), ref[...]
+
+
+def given_in_a_tree(jit: Jit) -> Any:
+    refs = {"sum": jax.new_ref(jnp.zeros(8)), "parts": [jax.new_ref(jnp.ones(4))]}
+
+    @jit
+    def add(refs: Any, x: jax.Array) -> None:
+        refs["sum"][...] += x
+        refs["parts"][0][1:3] *= x[5:7]
+
+    add(refs, X)
+    return jax.tree.map(lambda ref: ref[...], refs)
+
+
+def made_inside(jit: Jit) -> Any:
+    @jit
+    def sine(x: jax.Array) -> jax.Array:
+        ref = jax.new_ref(x)
+        ref[...] = jnp.sin(ref[...])
+        return jax.freeze(ref)
+
+    gradient = jax.grad(lambda x: sine(x).sum())
+    return sine(X), gradient(X), jax.vmap(sine)(np.stack([X, -X]))
+
+
+def in_loops(jit: Jit) -> Any:
+    ref = jax.new_ref(jnp.zeros(8))
+
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        ref[...] += x
+        return x + 1, None
+
+    inside = jit(lambda x: lax.scan(step, x, None, length=3)[0])
+    around = jit(lambda x: step(x, None)[0])
+    last, _ = lax.scan(lambda x, _: (around(x), None), inside(X), None, length=2)
+    return last, ref[...]
+
+
+def in_others(jit: Jit) -> Any:
+    ref = jax.new_ref(jnp.zeros(8))
+
+    @jit
+    def add(there: Any, x: jax.Array) -> None:
+        there[...] += x
+
+    @jit
+    def outer(x: jax.Array) -> jax.Array:
+        own = jax.new_ref(x)
+        add(own, x)
+        add(ref, x)
+        return own[...]
+
+    return outer(X), jax.jit(lambda x: outer(x) + 1)(X), ref[...]
+
+
+def drawn(jit: Jit) -> Any:
+    generator = random.stateful_rng(0)
+    noise = jit(lambda x: x + jax.random.normal(generator.key(), x.shape))
+    given = jit(lambda g, x: x + jax.random.normal(g.key(), x.shape))
+    return noise(X), noise(X), given(generator, X)
+
+
+def reported(jit: Jit) -> Any:
+    @jit
+    def checked(x: jax.Array) -> jax.Array:
+        error_check.set_error_if(x > 3, "too large")
+        return x * 2
+
+    results = [checked(X - 9)]
+    error_check.raise_if_error()
+    results.append(checked(X))
+    with pytest.raises(error_check.JaxValueError, match="too large"):
+        error_check.raise_if_error()
+    return results
+
+
+PROGRAMS = [closed_over, given_in_a_tree, made_inside, in_loops, in_others]
+
+
+@each_jit
+@pytest.mark.parametrize("program", [*PROGRAMS, drawn, reported])
+def test_what_is_written_is_there(program: Callable[[Jit], Any], jit: Jit) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        assert_close(program(jit), program(jax.jit), tolerance=1e-6)
+
+
+def test_a_reference_may_be_over_the_mesh() -> None:
+    mesh = mesh_of(tp=4)
+    rows = NamedSharding(mesh, P("tp"))
+    ref = jax.new_ref(jax.device_put(jnp.zeros(8), rows))
+
+    @jhost.jit(mesh=mesh, in_shardings=P("tp"), out_shardings=P())
+    def add(x: jax.Array) -> jax.Array:
+        ref[...] += x
+        return x * 2
+
+    y = add(X)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
+    assert ref[...].sharding.is_equivalent_to(rows, 1)
+    assert_close((y, ref[...]), (2 * X, X))
+
+
+def test_a_stream_and_what_shows_the_program_are_refused() -> None:
+    mesh = mesh_of(tp=4)
+    ref = jax.new_ref(jnp.zeros(8))
+
+    def add(x: jax.Array) -> jax.Array:
+        ref[...] += x
+        return x
+
+    streamed = jhost.jit(lambda x: jhost.stream(add(x), axis=0), mesh=mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: streamed(X),
+        lambda: jhost.jit(add, mesh=mesh, interpret=True)(X),
+        lambda: jhost.jit(add, mesh=mesh).lower(X),
+        lambda: jhost.jit(add).lower(X),
+        lambda: jhost.explain(jhost.jit(lambda r: r[...] + 1, mesh=mesh), ref),
+    ]
+    for call in calls:
+        with pytest.raises(errors.UnsupportedError, match="Ref"):
+            call()
+
+
+def test_a_class_may_check_what_it_holds() -> None:
+    """JAX makes such trees of arrays and of plain objects, and of nothing else."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Checked:
+        def __init__(self, x: Any) -> None:
+            assert type(x) is object or isinstance(x, jax.Array), x
+            self.x = x
+
+        def tree_flatten(self) -> tuple[Any, None]:
+            return (self.x,), None
+
+        @classmethod
+        def tree_unflatten(cls, _: None, children: Any) -> Any:
+            return cls(*children)
+
+    mesh = mesh_of(tp=4)
+    for how in ({}, {"mesh": mesh}, {"mesh": mesh, "in_shardings": P("tp")}):
+        given = jhost.jit(lambda c: Checked(c.x + 1), **how)(Checked(jnp.asarray(X)))
+        assert_close(given.x, X + 1)
