@@ -25,6 +25,7 @@ from jhost.lowering.interpret.arrays import (
 )
 from jhost.lowering.interpret.collectives import communicate
 from jhost.lowering.interpret.compute import combined, compute
+from jhost.lowering.interpret.control_flow import RunBody, control_flow
 from jhost.lowering.interpret.memory import Memory, View, whole
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
@@ -215,68 +216,21 @@ class _Interpreter(Machine):
         self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:
-        """In Python; the statements of a body are recorded when it first runs."""
-        bodies = _Bodies(self)
         ins = list(map(self.read, stmt.ins))
-        match stmt:
-            case ir.Scan():
-                outs = bodies.scan(stmt, ins)
-            case ir.While():
-                outs = bodies.while_loop(stmt, ins)
-            case ir.Cond(branches=branches):
-                number = np.clip(_agreed(ins[0]), 0, len(branches) - 1)
-                outs = bodies.run(branches[number], ins[1:])
+        outs = control_flow(stmt, ins, self.runner(), self.ranks.count)
         for buffer, values in zip(stmt.outs, outs, strict=True):
             self.write(buffer, values)
 
+    def runner(self) -> RunBody:
+        """Runs bodies of one statement, and records each when it first runs."""
+        recorded: list[Program] = []
 
-class _Bodies:
-    """Runs the bodies of one statement of control flow, each a program of its own."""
+        def run(body: Program, args: Sequence[OnDevices]) -> list[OnDevices]:
+            inner = _Interpreter(body, self.mesh)
+            results = inner.run(args)
+            if body not in recorded:
+                recorded.append(body)
+                self.trace += inner.trace
+            return results
 
-    def __init__(self, around: _Interpreter) -> None:
-        self.around = around
-        self.recorded: list[Program] = []
-
-    def run(self, body: Program, args: Sequence[OnDevices]) -> list[OnDevices]:
-        inner = _Interpreter(body, self.around.mesh)
-        results = inner.run(args)
-        if body not in self.recorded:
-            self.recorded.append(body)
-            self.around.trace += inner.trace
-        return results
-
-    def scan(self, stmt: ir.Scan, ins: Sequence[OnDevices]) -> list[OnDevices]:
-        first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
-        consts, carry, xs = ins[:first], list(ins[first:last]), ins[last:]
-        ys: dict[int, list[OnDevices]] = {}
-        numbers = range(stmt.length)
-        for number in reversed(numbers) if stmt.reverse else numbers:
-            rows = [[value[number] for value in values] for values in xs]
-            results = self.run(stmt.body, [*consts, *carry, *rows])
-            carry, ys[number] = results[: len(carry)], results[len(carry) :]
-        if not ys:
-            return [*carry, *map(self.nothing, stmt.ys)]
-        rows = [ys[number] for number in numbers]
-        return [*carry, *(_stacked(each) for each in zip(*rows, strict=True))]
-
-    def nothing(self, buffer: ir.Buffer) -> OnDevices:
-        empty = undefined(buffer.shape, buffer.dtype)
-        return [empty] * self.around.ranks.count
-
-    def while_loop(self, stmt: ir.While, ins: Sequence[OnDevices]) -> list[OnDevices]:
-        first = len(stmt.condition_consts)
-        last = first + len(stmt.consts)
-        condition, consts, carry = ins[:first], ins[first:last], list(ins[last:])
-        while _agreed(*self.run(stmt.condition, [*condition, *carry])):
-            carry = self.run(stmt.body, [*consts, *carry])
-        return carry
-
-
-def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
-    return [np.stack(each) for each in zip(*rows, strict=True)]
-
-
-def _agreed(values: OnDevices) -> int:
-    """The number that decides where control goes, which all devices have."""
-    (number,) = {int(value) for value in values}
-    return number
+        return run

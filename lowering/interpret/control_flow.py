@@ -1,0 +1,66 @@
+"""Control flow of the user's, in Python; its bodies are programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jhost.lowering.interpret.arrays import OnDevices, undefined
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Cond, ControlFlow, Scan, While
+
+RunBody: TypeAlias = Callable[[Program, Sequence[OnDevices]], list[OnDevices]]
+"""Gives the results of a body for what devices have of its params."""
+
+
+def control_flow(
+    stmt: ControlFlow, ins: Sequence[OnDevices], run: RunBody, devices: int
+) -> list[OnDevices]:
+    """The results of `stmt` for what devices have of its `ins`."""
+    match stmt:
+        case Scan():
+            return _scan(stmt, ins, run, devices)
+        case While():
+            return _while_loop(stmt, ins, run)
+        case Cond(branches=branches):
+            number = np.clip(_agreed(ins[0]), 0, len(branches) - 1)
+            return run(branches[number], ins[1:])
+
+
+def _scan(
+    stmt: Scan, ins: Sequence[OnDevices], run: RunBody, devices: int
+) -> list[OnDevices]:
+    first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
+    consts, carry, xs = ins[:first], list(ins[first:last]), ins[last:]
+    ys: dict[int, list[OnDevices]] = {}
+    numbers = range(stmt.length)
+    for number in reversed(numbers) if stmt.reverse else numbers:
+        rows = [[value[number] for value in values] for values in xs]
+        results = run(stmt.body, [*consts, *carry, *rows])
+        carry, ys[number] = results[: len(carry)], results[len(carry) :]
+    if not ys:
+        empty = [undefined(buffer.shape, buffer.dtype) for buffer in stmt.ys]
+        return [*carry, *([value] * devices for value in empty)]
+    stacks = zip(*(ys[number] for number in numbers), strict=True)
+    return [*carry, *map(_stacked, stacks)]
+
+
+def _while_loop(stmt: While, ins: Sequence[OnDevices], run: RunBody) -> list[OnDevices]:
+    first = len(stmt.condition_consts)
+    last = first + len(stmt.consts)
+    condition, consts, carry = ins[:first], ins[first:last], list(ins[last:])
+    while _agreed(*run(stmt.condition, [*condition, *carry])):
+        carry = run(stmt.body, [*consts, *carry])
+    return carry
+
+
+def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
+    return [np.stack(each) for each in zip(*rows, strict=True)]
+
+
+def _agreed(values: OnDevices) -> int:
+    """The number that decides where control goes, which all devices have."""
+    (number,) = {int(value) for value in values}
+    return number
