@@ -117,7 +117,7 @@ def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
     """`program` as a function that XLA compiles with the options that it wants."""
     options = executable_options(program, config)
     run = emitted(program, config, call_jaxpr)
-    jaxpr: Callable[[], Any] = weakref.ref(call_jaxpr)  # by which this is cached
+    jaxpr: Any = weakref.ref(call_jaxpr)  # by which this is cached
 
     @functools.wraps(run)
     def traced(*args: Any) -> Sequence[Any]:

@@ -127,6 +127,10 @@ def static_arguments(
     return StaticArguments(tuple(nums), tuple(names))
 
 
+_SHARDINGS = (Sharding, PartitionSpec, Format)
+"""What a sharding may be given as; another object stands for none."""
+
+
 def shardings_given(jitted: Any) -> dict[str, Any]:
     """The shardings that a function of `jax.jit` was made with; None for no wish.
 

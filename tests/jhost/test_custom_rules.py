@@ -252,7 +252,8 @@ READ: dict[str, Callable[[Any], Function]] = {
 def test_a_rule_may_give_symbolic_zeros(read: str, asks: bool) -> None:
     f = READ[read](some_zeros(asks))
     x = np.arange(4, dtype=np.float32)
-    for settings in ({}, {"mesh": mesh_of({"tp": 2})}):
+    every: list[dict[str, Any]] = [{}, {"mesh": mesh_of({"tp": 2})}]
+    for settings in every:
         given, wanted = (
             jax.jvp(g, (x,), (x,)) for g in (jhost.jit(f, **settings), jax.jit(f))
         )

@@ -110,8 +110,8 @@ INSIDE: dict[str, Callable[[Call], Call]] = {
 def test_an_exported_program_inside(place: str, devices: int, by_jhost: bool) -> None:
     function = INSIDE[place](exported(devices, by_jhost).call)
     wanted = jax.jit(INSIDE[place](sums))(ROW)
-    for settings in ({}, {"in_shardings": P("tp")}):
-        given = jhost.jit(function, mesh=mesh_of(tp=4), **settings)
+    for rows in (None, P("tp")):
+        given = jhost.jit(function, mesh=mesh_of(tp=4), in_shardings=rows)
         assert_close(given(ROW), wanted, tolerance=1e-5)
     assert_close(jax.jit(given)(ROW), wanted, tolerance=1e-5)
 

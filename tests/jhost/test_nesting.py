@@ -27,7 +27,7 @@ Array = jax.Array
 Function = Callable[[Array], Any]
 
 MATRIX = np.array([[4, 1, 0, 0], [2, 5, 1, 0], [0, 1, 6, 1], [1, 0, 0, 3]], np.float32)
-X = np.array([1.0, 2.0, -3.0, 4.0], np.float32)
+X: Any = np.array([1.0, 2.0, -3.0, 4.0], np.float32)
 
 
 @jax.custom_jvp
