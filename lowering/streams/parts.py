@@ -67,6 +67,8 @@ class Part:
 
     def scaled(self, by: Fraction) -> Part:
         """This part with `by` times as many groups."""
+        if by == 1:
+            return self
 
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
             return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}

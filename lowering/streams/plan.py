@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._text import counted
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -43,6 +44,7 @@ class StreamPlan:
         return {n: part for n, part in self.parts.items() if part.stream == stream}
 
 
+@derived
 def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
     """The nodes of a straight-line program, and the streams that its marks make there.
 
