@@ -96,13 +96,19 @@ class LoopBuilder:
         return before
 
     def should_merge(self, one: Group, other: Group) -> bool:
-        """Whether two groups share a loop, or are pieces of a barrier outside loops."""
-        parts = [self.parts.get(id(node)) for node in (*one, *other)]
-        streams = {part.stream if part else None for part in parts}
-        if streams == {None}:
-            barriers = {node.barrier for node in (*one, *other)}
-            return len(barriers) == 1 and () not in barriers
-        return len(streams) == 1 and self.should_share_loop(one, other)
+        """Whether two groups share a loop, or are pieces of a barrier outside loops.
+
+        Nodes of one group are of one kind.
+        """
+        kind = self.kind_of(one[0])
+        if kind is None or kind != self.kind_of(other[0]):
+            return False
+        return id(one[0]) not in self.parts or self.should_share_loop(one, other)
+
+    def kind_of(self, node: Node) -> str | tuple[str, ...] | None:
+        """The stream that a node joins; outside of streams its barrier, or None."""
+        part = self.parts.get(id(node))
+        return part.stream if part else node.barrier or None
 
     def should_share_loop(self, one: Group, other: Group) -> bool:
         """Whether two groups of one stream hand values on chunk by chunk."""

@@ -123,7 +123,9 @@ class LowerStreams(EachProgram):
         loops = next((e for e in known if e.are_of(program, made, extents)), None)
         if loops is None:
             builder = LoopBuilder(program, graph, made, extents, self.streams)
-            groups = merge_groups(graph, builder.order(), builder.should_merge)
+            groups = merge_groups(
+                graph, builder.order(), builder.should_merge, builder.kind_of
+            )
             loops = _Loops(program, graph, made, extents, groups)
             known.append(loops)
         builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)

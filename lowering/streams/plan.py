@@ -22,7 +22,7 @@ from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.parts import Access, Part, part_of, undivided
+from jhost.lowering.streams.parts import ONE, Access, Part, part_of, undivided
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class _Propagation:
 
     def seed(self, stream: str, mark: StreamChoice) -> None:
         self.marks[stream] = mark
-        self.values[mark.buffer] = stream, Access(mark.dim, Fraction(1))
+        self.values[mark.buffer] = stream, Access(mark.dim, ONE)
         self.queue.append(mark.buffer)
 
     def run(self) -> None:
@@ -144,8 +144,10 @@ class _Propagation:
                 if not self.meet(part.stream, access, other, there):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
-        steps, mark = self.common_steps(stream, part), self.marks[stream]
-        if steps < min(part.steps, self.steps.get(stream, part.steps)):
+        own, mark = part.steps, self.marks[stream]
+        known = self.steps.get(stream, own)
+        steps = _gcd(known, own)
+        if steps != own and steps != known:
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
         count = mark.chunks if mark.pipeline != "p2p" else None
@@ -157,7 +159,8 @@ class _Propagation:
 
     def common_steps(self, stream: str, part: Part) -> Fraction:
         """The steps of the loop that borders of all parts can follow."""
-        return _gcd(self.steps.get(stream, part.steps), part.steps)
+        own = part.steps
+        return _gcd(self.steps.get(stream, own), own)
 
     def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
         if buffer.name in self.serial:
@@ -185,9 +188,11 @@ class _Propagation:
         stream, other = self.root(stream), self.root(other)
         if access is None or there is None or access.dim != there.dim:
             return False
-        scale = access.groups / there.groups
+        scale = ONE
+        if access.groups != there.groups:
+            scale = access.groups / there.groups
         if stream == other:
-            return scale == 1
+            return scale is ONE
         one, second = sorted((stream, other))
         mark = merge_choices(self.marks[one], self.marks[second])
         if mark is None or not self.rescale(other, scale):
@@ -205,6 +210,8 @@ class _Propagation:
         scaled = {number: part.scaled(scale) for number, part in mine.items()}
         if any(part.size % part.groups.numerator for part in scaled.values()):
             return False
+        if scale == 1:
+            return True
         self.parts |= scaled
         for name, (owner, access) in self.values.items():
             if self.root(owner) == stream:
@@ -220,7 +227,7 @@ class _Propagation:
         """Whole groups: scaled up until every statement has an integer number."""
         marks = {s: self.marks[s] for s in streams if s not in self.merged}
         parts = {
-            number: dataclasses.replace(part, stream=self.root(part.stream))
+            number: part.of_stream(self.root(part.stream))
             for number, part in self.parts.items()
         }
         extents: dict[str, int] = {}
@@ -231,7 +238,7 @@ class _Propagation:
             parts |= mine
             for number in self.without_whole_steps(mine):
                 del parts[number], mine[number]
-            offered = self.offered.get(stream, Fraction(1)) / factor
+            offered = self.offered.get(stream, ONE) / factor
             every = [part.steps for part in mine.values()] or [offered]
             steps = functools.reduce(_gcd, every)
             extents[stream] = int(steps) if steps.denominator == 1 else 1
@@ -262,11 +269,14 @@ def _common_denominator(parts: Iterable[Part]) -> Fraction:
         for part in parts
         for access in (*part.reads.values(), *part.writes.values())
     ]
-    return Fraction(math.lcm(*denominators))
+    common = math.lcm(*denominators)
+    return ONE if common == 1 else Fraction(common)
 
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:
     """The largest number that divides both a whole number of times."""
+    if one == other:  # most often
+        return one
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(
         math.gcd(int(one * denominator), int(other * denominator)), denominator
