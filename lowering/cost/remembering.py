@@ -7,13 +7,16 @@ of that in most bodies, and what they made of those statements before they make 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jhost.lowering.ir.bodies import EachProgram, is_alike, with_each_body
+from jhost.lowering.ir.derived import hand_on
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
+from jhost.lowering.ir.requests import asked_of_streams
 
 
 class FollowingPass(Protocol):
@@ -24,20 +27,32 @@ class FollowingPass(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """What a pass made of a program, and what it saw of the stream marks there."""
+    """What a pass made of a program, and what it saw of the stream marks there.
+
+    `every` has what it made of those that ask for other streams, and are as good.
+    """
 
     before: Program
     after: Program
     seen: object
+    every: list[Program]
 
-    def of(self, program: Program, seen: object) -> Program | None:
+    def of(self, program: Program, sees: Callable[[], object]) -> Program | None:
         """What the pass would make of another program, if that is known by this."""
-        alike = is_alike(self.before, program) and self.seen == seen
         remarks = self.remarks(program)
-        if not alike or remarks is None:
+        if remarks is None or not is_alike(self.before, program):
+            return None
+        if self.before.marks != program.marks and self.seen != sees():
             return None
         marks = with_choices(self.after.marks, program.marks)
-        return dataclasses.replace(self.after, marks=marks, remarks=remarks)
+        made = dataclasses.replace(self.after, marks=marks, remarks=remarks)
+        asked = asked_of_streams(made)
+        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
+        if known is None:
+            self.every.append(made)
+        else:
+            hand_on(known, made)
+        return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
         """The remarks on a program, and those of the pass, unless it dropped some."""
@@ -64,24 +79,27 @@ class Remembering:
         if not isinstance(step, EachProgram):
             if _choices(program.marks):
                 return step.apply(program)
-            return self.remembered(program, None, step.apply)
+            return self.remembered(program, lambda: None, step.apply)
         return self.remembered(
             program,
-            step.sees(program),
+            functools.cache(lambda: step.sees(program)),
             lambda program: step.change(with_each_body(program, self.apply)),
         )
 
     def remembered(
-        self, program: Program, seen: object, make: Callable[[Program], Program]
+        self,
+        program: Program,
+        sees: Callable[[], object],
+        make: Callable[[Program], Program],
     ) -> Program:
         """What the pass makes of a program, which may be known."""
         known = self.made.setdefault(id(program.body), [])
         for each in known:
-            if (after := each.of(program, seen)) is not None:
+            if (after := each.of(program, sees)) is not None:
                 return after
         after = make(program)
         if program.body and _keeps_choices(program.marks, after.marks):
-            known.append(_Made(program, after, seen))
+            known.append(_Made(program, after, sees(), [after]))
         return after
 
 

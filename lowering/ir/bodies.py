@@ -91,7 +91,8 @@ class EachProgram(abc.ABC):
     def sees(self, program: Program) -> object:
         """What the pass goes by of stream marks, but for the values and dims they name.
 
-        Programs that are otherwise alike, and that it sees alike, it changes alike.
+        Programs that are otherwise alike, and that it sees alike, it changes alike, but
+        for these marks.
         """
         return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
 

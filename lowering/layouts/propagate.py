@@ -10,8 +10,10 @@ from collections.abc import Hashable, Mapping
 from typing import ClassVar, TypeAlias
 
 from jhost.lowering.ir.bodies import is_alike
+from jhost.lowering.ir.derived import hand_on
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import asked_of_streams
 from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.layouts.hidden_dims import (
     StreamedDim,
@@ -29,19 +31,29 @@ Solutions: TypeAlias = dict[Hashable, Solution]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """A program before and after, with the dims that streams would cut in it."""
+    """A program before and after, with the dims that streams would cut in it.
+
+    `every` has those that ask for other streams, which cut the same.
+    """
 
     before: Program
     streamed: Mapping[str, StreamedDim]
     rewriter: Rewriter
     after: Program
+    every: list[Program]
 
     def of(self, program: Program) -> Program | None:
         """Another program laid out, if that is this one but for marks of streams."""
         if not is_alike(self.before, program):
             return None
-        if self.streamed != streamed_dims(program):
+        asked = asked_of_streams(program)
+        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
+        if known is not None:
+            hand_on(known, program)
+        elif self.streamed != streamed_dims(program):
             return None
+        else:
+            self.every.append(program)
         added = self.after.remarks[len(self.before.remarks) :]
         return dataclasses.replace(
             self.after,
@@ -88,7 +100,9 @@ class PropagateLayouts:
         rewriter = Rewriter(solution.level, solution, remarks, self.known.written)
         after = rewriter.rewrite()
         if program.body:
-            known.append(_LaidOut(program, streamed_dims(program), rewriter, after))
+            known.append(
+                _LaidOut(program, streamed_dims(program), rewriter, after, [program])
+            )
         return after
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -36,6 +37,16 @@ class Access:
     groups: Fraction
 
 
+@functools.lru_cache(maxsize=1024)
+def _whole(size: int) -> Fraction:
+    return Fraction(size)
+
+
+def steps_in(size: int, groups: Fraction) -> Fraction:
+    """The steps in each of so many groups; of one group the same number each time."""
+    return _whole(size) if groups is ONE else size / groups
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """A node's part in a stream; operands and results without an access are whole.
@@ -59,10 +70,7 @@ class Part:
     @property
     def steps(self) -> Fraction:
         """The steps in each group: what a loop can cut into chunks."""
-        # A fraction of a whole number takes a tenth of what a division does.
-        if self.groups == 1:
-            return Fraction(self.size)
-        return self.size / self.groups
+        return steps_in(self.size, self.groups)
 
     @property
     def growth(self) -> Fraction:
@@ -73,7 +81,7 @@ class Part:
             next(iter(self.reads.values())),
             next(iter(self.writes.values())),
         )
-        same = written.groups == read.groups
+        same = written.groups is read.groups or written.groups == read.groups
         return ONE if same else written.groups / read.groups
 
     def scaled(self, by: Fraction) -> Part:

@@ -29,7 +29,8 @@ from jhost.lowering.streams.parts import ONE, Access, Part, part_of, undivided
 class StreamPlan:
     """The streams of a program: what was asked of them, and the nodes that join.
 
-    Marks that met are one stream.  `extents` is the number of steps that each stream's
+    Marks that met are one stream: of each pair in `merged`, in order, the first took
+    the second in.  `extents` is the number of steps that each stream's
     loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
     a stream stops there.
     """
@@ -38,23 +39,43 @@ class StreamPlan:
     parts: Mapping[int, Part]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
+    merged: Sequence[tuple[str, str]] = ()
 
     def parts_of(self, stream: str) -> dict[int, Part]:
         """The nodes that join `stream`."""
         return {n: part for n, part in self.parts.items() if part.stream == stream}
 
 
-@derived
 def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
     """The nodes of a straight-line program, and the streams that its marks make there.
 
-    A mark that is off takes no other with it.
+    A mark that is off takes no other with it.  The plan is made once for a program, and
+    for candidates that ask the same of its streams.
     """
-    marks = [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+    graph, plan = _planned(program)
+    marks = _by_stream(_taken(program))
+    for one, other in plan.merged:
+        both = merge_choices(marks[one], marks.pop(other))
+        assert both is not None, "they went together when the plan was made"
+        marks[one] = both
+    return graph, dataclasses.replace(plan, marks=marks)
+
+
+def _taken(program: Program) -> list[StreamChoice]:
+    return [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+
+
+def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
+    return {f"s{number}": mark for number, mark in enumerate(marks)}
+
+
+@derived
+def _planned(program: Program) -> tuple[list[Node], StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
-    return graph, plan_streams(graph, marks, serial, dict(program.mesh.shape))
+    mesh = dict(program.mesh.shape)
+    return graph, plan_streams(graph, _taken(program), serial, mesh)
 
 
 def plan_streams(
@@ -65,7 +86,7 @@ def plan_streams(
 ) -> StreamPlan:
     """Propagate the streams of `marks` through `graph` to a fixed point."""
     propagation = _Propagation(graph, {m.buffer: m.reason for m in serial}, mesh)
-    streams = {f"s{number}": mark for number, mark in enumerate(marks)}
+    streams = _by_stream(marks)
     for stream, mark in streams.items():
         propagation.seed(stream, mark)
     propagation.run()
@@ -89,6 +110,7 @@ class _Propagation:
         self.declined: dict[int, str] = {}
         self.marks: dict[str, StreamChoice] = {}
         self.merged: dict[str, str] = {}
+        self.pairs: list[tuple[str, str]] = []
         self.queue: deque[str] = deque()
         self.touching: dict[str, list[tuple[int, bool, int]]] = {}
         for number, node in enumerate(graph):
@@ -147,7 +169,7 @@ class _Propagation:
         own, mark = part.steps, self.marks[stream]
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
-        if steps != own and steps != known:
+        if steps is not own and steps not in (own, known):
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
         count = mark.chunks if mark.pipeline != "p2p" else None
@@ -189,7 +211,7 @@ class _Propagation:
         if access is None or there is None or access.dim != there.dim:
             return False
         scale = ONE
-        if access.groups != there.groups:
+        if access.groups is not there.groups and access.groups != there.groups:
             scale = access.groups / there.groups
         if stream == other:
             return scale is ONE
@@ -198,6 +220,7 @@ class _Propagation:
         if mark is None or not self.rescale(other, scale):
             return False
         self.merged[second] = one
+        self.pairs.append((one, second))
         self.marks[one] = mark
         if second in self.steps:
             steps = self.steps.pop(second)
@@ -242,7 +265,7 @@ class _Propagation:
             every = [part.steps for part in mine.values()] or [offered]
             steps = functools.reduce(_gcd, every)
             extents[stream] = int(steps) if steps.denominator == 1 else 1
-        return StreamPlan(marks, parts, extents, self.declined)
+        return StreamPlan(marks, parts, extents, self.declined, self.pairs)
 
     def without_whole_steps(self, parts: Mapping[int, Part]) -> list[int]:
         """The parts that joined before the groups were known, and are not so cut.
@@ -275,7 +298,7 @@ def _common_denominator(parts: Iterable[Part]) -> Fraction:
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:
     """The largest number that divides both a whole number of times."""
-    if one == other:  # most often
+    if one is other or one == other:  # most often
         return one
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(
