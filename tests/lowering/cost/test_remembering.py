@@ -16,7 +16,7 @@ import jhost
 from jhost.lowering import pipeline
 from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
-from jhost.lowering.ir.bodies import all_marks, all_remarks, with_marks
+from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
@@ -114,7 +114,7 @@ def test_a_candidate_is_the_same_program_whatever_was_weighed_before(
         assert made(candidate, remembering) == made(candidate, following())
 
 
-def test_a_body_that_no_candidate_changes_is_lowered_once(
+def test_a_body_is_not_lowered_for_each_candidate_for_what_is_around_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: Counter[str] = Counter()
@@ -131,11 +131,13 @@ def test_a_body_that_no_candidate_changes_is_lowered_once(
     )
     remembering = [Remembering(step) for step in following()]
     marks, number = all_marks(program), stream_marks(program)[0]
-    for choice in itertools.islice(said(marks[number]), 4):
+    for choice in itertools.islice(said(marks[number]), 6):
         marks[number] = choice
         made(with_marks(program, marks), remembering)
-    assert counts.pop(program.name) == 4
-    assert counts.pop("in a body") == 2  # forward and backward
+    assert counts.pop(program.name) == 6
+    # What a pipeline hides may bear on the layouts in bodies: at most two of them.
+    bodies = len([*programs(program)]) - 1
+    assert counts.pop("in a body") <= 2 * bodies
 
 
 def test_a_gradient_is_built_planned_and_laid_out_few_times(
