@@ -45,8 +45,9 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     A computation that combines its result into another's is alone.
     """
     stmt = node.stmt
-    alone = not isinstance(stmt, ir.Compute) or stmt.reducer
-    return None if alone else (stmt.chunk,)
+    if not isinstance(stmt, ir.Compute) or stmt.reducer:
+        return None
+    return (stmt.chunk,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
