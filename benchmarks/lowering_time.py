@@ -1,25 +1,37 @@
 """How long it takes to lower a gradient, by the number of layers, against `jax.jit`.
 
     python benchmarks/lowering_time.py [--layers 50,100,200] [--json FILE]
+    python benchmarks/lowering_time.py --steps [--target tests/targets/h200.pbtxt]
 
 Layers of a matmul and a tanh, written one after another, without marks.  Lowering is
 what the host does before XLA compiles: tracing, differentiating, jhost's passes, and
 the text for XLA.  A time is the processor's, of the fastest of a few runs, each with
 empty caches; it should grow as the number of layers does.
+
+With `--steps` they are steps of Llama 8B's width with marks that jhost chooses
+pipelines for, for two GPUs that need not be there: the target says what XLA knows of
+one.  Beside the time to lower stands that of XLA to compile what comes of it, once, and
+the most memory that the process has had by then.  That takes JAX's plugin for CUDA 13,
+and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
+import resource
+import runpy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec as P
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jhost
 
@@ -61,13 +73,126 @@ def seconds(make: Callable[[], Lowerable], layers: int, runs: int) -> float:
     return min(times)
 
 
+# --- Whole steps for GPUs that need not be there ------------------------------------ #
+
+ROOT = pathlib.Path(__file__).parents[1]
+WIDTHS = {"width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 32000}
+SIZES = {**WIDTHS, "sequence": 2048, "batch": 4, "microbatches": 2, "mesh": "tp=2"}
+
+Jit: TypeAlias = Callable[..., Any]
+Step: TypeAlias = tuple[Lowerable, tuple[Any, ...]]
+"""What has `lower`, and the types of its arguments."""
+
+
+def two_gpus(target: pathlib.Path) -> Mesh:
+    """A mesh of two of the GPUs that `target` describes, along tp."""
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=target.read_text(), topology="1x1x2"
+    )
+    devices = np.array(found.devices).reshape(1, 1, 2)
+    return Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
+
+
+def trained(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
+    """A training step of `examples/llama.py`: its layers are in a scan."""
+    config = llama["Config"](**SIZES, layers=layers)
+    specs = llama["specs_of"](config)
+    step = jit(
+        functools.partial(llama["train_step"], config),
+        in_shardings=(specs, llama["MICROBATCHES"]),
+        out_shardings=(specs, P()),
+        donate_argnums=0,
+    )
+    state = jax.eval_shape(functools.partial(llama["first_state"], config))
+    tokens = (config.microbatches, config.batch // config.microbatches)
+    shape = (*tokens, config.sequence + 1)
+    return step, (state, jax.ShapeDtypeStruct(shape, np.int32))
+
+
+def written_out(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
+    """The gradients of its layers, one after another."""
+    config = llama["Config"](**SIZES, layers=1)
+    kinds = jax.eval_shape(functools.partial(llama["first_state"], config)).params
+    specs = {name: P(*spec[1:]) for name, spec in llama["PARAMS"]["layers"].items()}
+    weights = {
+        name: jax.ShapeDtypeStruct(kind.shape[1:], jnp.bfloat16)
+        for name, kind in kinds["layers"].items()
+    }
+
+    def squares(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
+        for w in weights:
+            normal = llama["rms_norm"](x, w["attention_norm"])
+            x = x + llama["attention"](config, normal, w)
+            x = x + llama["swiglu"](llama["rms_norm"](x, w["mlp_norm"]), w)
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    given = (llama["TOKENS"], [specs] * layers)
+    step = jit(jax.grad(squares, (0, 1)), in_shardings=given, out_shardings=given)
+    x = (config.batch, config.sequence, config.width)
+    return step, (jax.ShapeDtypeStruct(x, jnp.bfloat16), [weights] * layers)
+
+
+STEPS: dict[str, tuple[Callable[[dict[str, Any], Jit, int], Step], int]] = {
+    "a training step, 4 layers in a scan": (trained, 4),
+    "gradients of 24 layers written out": (written_out, 24),
+}
+
+
+def step_figures(name: str, mesh: Mesh, runs: int) -> dict[str, float]:
+    """Processor time to lower a step, and to compile it; the most memory in MB."""
+    make, layers = STEPS[name]
+    llama = runpy.run_path(str(ROOT / "examples" / "llama.py"))
+    figures: dict[str, float] = {}
+    jits: dict[str, Jit] = {
+        "jax.jit": jax.jit,
+        "jhost": functools.partial(jhost.jit, mesh=mesh),
+    }
+    lowered: Any = None
+    for who, jit in jits.items():
+        times: list[float] = []
+        for _ in range(runs):
+            jax.clear_caches()
+            step, types = make(llama, jit, layers)
+            start = time.process_time()
+            with jax.set_mesh(mesh):
+                lowered = step.lower(*types)
+            times.append(time.process_time() - start)
+        figures[who] = min(times)
+        figures[f"{who}, MB"] = peak_megabytes()
+    start = time.process_time()
+    lowered.compile()
+    figures["XLA"] = time.process_time() - start
+    return figures
+
+
+def peak_megabytes() -> float:
+    """The most memory that the process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def print_steps(rows: dict[str, dict[str, float]]) -> None:
+    """A row a step, and of what XLA takes the share that lowering does."""
+    heads = [*next(iter(rows.values())), "share"]
+    print(f"{'seconds of a processor':36}" + "".join(f"{h:>13}" for h in heads))
+    for name, row in rows.items():
+        cells = [*row.values(), row["jhost"] / row["XLA"]]
+        print(f"{name:36}" + "".join(f"{each:13.2f}" for each in cells))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures every arm at every size, prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", default="50,100,200,400")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--steps", action="store_true", help="whole steps for GPUs")
+    target = ROOT / "tests" / "targets" / "h200.pbtxt"
+    parser.add_argument("--target", type=pathlib.Path, default=target, metavar="FILE")
     arguments = parser.parse_args(argv)
+    if arguments.steps:
+        mesh = two_gpus(arguments.target)
+        print_steps({name: step_figures(name, mesh, arguments.runs) for name in STEPS})
+        return
     counts = [int(count) for count in arguments.layers.split(",")]
     rows = {
         name: [seconds(arms(n)[name], n, arguments.runs) for n in counts]

@@ -9,18 +9,18 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice, Sums
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
-from jhost.lowering.ir.remarks import StreamReport
+from jhost.lowering.ir.remarks import Prediction, StreamReport
 from jhost.lowering.ir.requests import REFUSALS, settle
 
 GAIN = 0.97
@@ -43,12 +43,6 @@ _SUMS: Mapping[Sums, str] = {
 
 _COUNTS = (4, 2, 8)
 """Chunk counts of a collective pipeline, the default first."""
-
-
-class FollowingPass(Protocol):
-    """A pass that lowers a candidate further."""
-
-    def apply(self, program: Program) -> Program: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +83,7 @@ class Trial:
         self.to_measure = to_measure
         self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
+        self.predictions: list[tuple[Program, Prediction]] = []
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
@@ -208,17 +203,26 @@ class Trial:
             return None
         if self.rates is None:
             return Outcome(candidate, text, math.nan, math.nan, math.nan, program)
-        (_, predicted), *_ = by_permutes(
+        predicted = self.predicted(program, self.rates)
+        total, compute = predicted.total, predicted.compute
+        host_share = predicted.host / max(total, 1e-12)
+        return Outcome(candidate, text, total, compute, host_share, program)
+
+    def predicted(self, program: Program, rates: Rates) -> Prediction:
+        """What a program takes, which is known of another with its statements."""
+        for other, prediction in self.predictions:
+            if other.body is program.body and other.results == program.results:
+                return prediction
+        (_, prediction), *_ = by_permutes(
             program,
-            self.rates,
+            rates,
             in_body=self.part.in_body,
             in_pieces=self.part.in_pieces,
             carried=self.part.carried,
             followed=True,
         )
-        total, compute = predicted.total, predicted.compute
-        host_share = predicted.host / max(total, 1e-12)
-        return Outcome(candidate, text, total, compute, host_share, program)
+        self.predictions.append((program, prediction))
+        return prediction
 
     def moves_apart(self, candidate: StreamChoice, program: Program) -> str:
         """Why a candidate that nobody named has permutes that nothing could hide."""
@@ -247,7 +251,9 @@ class Trial:
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
         other = self.weigh(mark)
-        if other is None or str(other.program) == str(outcome.program):
+        if other is None or other.program.body is outcome.program.body:
+            return outcome
+        if str(other.program) == str(outcome.program):
             return outcome
         return other if other.seconds <= outcome.seconds else outcome
 

@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import FollowingPass, Trial
+from jhost.lowering.cost.candidates import Trial
 from jhost.lowering.cost.parts import Part, Parts
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.remembering import FollowingPass, Remembering
 from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
@@ -51,17 +52,22 @@ class ChoosePipelines:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, parts = open_marks(program), Parts(program)
+        following = [Remembering(step) for step in self.following]
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
                 marks[number] = tuned[number].settle(open_ones[number])
             if others := [number for number in group if number not in known]:
-                choice = self.choice(parts, marks, others)
+                choice = self.choice(parts, marks, others, following)
                 settle(marks, others, choice)
         return with_marks(program, marks)
 
     def choice(
-        self, parts: Parts, marks: Sequence[Mark], numbers: Sequence[int]
+        self,
+        parts: Parts,
+        marks: Sequence[Mark],
+        numbers: Sequence[int],
+        following: Sequence[FollowingPass],
     ) -> StreamChoice:
         """What is chosen for some marks alike, the others as they are.
 
@@ -72,7 +78,7 @@ class ChoosePipelines:
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
         part = parts.holding(numbers, marks)
-        return Trial(part, self.following, self.rates).best(mark)
+        return Trial(part, following, self.rates).best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """What was measured for the marks of a resolved program, by number."""

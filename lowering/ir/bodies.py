@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.marks import Mark
+from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
 
@@ -60,10 +61,22 @@ def most_under_way(program: Program) -> int:
 
 def rebuilt(program: Program, change: Callable[[Program], Program]) -> Program:
     """`program` with each of its bodies, and then itself, changed."""
-    if any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):
-        body = tuple(_rebuilt_stmt(stmt, change) for stmt in program.body)
-        program = dataclasses.replace(program, body=body)
-    return change(program)
+    return change(with_each_body(program, lambda body: rebuilt(body, change)))
+
+
+def with_each_body(program: Program, change: Callable[[Program], Program]) -> Program:
+    """`program` with the bodies that it holds changed; itself if none of them is."""
+    if not any(isinstance(stmt, CONTROL_FLOW) for stmt in program.body):
+        return program
+    body = tuple(
+        with_bodies(stmt, [change(inner) for inner in stmt.bodies])
+        if isinstance(stmt, CONTROL_FLOW)
+        else stmt
+        for stmt in program.body
+    )
+    if all(map(operator.is_, body, program.body)):
+        return program
+    return dataclasses.replace(program, body=body)
 
 
 class EachProgram(abc.ABC):
@@ -75,19 +88,23 @@ class EachProgram(abc.ABC):
         """`program` after the pass, with all bodies in it."""
         return rebuilt(program, self.change)
 
+    def sees(self, program: Program) -> object:
+        """What the pass goes by of stream marks, but for the values and dims they name.
+
+        Programs that are otherwise alike, and that it sees alike, it changes alike, but
+        for these marks.
+        """
+        return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
+
     @abc.abstractmethod
     def change(self, program: Program) -> Program:
         """One program after the pass, whatever its bodies hold."""
 
 
-def _rebuilt_stmt(stmt: ir.Stmt, change: Callable[[Program], Program]) -> ir.Stmt:
-    if not isinstance(stmt, CONTROL_FLOW):
-        return stmt
-    return with_bodies(stmt, [rebuilt(body, change) for body in stmt.bodies])
-
-
 def with_bodies(stmt: ir.ControlFlow, bodies: Sequence[Program]) -> ir.ControlFlow:
-    """`stmt` with other bodies."""
+    """`stmt` with other bodies; itself if they are its own."""
+    if all(map(operator.is_, bodies, stmt.bodies)):
+        return stmt
     match stmt:
         case ir.Scan():
             (body,) = bodies
@@ -121,13 +138,28 @@ def with_marks(program: Program, marks: Sequence[Mark]) -> Program:
 
 def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
     own = tuple(next(marks) for _ in program.marks)
-    body = tuple(
-        with_bodies(stmt, [_with_marks(body, marks) for body in stmt.bodies])
-        if isinstance(stmt, CONTROL_FLOW)
-        else stmt
-        for stmt in program.body
+    program = with_each_body(program, lambda body: _with_marks(body, marks))
+    if all(map(operator.is_, own, program.marks)):
+        return program
+    return dataclasses.replace(program, marks=own)
+
+
+def is_alike(one: Program, other: Program) -> bool:
+    """Whether two programs are the same ones, but for what stream marks say."""
+    return (
+        one.body is other.body
+        and one.params == other.params
+        and one.results == other.results
+        and one.said is other.said
+        and len(one.marks) == len(other.marks)
+        and all(map(_is_same_mark, one.marks, other.marks))
     )
-    return dataclasses.replace(program, marks=own, body=body)
+
+
+def _is_same_mark(one: Mark, other: Mark) -> bool:
+    if not isinstance(one, StreamChoice) or not isinstance(other, StreamChoice):
+        return one == other
+    return (one.buffer, one.dim) == (other.buffer, other.dim)
 
 
 def all_remarks(program: Program) -> list[Remark]:

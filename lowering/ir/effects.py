@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
+    if isinstance(stmt, ir.Compute):  # most statements are, and passes ask often
+        outs = stmt.outs
+        added = [outs[number] for number in accumulators(stmt)] if stmt.reducer else []
+        return [*stmt.ins, *added], [*outs]
     match stmt:
         case ir.Scan() | ir.While() | ir.Cond():
             return [*stmt.ins], [*stmt.outs]
-        case ir.Compute(ins=ins, outs=outs):
-            return [*ins, *(outs[number] for number in accumulators(stmt))], [*outs]
         case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
         case ir.Allocate(buffer=buffer):

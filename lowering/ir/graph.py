@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.effects import Aliases, touched
@@ -47,6 +47,9 @@ ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
 
 Convexity is not the predicate's business.
 """
+
+KindOf: TypeAlias = Callable[[Node], Hashable]
+"""What nodes of one group have alike; None for a node that merges with no other."""
 
 
 def nodes(
@@ -107,23 +110,27 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
 
 
 def merge_groups(
-    graph: Sequence[Node], before: Sequence[set[int]], should_merge: ShouldMerge
+    graph: Sequence[Node],
+    before: Sequence[set[int]],
+    should_merge: ShouldMerge,
+    kind_of: KindOf = lambda node: (),
 ) -> list[Group]:
     """Merge nodes into convex groups as far as the predicate lets; groups in order.
 
     `before` has the `dependencies` of each node, and more where there is more to keep.
+    The predicate is asked about nodes of one kind.
     Nodes come in program order, so nothing depends on the one at hand yet: it may join
     a group unless another group that it needs depends, through others, on that group.
     """
     groups = _Groups()
     for number, node in enumerate(graph):
-        needed = groups.of(before[number])
+        needed, kind = groups.of(before[number]), kind_of(node)
         fitting = (
             group
-            for group in groups.free(needed)
+            for group in groups.free(needed, kind)
             if should_merge(groups.members[group], (node,))
         )
-        groups.add(node, next(fitting, None), needed)
+        groups.add(node, kind, next(fitting, None), needed)
     return [tuple(groups.members[group]) for group in groups.order()]
 
 
@@ -136,6 +143,7 @@ class _Groups:
     def __init__(self) -> None:
         self.members: list[list[Node]] = []
         self.group_of: list[int] = []  # of each node, in order
+        self.of_kind: dict[Hashable, int] = {}
         self.needs: list[int] = []  # the groups that some member needs
         self.readers: list[int] = []  # the groups that need it
         self.upstream: list[int] = []  # what it needs, through others too
@@ -147,17 +155,18 @@ class _Groups:
             found |= 1 << self.group_of[number]
         return found
 
-    def free(self, needed: int) -> Iterator[int]:
-        """The groups on which no other group of `needed` depends, the last first."""
-        blocked = 0
-        for group in _bits(needed):
-            blocked |= self.upstream[group]
-        return _bits((1 << len(self.members)) - 1 & ~blocked)
+    def free(self, needed: int, kind: Hashable) -> Iterator[int]:
+        """Groups of a kind on which no other group of `needed` depends, last first."""
+        free = 0 if kind is None else self.of_kind.get(kind, 0)
+        for group in _bits(needed) if free else ():
+            free &= ~self.upstream[group]
+        return _bits(free)
 
-    def add(self, node: Node, group: int | None, needed: int) -> None:
+    def add(self, node: Node, kind: Hashable, group: int | None, needed: int) -> None:
         """Put the next node, which needs some groups, into one, or into a new one."""
         if group is None:
             group = len(self.members)
+            self.of_kind[kind] = self.of_kind.get(kind, 0) | 1 << group
             self.members.append([])
             for sets in (self.needs, self.readers, self.upstream):
                 sets.append(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
@@ -20,6 +21,7 @@ class Program:
 
     `marks` are what the user asked for and no pass has taken up yet.
     `said` has what the user calls the values of buffers; no text of a program has it.
+    `derived` has what was found out about the program (`ir/derived.py`).
     """
 
     name: str
@@ -31,6 +33,9 @@ class Program:
     remarks: tuple[Remark, ...] = ()
     said: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
+    )
+    derived: dict[object, Any] = dataclasses.field(
+        default_factory=dict[object, Any], init=False, compare=False, repr=False
     )
 
     def __str__(self) -> str:

@@ -146,6 +146,14 @@ def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None
     return merged and dataclasses.replace(merged, sums=sums, numbers=numbers)
 
 
+def asked_of_streams(program: Program) -> list[tuple[object, ...]]:
+    """All that streams go by of a program's choices, which reasons and such are not."""
+    return [
+        (mark.buffer, mark.dim, mark.pipeline, mark.chunks, mark.plain)
+        for mark in stream_choices(program)
+    ]
+
+
 def plain_values(program: Program) -> frozenset[str]:
     """The values whose loops are not to be made."""
     return frozenset(mark.buffer for mark in stream_choices(program) if mark.plain)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jhost.lowering.ir.statements import Buffer, Stmt
 
@@ -12,17 +14,31 @@ _S = TypeVar("_S", bound=Stmt)
 
 
 def replace_buffers(stmt: _S, replaced: Mapping[str, Buffer]) -> _S:
-    """`stmt`, and what it holds, with the buffers of those names replaced."""
-    changes = {
-        field.name: _replace(getattr(stmt, field.name), replaced)
-        for field in dataclasses.fields(stmt)
-    }
-    return dataclasses.replace(stmt, **changes)
+    """`stmt`, and what it holds, with the buffers of those names replaced.
+
+    It is itself where it has none of them.
+    """
+    if not replaced:
+        return stmt
+    changes: dict[str, Any] = {}
+    for name in _fields(type(stmt)):
+        before = getattr(stmt, name)
+        after = _replace(before, replaced)
+        if after is not before:
+            changes[name] = after
+    return dataclasses.replace(stmt, **changes) if changes else stmt
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
     if isinstance(value, Buffer):
         return replaced.get(value.name, value)
     if isinstance(value, tuple):
-        return tuple(_replace(item, replaced) for item in value)
+        items = cast(tuple[Any, ...], value)
+        new = tuple(_replace(item, replaced) for item in items)
+        return new if any(map(operator.is_not, new, items)) else items
     return replace_buffers(value, replaced) if isinstance(value, Stmt) else value

@@ -24,6 +24,9 @@ class ConvertToCommunications(EachProgram):
 
     name: ClassVar[str] = "convert_to_communications"
 
+    def sees(self, program: Program) -> object:
+        return None
+
     def change(self, program: Program) -> Program:
         converter = _Converter(program)
         body = tuple(new for stmt in program.body for new in converter.convert(stmt))

@@ -71,7 +71,7 @@ class Price:
     def in_bytes(self) -> Moved:
         """With bytes for the work, those that could come in its time."""
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
-        return dataclasses.replace(self.moved, exposed=exposed)
+        return Moved(exposed, self.moved.hidden, self.moved.communications)
 
     def beats(self, other: Price) -> bool:
         """Whether it is less; for less work, no more may move than that is worth.

@@ -46,10 +46,18 @@ class DelayReductions(EachProgram):
 
     name: ClassVar[str] = "delay_reductions"
 
+    def sees(self, program: Program) -> object:
+        return streamed_dims(program) if _reduces(program) else None
+
     def change(self, program: Program) -> Program:
-        program = _Delayer(program, streamed_dims(program)).delay()
+        if _reduces(program):
+            program = _Delayer(program, streamed_dims(program)).delay()
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)
+
+
+def _reduces(program: Program) -> bool:
+    return any(map(is_reduction, program.body))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -78,6 +79,7 @@ def one_way_each(
     ] or [streamed]
 
 
+@derived
 def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
     """The dims of values that pipelines chosen or asked for will cut, by value."""
     asked = stream_choices(program)

@@ -50,6 +50,9 @@ class CarryPartialSums(EachProgram):
 
     name: ClassVar[str] = "carry_partial_sums"
 
+    def sees(self, program: Program) -> object:
+        return None
+
     def change(self, program: Program) -> Program:
         if not any(isinstance(stmt, Scan) for stmt in program.body):
             return program

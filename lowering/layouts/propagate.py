@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import ClassVar, TypeAlias
 
+from jhost.lowering.ir.bodies import is_alike
+from jhost.lowering.ir.derived import hand_on
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import asked_of_streams
 from jhost.lowering.ir.statements import Compute, Set
-from jhost.lowering.layouts.hidden_dims import one_way_each, streamed_dims
+from jhost.lowering.layouts.hidden_dims import (
+    StreamedDim,
+    one_way_each,
+    streamed_dims,
+)
 from jhost.lowering.layouts.levels import Level, flattened
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.rewriter import Rewriter
+from jhost.lowering.layouts.rewriter import Rewriter, Written
 from jhost.lowering.layouts.solve import Solution, solve_layouts
 
 Solutions: TypeAlias = dict[Hashable, Solution]
@@ -23,26 +30,80 @@ Solutions: TypeAlias = dict[Hashable, Solution]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A program before and after, with the dims that streams would cut in it.
+
+    `every` has those that ask for other streams, which cut the same.
+    """
+
+    before: Program
+    streamed: Mapping[str, StreamedDim]
+    rewriter: Rewriter
+    after: Program
+    every: list[Program]
+
+    def of(self, program: Program) -> Program | None:
+        """Another program laid out, if that is this one but for marks of streams."""
+        if not is_alike(self.before, program):
+            return None
+        asked = asked_of_streams(program)
+        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
+        if known is not None:
+            hand_on(known, program)
+        elif self.streamed != streamed_dims(program):
+            return None
+        else:
+            self.every.append(program)
+        added = self.after.remarks[len(self.before.remarks) :]
+        return dataclasses.replace(
+            self.after,
+            marks=tuple(self.rewriter.marks(program.marks)),
+            remarks=(*program.remarks, *added),
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What candidates that are as good as alike share.
+
+    Solutions, and what was written by them, by identity of a body that is kept.
+    """
+
+    solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
+    written: Written = dataclasses.field(default_factory=Written)
+    programs: dict[int, list[_LaidOut]] = dataclasses.field(
+        default_factory=dict[int, list[_LaidOut]]
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PropagateLayouts:
     """A program with global shapes -> what one device of the mesh runs.
 
-    What a pipeline that was chosen can hide counts after what it cannot.  Solutions are
-    `known` from candidates that are as good as alike.
+    What a pipeline that was chosen can hide counts after what it cannot.
     """
 
     name: ClassVar[str] = "propagate_layouts"
 
-    known: Solutions = dataclasses.field(
-        default_factory=dict[Hashable, Solution], compare=False, repr=False
-    )
+    known: _Known = dataclasses.field(default_factory=_Known, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
         if not program.mesh.shape:
             return program
-        solution = solve_program(program, self.known)
+        known = self.known.programs.setdefault(id(program.body), [])
+        for each in known:
+            if (after := each.of(program)) is not None:
+                return after
+        solution = solve_program(program, self.known.solutions)
         marks = shardings_of(solution.level)
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
-        return Rewriter(solution.level, solution, remarks).rewrite()
+        rewriter = Rewriter(solution.level, solution, remarks, self.known.written)
+        after = rewriter.rewrite()
+        if program.body:
+            known.append(
+                _LaidOut(program, streamed_dims(program), rewriter, after, [program])
+            )
+        return after
 
 
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:

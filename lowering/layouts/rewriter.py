@@ -43,12 +43,55 @@ _RESHARDED: Mapping[StepKind, str] = {
 }
 
 
+class Written:
+    """What was written by solutions for one program, of which others may be part."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[tuple[str, int], list[Program]] = {}
+        self.fills: dict[tuple[int, Layout], Compute] = {}
+
+    def body(self, level: Level, program: Program) -> Program:
+        """A rewritten body, or an equal one that stands in its place already.
+
+        What passes know of that one they need not find out again.
+        """
+        known = self.bodies.setdefault((level.prefix, id(level.program.body)), [])
+        for other in known:
+            if other == program and other.said is program.said:
+                return other
+        known.append(program)
+        return program
+
+    def fill(self, op: Operation, layout: Layout) -> Compute:
+        """An operation that reads nothing, to make its result in `layout`."""
+        assert isinstance(op.stmt, Compute)
+        place = id(op.stmt), layout
+        if place not in self.fills:
+            self.fills[place] = _filling(op, op.stmt, layout)
+        return self.fills[place]
+
+
+def _filling(op: Operation, stmt: Compute, layout: Layout) -> Compute:
+    (eqn,) = stmt.unit.eqns
+    var = fresh_var(eqn.eqn.outvars[0].aval)
+    unit_eqn = dataclasses.replace(
+        eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)
+    )
+    unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,), outvars=(var,))
+    return dataclasses.replace(stmt, unit=unit)
+
+
 class Rewriter:
     """Writes the layouts of one level into its program, and those of its bodies."""
 
     def __init__(
-        self, level: Level, solution: Solution, explain: LayoutRemarks
+        self,
+        level: Level,
+        solution: Solution,
+        explain: LayoutRemarks,
+        written: Written,
     ) -> None:
+        self.written = written
         self.program, self.prefix = level.program, level.prefix
         self.level = level
         self.solution = solution
@@ -99,7 +142,7 @@ class Rewriter:
             params=params,
             results=results,
             body=tuple(self.body),
-            marks=tuple(self.marks()),
+            marks=tuple(self.marks(self.program.marks)),
             remarks=(*self.program.remarks, *filter(None, self.remarks)),
         )
 
@@ -112,13 +155,18 @@ class Rewriter:
             for enters in crossing.enters
         ]
         bodies = [
-            Rewriter(level, self.solution, self.explain).rewrite(leaves)
+            self.rewritten(level, leaves)
             for level, leaves in zip(crossing.levels, crossing.leaves, strict=True)
         ]
         leaving = crossing.leaves[0 if isinstance(stmt, Cond) else -1]
         outs, moved = self.results(leaving, stmt.outs)
         self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
+
+    def rewritten(self, level: Level, leaves: Sequence[int]) -> Program:
+        """A body with its layouts."""
+        inner = Rewriter(level, self.solution, self.explain, self.written)
+        return self.written.body(level, inner.rewrite(leaves))
 
     def leaving(self, number: int) -> Buffer:
         """A result of a body, in the layout in which it leaves it."""
@@ -128,9 +176,9 @@ class Rewriter:
         """The one operand of an operation, in the layout that it wants."""
         return self.operand(number, 0, self.solution.wanted(number))
 
-    def marks(self) -> Iterator[Mark]:
+    def marks(self, given: Sequence[Mark]) -> Iterator[Mark]:
         """The marks: a barrier's on what it makes, a fill's on all made of it."""
-        for mark in self.program.marks:
+        for mark in given:
             names, value = [mark.buffer], self.prefix + mark.buffer
             if isinstance(mark, BarrierMark):
                 names = [self.produced.get(mark.buffer, mark.buffer)]
@@ -232,15 +280,10 @@ class Rewriter:
 
     def made(self, op: Operation, layout: Layout) -> Buffer:
         """The result of an operation that reads nothing, made in `layout`."""
-        assert isinstance(op.stmt, Compute)
-        (eqn,), (out,) = op.stmt.unit.eqns, op.stmt.outs
-        var = fresh_var(eqn.eqn.outvars[0].aval)
-        unit_eqn = dataclasses.replace(
-            eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)
-        )
-        unit = dataclasses.replace(op.stmt.unit, eqns=(unit_eqn,), outvars=(var,))
+        fill = self.written.fill(op, layout)
+        (out,) = fill.outs
         target = self.place(out, layout, name=self.names.fresh(out.name))
-        self.body.append(dataclasses.replace(op.stmt, unit=unit, outs=(target,)))
+        self.body.append(dataclasses.replace(fill, outs=(target,)))
         return target
 
 

@@ -12,7 +12,7 @@ from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import Note, Remark
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
@@ -32,6 +32,15 @@ from jhost.lowering.loops.zigzag import (
 from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 from jhost.lowering.units.make import unit_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """The statements and the results of a program with loops, and notes on them."""
+
+    body: tuple[Stmt, ...]
+    results: tuple[Buffer, ...]
+    notes: tuple[Note, ...]
 
 
 class LoopBuilder:
@@ -87,13 +96,19 @@ class LoopBuilder:
         return before
 
     def should_merge(self, one: Group, other: Group) -> bool:
-        """Whether two groups share a loop, or are pieces of a barrier outside loops."""
-        parts = [self.parts.get(id(node)) for node in (*one, *other)]
-        streams = {part.stream if part else None for part in parts}
-        if streams == {None}:
-            barriers = {node.barrier for node in (*one, *other)}
-            return len(barriers) == 1 and () not in barriers
-        return len(streams) == 1 and self.should_share_loop(one, other)
+        """Whether two groups share a loop, or are pieces of a barrier outside loops.
+
+        Nodes of one group are of one kind.
+        """
+        kind = self.kind_of(one[0])
+        if kind is None or kind != self.kind_of(other[0]):
+            return False
+        return id(one[0]) not in self.parts or self.should_share_loop(one, other)
+
+    def kind_of(self, node: Node) -> str | tuple[str, ...] | None:
+        """The stream that a node joins; outside of streams its barrier, or None."""
+        part = self.parts.get(id(node))
+        return part.stream if part else node.barrier or None
 
     def should_share_loop(self, one: Group, other: Group) -> bool:
         """Whether two groups of one stream hand values on chunk by chunk."""
@@ -228,17 +243,14 @@ class LoopBuilder:
         made = {buffer.name for node in group for buffer in node.writes}
         return bool(made & self.plain) and not made & self.marked
 
-    def finish(self, body: tuple[Stmt, ...], remarks: tuple[Remark, ...]) -> Program:
-        """The program around `body`, streamed buffers shown as such everywhere."""
-        body = (*body, *self.in_order({buffer.name for buffer in self.program.results}))
-        replaced = tuple(replace_buffers(stmt, self.streamed) for stmt in body)
-        results = tuple(self.streamed.get(b.name, b) for b in self.program.results)
-        return dataclasses.replace(
-            self.program,
-            body=replaced,
-            results=results,
-            marks=(),
-            remarks=(*self.program.remarks, *remarks, *self.notes),
+    def built(self, groups: Sequence[Group]) -> Built:
+        """All groups lowered, streamed buffers shown as such everywhere."""
+        body = [*self.body(groups)]
+        body += self.in_order({buffer.name for buffer in self.program.results})
+        return Built(
+            body=tuple(replace_buffers(stmt, self.streamed) for stmt in body),
+            results=tuple(self.streamed.get(b.name, b) for b in self.program.results),
+            notes=tuple(self.notes),
         )
 
     def part(self, node: Node) -> Part:

@@ -53,7 +53,7 @@ def _kept(
     program: Program, graph: Sequence[Node], pipelined: Collection[int]
 ) -> list[tuple[int, int, Buffer]]:
     """Gathers, those that read them behind their first reader, and the buffers."""
-    before = dependencies(graph)
+    before: list[set[int]] = []
     results = {buffer.name for buffer in program.results}
     found: list[tuple[int, int, Buffer]] = []
     for number in sorted(pipelined):
@@ -64,6 +64,7 @@ def _kept(
         cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
         if cut and stmt.out.name not in results:
             first, *later = readers
+            before = before or dependencies(graph)
             found += [
                 (number, n, stmt.out) for n in later if _follows(n, first, before)
             ]

@@ -16,19 +16,46 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jhost import errors
 from jhost._jax import source_line
-from jhost.lowering.ir.bodies import CONTROL_FLOW, EachProgram
-from jhost.lowering.ir.graph import Node, merge_groups
+from jhost.lowering.ir.bodies import CONTROL_FLOW, EachProgram, is_alike
+from jhost.lowering.ir.graph import Group, Node, merge_groups
 from jhost.lowering.ir.marks import StreamChoice, Wish
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, StreamReport, UnmetWish
 from jhost.lowering.ir.requests import stream_choices, without_wish
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
-from jhost.lowering.loops.builder import LoopBuilder
+from jhost.lowering.loops.builder import Built, LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.parts import Access, part_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loops:
+    """Which nodes of a program share loops, for what its streams were `made`.
+
+    They are `built` by which of them are not to be made, as marks say.
+    """
+
+    program: Program
+    graph: Sequence[Node]
+    made: Mapping[str, Pipelining]
+    extents: Mapping[str, int]
+    groups: Sequence[Group]
+    built: dict[tuple[bool, ...], Built] = dataclasses.field(
+        default_factory=dict[tuple[bool, ...], Built]
+    )
+
+    def are_of(
+        self,
+        program: Program,
+        made: Mapping[str, Pipelining],
+        extents: Mapping[str, int],
+    ) -> bool:
+        """Whether they are those of a program with such streams."""
+        alike = is_alike(self.program, program)
+        return alike and self.made == made and self.extents == extents
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +70,9 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
+    known: dict[int, list[_Loops]] = dataclasses.field(
+        default_factory=dict[int, "list[_Loops]"], compare=False, repr=False
+    )
 
     def change(self, program: Program) -> Program:
         asked = stream_choices(program)
@@ -63,9 +93,7 @@ class LowerStreams(EachProgram):
         again = with_gathers_again(program, graph, pipelined)
         if again is not program:
             return self.change(again)
-        builder = LoopBuilder(program, graph, made, plan.extents, self.streams)
-        groups = merge_groups(graph, builder.order(), builder.should_merge)
-        body = tuple(builder.body(groups))
+        built = self.built(program, graph, made, plan.extents)
         reports = [
             stream_report(stream, mark, plan.extents[stream], made[stream], graph)
             for stream, mark in plan.marks.items()
@@ -76,8 +104,38 @@ class LowerStreams(EachProgram):
             stream_report(f"s{number}", mark, 1, off("off, as asked"))
             for number, mark in enumerate(left_out, start=len(marks))
         ]
-        notes = (*unmet_notes(asked), *stop_notes(graph, plan))
-        return builder.finish(body, (*reports, *notes))
+        notes = (*unmet_notes(asked), *stop_notes(graph, plan), *built.notes)
+        return dataclasses.replace(
+            program,
+            body=built.body,
+            results=built.results,
+            marks=(),
+            remarks=(*program.remarks, *reports, *notes),
+        )
+
+    def built(
+        self,
+        program: Program,
+        graph: Sequence[Node],
+        made: Mapping[str, Pipelining],
+        extents: Mapping[str, int],
+    ) -> Built:
+        """The loops of a program, which may be those of a candidate before."""
+        made = {s: _as_built(each, graph) for s, each in made.items()}
+        known = self.known.setdefault(id(program.body), [])
+        loops = next((e for e in known if e.are_of(program, made, extents)), None)
+        if loops is None:
+            builder = LoopBuilder(program, graph, made, extents, self.streams)
+            groups = merge_groups(
+                graph, builder.order(), builder.should_merge, builder.kind_of
+            )
+            loops = _Loops(program, graph, made, extents, groups)
+            known.append(loops)
+        builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)
+        plain = tuple(map(builder.is_plain, loops.groups))
+        if plain not in loops.built:
+            loops.built[plain] = builder.built(loops.groups)
+        return loops.built[plain]
 
     def choose(
         self,
@@ -93,6 +151,15 @@ class LowerStreams(EachProgram):
             if self.strict:
                 raise
             return off(errors.first_line(refusal))
+
+
+def _as_built(choice: Pipelining, graph: Sequence[Node]) -> Pipelining:
+    """What loops go by of a choice: the order of sequences only where rows see some."""
+    stmts = (graph[number].stmt for number in choice.parts)
+    computes = (stmt for stmt in stmts if isinstance(stmt, Compute))
+    windows = any(each.rule.window for stmt in computes for each in stmt.unit.eqns)
+    zigzag = choice.zigzag or not windows
+    return dataclasses.replace(choice, reason="", zigzag=zigzag)
 
 
 # --- What was wished for ------------------------------------------------------ #

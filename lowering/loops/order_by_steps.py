@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set as AbstractSet
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import with_bodies
+from jhost.lowering.ir.bodies import with_each_body
 from jhost.lowering.ir.index import Constant, Rank, leaves, substituted, without_mods
 from jhost.lowering.ir.program import Program
-from jhost.lowering.loops.turned import Name, turned_values
+from jhost.lowering.loops.turned import turned_values
+
+_Turned: TypeAlias = Mapping[int, AbstractSet[str]]
+"""The names of turned values, by identity of the program or body that has them."""
+
+_Known: TypeAlias = dict[tuple[int, frozenset[str]], tuple[Program, Program]]
+"""A program before and after, by its identity and the names of what is turned in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,32 +32,47 @@ class OrderBySteps:
 
     name: ClassVar[str] = "order_by_steps"
 
+    known: _Known = dataclasses.field(
+        default_factory=dict[tuple[int, frozenset[str]], tuple[Program, Program]],
+        compare=False,
+        repr=False,
+    )
+
     def apply(self, program: Program) -> Program:
-        turned = turned_values(program)
-        return _in_order(program, turned) if turned else program
+        turned: dict[int, set[str]] = {}
+        for here, name in turned_values(program):
+            turned.setdefault(here, set()).add(name)
+        return self.in_order(program, turned) if turned else program
 
+    def in_order(self, program: Program, turned: _Turned) -> Program:
+        """`program`, in which each device has those where the first one has them.
 
-def _in_order(program: Program, turned: AbstractSet[Name]) -> Program:
-    """`program`, in which each device has those where the first one has them."""
-    body = _statements(program.body, {}, id(program), turned)
-    return dataclasses.replace(program, body=body)
+        A body of which candidates turn the same values is the same for all of them.
+        """
+        names = frozenset(turned.get(id(program), ()))
+        inner = with_each_body(program, lambda body: self.in_order(body, turned))
+        if not names:
+            return inner
+        place = id(program), names
+        if inner is not program or place not in self.known:
+            body = _statements(inner.body, {}, names)
+            after = dataclasses.replace(inner, body=body)
+            if inner is not program:
+                return after
+            self.known[place] = program, after
+        return self.known[place][1]
 
 
 def _statements(
-    body: Sequence[ir.Stmt],
-    loops: Mapping[str, int],
-    here: int,
-    turned: AbstractSet[Name],
+    body: Sequence[ir.Stmt], loops: Mapping[str, int], turned: AbstractSet[str]
 ) -> tuple[ir.Stmt, ...]:
     def changed(stmt: ir.Stmt) -> ir.Stmt:
         match stmt:
-            case ir.Select(source=source) if (here, source.name) in turned:
+            case ir.Select(source=source) if source.name in turned:
                 return _on_first(stmt, loops)
             case ir.For(index=index, extent=extent):
-                inner = _statements(stmt.body, {**loops, index: extent}, here, turned)
+                inner = _statements(stmt.body, {**loops, index: extent}, turned)
                 return dataclasses.replace(stmt, body=inner)
-            case ir.Scan() | ir.While() | ir.Cond():
-                return with_bodies(stmt, [_in_order(b, turned) for b in stmt.bodies])
             case _:
                 return stmt
 

@@ -29,6 +29,9 @@ class ComputeLate(EachProgram):
 
     name: ClassVar[str] = "compute_late"
 
+    def sees(self, program: Program) -> object:
+        return all(mark.pipeline == "off" for mark in stream_choices(program))
+
     def change(self, program: Program) -> Program:
         if not stream_choices(program):
             return program

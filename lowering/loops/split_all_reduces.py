@@ -30,8 +30,27 @@ class SplitAllReduces(EachProgram):
 
     name: ClassVar[str] = "split_all_reduces"
 
+    def sees(self, program: Program) -> object:
+        if not self.may_split(program):
+            return None
+        return [
+            (mark.dim, mark.pipeline, mark.chunks, mark.plain, mark.lines)
+            for mark in stream_choices(program)
+        ]
+
+    def may_split(self, program: Program) -> bool:
+        """Whether there are all-reduces, and a pipeline that could meet them."""
+        p2p = any(mark.pipeline == "p2p" for mark in stream_choices(program))
+        return p2p and any(
+            isinstance(stmt, Communicate) and stmt.kind == "AllReduce"
+            for stmt in program.body
+        )
+
     def change(self, program: Program) -> Program:
-        if "p2p" not in {mark.pipeline for mark in stream_choices(program)}:
+        if not self.may_split(program):
+            return program
+        found = [*self.all_reduces(program)]
+        if not found:
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
@@ -42,11 +61,13 @@ class SplitAllReduces(EachProgram):
                 devices=axes_size(stmt.axes, mesh),
                 where=mark.where,
             )
-            for stmt, dim, mark in self.all_reduces(program)
+            for stmt, dim, mark in found
         ]
         # Padded at the end of what a device has, whatever shards the dim already.
-        program = pad_program(program, uneven)
-        dims = {stmt.out.name: dim for stmt, dim, _ in self.all_reduces(program)}
+        padded = pad_program(program, uneven)
+        if padded is not program:
+            program, found = padded, [*self.all_reduces(padded)]
+        dims = {stmt.out.name: dim for stmt, dim, _ in found}
         names = Names.of(program)
         body: list[Stmt] = []
         for node in nodes(program.body):

@@ -34,6 +34,9 @@ class StackLess(EachProgram):
 
     name: ClassVar[str] = "stack_less"
 
+    def sees(self, program: Program) -> object:
+        return None
+
     def change(self, program: Program) -> Program:
         names, sliced = Names.of(program), _only_sliced(program)
         found: list[_Handed] = []

@@ -151,6 +151,15 @@ class DimRule:
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
     traffic: Callable[[Place], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
+    contracts: bool = dataclasses.field(init=False)
+    """Whether it multiplies and sums: a reduced factor is in both first operands.
+
+    That takes as long as a transfer; what else is computed is soon done.
+    """
+
+    def __post_init__(self) -> None:
+        # Found once: passes ask for it more often than for anything else.
+        object.__setattr__(self, "contracts", self._contracts())
 
     @property
     def is_closed(self) -> bool:
@@ -171,12 +180,7 @@ class DimRule:
         """
         return self.picked | self.updates
 
-    @property
-    def contracts(self) -> bool:
-        """Whether it multiplies and sums: a reduced factor is in both first operands.
-
-        That takes as long as a transfer; what else is computed is soon done.
-        """
+    def _contracts(self) -> bool:
         if self.matmul is not None:
             return True
         reduced = {f for f, reducer in enumerate(self.reducers) if reducer is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -22,6 +23,8 @@ from jhost.lowering.ir.statements import (
 from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
 from jhost.lowering.rules.table import reason_of
 
+ONE = Fraction(1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
@@ -32,6 +35,16 @@ class Access:
 
     dim: int
     groups: Fraction
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(size: int) -> Fraction:
+    return Fraction(size)
+
+
+def steps_in(size: int, groups: Fraction) -> Fraction:
+    """The steps in each of so many groups; of one group the same number each time."""
+    return _whole(size) if groups is ONE else size / groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,24 +62,32 @@ class Part:
     writes: Mapping[int, Access]
     factor: int | None = None
 
+    def of_stream(self, stream: str) -> Part:
+        """This part, in a stream that may bear another name by now."""
+        same = stream == self.stream
+        return self if same else dataclasses.replace(self, stream=stream)
+
     @property
     def steps(self) -> Fraction:
         """The steps in each group: what a loop can cut into chunks."""
-        return self.size / self.groups
+        return steps_in(self.size, self.groups)
 
     @property
     def growth(self) -> Fraction:
         """How many times as many groups the node's results have as its operands."""
         if not self.reads or not self.writes:
-            return Fraction(1)
+            return ONE
         read, written = (
             next(iter(self.reads.values())),
             next(iter(self.writes.values())),
         )
-        return written.groups / read.groups
+        same = written.groups is read.groups or written.groups == read.groups
+        return ONE if same else written.groups / read.groups
 
     def scaled(self, by: Fraction) -> Part:
         """This part with `by` times as many groups."""
+        if by is ONE or by == ONE:
+            return self
 
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
             return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}
@@ -177,7 +198,7 @@ def _communicate_part(
     A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
     whole is the s-th slice of every shard, and needs no reshape by the user.
     """
-    growth = Fraction(1)
+    growth = ONE
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"
     if isinstance(stmt, Communicate):
@@ -186,7 +207,9 @@ def _communicate_part(
             growth = Fraction(devices)
         elif access.dim == stmt.dim:
             growth = Fraction(1, devices)
-    groups = access.groups / growth if writes else access.groups
     size = stmt.source.shape[access.dim]
+    if growth is ONE:
+        return Part(stream, size, access.groups, {0: access}, {0: access})
+    groups = access.groups / growth if writes else access.groups
     read, written = Access(access.dim, groups), Access(access.dim, groups * growth)
     return Part(stream, size, groups, {0: read}, {0: written})

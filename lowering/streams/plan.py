@@ -16,19 +16,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._text import counted
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.parts import Access, Part, part_of, undivided
+from jhost.lowering.streams.parts import ONE, Access, Part, part_of, undivided
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
     """The streams of a program: what was asked of them, and the nodes that join.
 
-    Marks that met are one stream.  `extents` is the number of steps that each stream's
+    Marks that met are one stream: of each pair in `merged`, in order, the first took
+    the second in.  `extents` is the number of steps that each stream's
     loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
     a stream stops there.
     """
@@ -37,6 +39,7 @@ class StreamPlan:
     parts: Mapping[int, Part]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
+    merged: Sequence[tuple[str, str]] = ()
 
     def parts_of(self, stream: str) -> dict[int, Part]:
         """The nodes that join `stream`."""
@@ -46,13 +49,33 @@ class StreamPlan:
 def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
     """The nodes of a straight-line program, and the streams that its marks make there.
 
-    A mark that is off takes no other with it.
+    A mark that is off takes no other with it.  The plan is made once for a program, and
+    for candidates that ask the same of its streams.
     """
-    marks = [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+    graph, plan = _planned(program)
+    marks = _by_stream(_taken(program))
+    for one, other in plan.merged:
+        both = merge_choices(marks[one], marks.pop(other))
+        assert both is not None, "they went together when the plan was made"
+        marks[one] = both
+    return graph, dataclasses.replace(plan, marks=marks)
+
+
+def _taken(program: Program) -> list[StreamChoice]:
+    return [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+
+
+def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
+    return {f"s{number}": mark for number, mark in enumerate(marks)}
+
+
+@derived
+def _planned(program: Program) -> tuple[list[Node], StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
-    return graph, plan_streams(graph, marks, serial, dict(program.mesh.shape))
+    mesh = dict(program.mesh.shape)
+    return graph, plan_streams(graph, _taken(program), serial, mesh)
 
 
 def plan_streams(
@@ -63,7 +86,7 @@ def plan_streams(
 ) -> StreamPlan:
     """Propagate the streams of `marks` through `graph` to a fixed point."""
     propagation = _Propagation(graph, {m.buffer: m.reason for m in serial}, mesh)
-    streams = {f"s{number}": mark for number, mark in enumerate(marks)}
+    streams = _by_stream(marks)
     for stream, mark in streams.items():
         propagation.seed(stream, mark)
     propagation.run()
@@ -87,6 +110,7 @@ class _Propagation:
         self.declined: dict[int, str] = {}
         self.marks: dict[str, StreamChoice] = {}
         self.merged: dict[str, str] = {}
+        self.pairs: list[tuple[str, str]] = []
         self.queue: deque[str] = deque()
         self.touching: dict[str, list[tuple[int, bool, int]]] = {}
         for number, node in enumerate(graph):
@@ -97,7 +121,7 @@ class _Propagation:
 
     def seed(self, stream: str, mark: StreamChoice) -> None:
         self.marks[stream] = mark
-        self.values[mark.buffer] = stream, Access(mark.dim, Fraction(1))
+        self.values[mark.buffer] = stream, Access(mark.dim, ONE)
         self.queue.append(mark.buffer)
 
     def run(self) -> None:
@@ -142,8 +166,10 @@ class _Propagation:
                 if not self.meet(part.stream, access, other, there):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
-        steps, mark = self.common_steps(stream, part), self.marks[stream]
-        if steps < min(part.steps, self.steps.get(stream, part.steps)):
+        own, mark = part.steps, self.marks[stream]
+        known = self.steps.get(stream, own)
+        steps = _gcd(known, own)
+        if steps is not own and steps not in (own, known):
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
         count = mark.chunks if mark.pipeline != "p2p" else None
@@ -155,7 +181,8 @@ class _Propagation:
 
     def common_steps(self, stream: str, part: Part) -> Fraction:
         """The steps of the loop that borders of all parts can follow."""
-        return _gcd(self.steps.get(stream, part.steps), part.steps)
+        own = part.steps
+        return _gcd(self.steps.get(stream, own), own)
 
     def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
         if buffer.name in self.serial:
@@ -183,14 +210,17 @@ class _Propagation:
         stream, other = self.root(stream), self.root(other)
         if access is None or there is None or access.dim != there.dim:
             return False
-        scale = access.groups / there.groups
+        scale = ONE
+        if access.groups is not there.groups and access.groups != there.groups:
+            scale = access.groups / there.groups
         if stream == other:
-            return scale == 1
+            return scale is ONE
         one, second = sorted((stream, other))
         mark = merge_choices(self.marks[one], self.marks[second])
         if mark is None or not self.rescale(other, scale):
             return False
         self.merged[second] = one
+        self.pairs.append((one, second))
         self.marks[one] = mark
         if second in self.steps:
             steps = self.steps.pop(second)
@@ -203,6 +233,8 @@ class _Propagation:
         scaled = {number: part.scaled(scale) for number, part in mine.items()}
         if any(part.size % part.groups.numerator for part in scaled.values()):
             return False
+        if scale == 1:
+            return True
         self.parts |= scaled
         for name, (owner, access) in self.values.items():
             if self.root(owner) == stream:
@@ -218,7 +250,7 @@ class _Propagation:
         """Whole groups: scaled up until every statement has an integer number."""
         marks = {s: self.marks[s] for s in streams if s not in self.merged}
         parts = {
-            number: dataclasses.replace(part, stream=self.root(part.stream))
+            number: part.of_stream(self.root(part.stream))
             for number, part in self.parts.items()
         }
         extents: dict[str, int] = {}
@@ -229,11 +261,11 @@ class _Propagation:
             parts |= mine
             for number in self.without_whole_steps(mine):
                 del parts[number], mine[number]
-            offered = self.offered.get(stream, Fraction(1)) / factor
+            offered = self.offered.get(stream, ONE) / factor
             every = [part.steps for part in mine.values()] or [offered]
             steps = functools.reduce(_gcd, every)
             extents[stream] = int(steps) if steps.denominator == 1 else 1
-        return StreamPlan(marks, parts, extents, self.declined)
+        return StreamPlan(marks, parts, extents, self.declined, self.pairs)
 
     def without_whole_steps(self, parts: Mapping[int, Part]) -> list[int]:
         """The parts that joined before the groups were known, and are not so cut.
@@ -260,11 +292,14 @@ def _common_denominator(parts: Iterable[Part]) -> Fraction:
         for part in parts
         for access in (*part.reads.values(), *part.writes.values())
     ]
-    return Fraction(math.lcm(*denominators))
+    common = math.lcm(*denominators)
+    return ONE if common == 1 else Fraction(common)
 
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:
     """The largest number that divides both a whole number of times."""
+    if one is other or one == other:  # most often
+        return one
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(
         math.gcd(int(one * denominator), int(other * denominator)), denominator

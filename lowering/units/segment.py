@@ -21,6 +21,8 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
+    KindOf,
+    Node,
     ShouldMerge,
     dependencies,
     merge_groups,
@@ -33,10 +35,19 @@ from jhost.lowering.rules.dim_rule import Dims, shape_of
 
 def merge_computations(one: Group, other: Group) -> bool:
     """The default: computations on the same chunk merge, nothing else does."""
-    first, second = one[0].stmt, other[0].stmt  # the others of each are alike
-    if not (isinstance(first, ir.Compute) and isinstance(second, ir.Compute)):
-        return False
-    return first.chunk == second.chunk and not (first.reducer or second.reducer)
+    first, second = chunk_of(one[0]), chunk_of(other[0])  # the others are alike
+    return first is not None and first == second
+
+
+def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
+    """The chunk that a computation works on, if there is one; None for what is alone.
+
+    A computation that combines its result into another's is alone.
+    """
+    stmt = node.stmt
+    if not isinstance(stmt, ir.Compute) or stmt.reducer:
+        return None
+    return (stmt.chunk,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +66,8 @@ class Segment(EachProgram):
 class _Segmenter:
     def __init__(self, program: Program, should_merge: ShouldMerge) -> None:
         self.should_merge = should_merge
+        by_default = should_merge is merge_computations
+        self.kind_of: KindOf = chunk_of if by_default else lambda node: ()
         self.names = Names()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
@@ -88,7 +101,8 @@ class _Segmenter:
 
     def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         graph = nodes(stmts)
-        for group in merge_groups(graph, dependencies(graph), self.should_merge):
+        before = dependencies(graph)
+        for group in merge_groups(graph, before, self.should_merge, self.kind_of):
             computes = [
                 node.stmt for node in group if isinstance(node.stmt, ir.Compute)
             ]

@@ -76,7 +76,7 @@ def test_tracing_lowering_and_compiling_go_on_from_each_other() -> None:
 
 Call: TypeAlias = Callable[[jax.Array], Any]
 
-ROW = np.arange(8, dtype=np.float32)
+ROW: Any = np.arange(8, dtype=np.float32)
 
 
 def sums(x: jax.Array) -> jax.Array:

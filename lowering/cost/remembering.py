@@ -1,0 +1,126 @@
+"""Passes that do not make again what they made of a program for another candidate.
+
+Candidates differ in what is chosen for one mark, or for a few.  Most passes see nothing
+of that in most bodies, and what they made of those statements before they make again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jhost.lowering.ir.bodies import EachProgram, is_alike, with_each_body
+from jhost.lowering.ir.derived import hand_on
+from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Remark
+from jhost.lowering.ir.requests import asked_of_streams
+
+
+class FollowingPass(Protocol):
+    """A pass that lowers a candidate further."""
+
+    def apply(self, program: Program) -> Program: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """What a pass made of a program, and what it saw of the stream marks there.
+
+    `every` has what it made of those that ask for other streams, and are as good.
+    """
+
+    before: Program
+    after: Program
+    seen: object
+    every: list[Program]
+
+    def of(self, program: Program, sees: Callable[[], object]) -> Program | None:
+        """What the pass would make of another program, if that is known by this."""
+        remarks = self.remarks(program)
+        if remarks is None or not is_alike(self.before, program):
+            return None
+        if self.before.marks != program.marks and self.seen != sees():
+            return None
+        marks = with_choices(self.after.marks, program.marks)
+        made = dataclasses.replace(self.after, marks=marks, remarks=remarks)
+        asked = asked_of_streams(made)
+        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
+        if known is None:
+            self.every.append(made)
+        else:
+            hand_on(known, made)
+        return made
+
+    def remarks(self, program: Program) -> tuple[Remark, ...] | None:
+        """The remarks on a program, and those of the pass, unless it dropped some."""
+        before, after = self.before.remarks, self.after.remarks
+        if before == program.remarks:
+            return after
+        added = after[len(before) :]
+        return (*program.remarks, *added) if after[: len(before)] == before else None
+
+
+class Remembering:
+    """A pass, with what it made of each program and body as long as it lives itself.
+
+    A pass that is no `EachProgram` sees a whole program, with all bodies in it; what it
+    makes of one with stream marks it has to remember by itself.
+    """
+
+    def __init__(self, step: FollowingPass) -> None:
+        self.step = step
+        self.made: dict[int, list[_Made]] = {}  # by identity of a body that is kept
+
+    def apply(self, program: Program) -> Program:
+        step = self.step
+        if not isinstance(step, EachProgram):
+            if _choices(program.marks):
+                return step.apply(program)
+            return self.remembered(program, lambda: None, step.apply)
+        return self.remembered(
+            program,
+            functools.cache(lambda: step.sees(program)),
+            lambda program: step.change(with_each_body(program, self.apply)),
+        )
+
+    def remembered(
+        self,
+        program: Program,
+        sees: Callable[[], object],
+        make: Callable[[Program], Program],
+    ) -> Program:
+        """What the pass makes of a program, which may be known."""
+        known = self.made.setdefault(id(program.body), [])
+        for each in known:
+            if (after := each.of(program, sees)) is not None:
+                return after
+        after = make(program)
+        if program.body and _keeps_choices(program.marks, after.marks):
+            known.append(_Made(program, after, sees(), [after]))
+        return after
+
+
+def _keeps_choices(before: Sequence[Mark], after: Sequence[Mark]) -> bool:
+    """Whether each stream mark is there still, once, or none is.
+
+    A pass puts at least one in the place of each, or takes all up.
+    """
+    return len(_choices(after)) in (0, len(_choices(before)))
+
+
+def with_choices(marks: Sequence[Mark], said: Sequence[Mark]) -> tuple[Mark, ...]:
+    """`marks` where they are, of which those of streams say what others say."""
+    choices = iter(_choices(said))
+    return tuple(
+        dataclasses.replace(next(choices), buffer=mark.buffer, dim=mark.dim)
+        if isinstance(mark, StreamChoice)
+        else mark
+        for mark in marks
+    )
+
+
+def _choices(marks: Sequence[Mark]) -> list[StreamChoice]:
+    return [mark for mark in marks if isinstance(mark, StreamChoice)]
