@@ -1,6 +1,7 @@
-"""Turn every `Reshard` into communications (design section 6).
+"""Turn every `Reshard` into communications.
 
-This is nvFuser's lowering of resharding expressions, a pass of its own.
+The table is in `docs/design.md`, "Communications".  nvFuser lowers its resharding
+expressions in a pass of its own as well.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How to get from one layout to another: the communications that move the fewest bytes.
 
-The table is section 6 of `docs/design.md`.  Each mesh axis is handled on its own, so
-any number of axes works, and of the ways that there are the cheapest is searched for.
-Propagation asks what a reshard costs, and
-`convert_to_communications` what it consists of; both use `plan_reshard`.
+The table is in `docs/design.md`, "Communications".  Each mesh axis is handled on its
+own, so any number of axes works.  Dijkstra's search finds the cheapest way.  The solver
+asks what a reshard costs, `convert_to_communications` asks for its steps.  Both use
+`plan_reshard`, so they never disagree.
 """
 
 from __future__ import annotations

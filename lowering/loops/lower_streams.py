@@ -2,7 +2,7 @@
 
 Statements of one stream share a loop wherever the dependency graph lets them; a
 statement outside the stream on a path between two of them splits the loop in two, and
-so does a value that one makes in chunks and the other needs whole (design section 5).
+so does a value that one makes in chunks and the other needs whole.
 """
 
 from __future__ import annotations
