@@ -1,6 +1,6 @@
-"""What each candidate for an open stream mark would make of the program, and take.
+"""The candidates for an open stream mark, each lowered and timed by simulation.
 
-Each is lowered, and a simulation (`simulate.py`) says when the program would be done.
+`simulate.py` says when each candidate's program would be done.
 """
 
 from __future__ import annotations

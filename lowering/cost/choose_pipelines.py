@@ -1,9 +1,9 @@
 """Choose what the user left open about streams: pipeline, chunk count, or neither.
 
-Where a program was tuned, what was measured best is taken.  Otherwise each candidate is
-lowered, and a simulation (`simulate.py`) says what the program would then take.  Not to
-pipeline is a candidate like any other, and wins unless another gains more than the
-simulation may be wrong by.
+If the program was tuned, the way that was measured fastest is taken.  Otherwise each
+candidate is lowered, and `simulate.py` predicts how long the program then takes.  Not
+to pipeline is one candidate.  Another must gain more than the simulation may be wrong
+by.
 """
 
 from __future__ import annotations

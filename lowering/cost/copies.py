@@ -1,4 +1,4 @@
-"""What XLA copies beside kernels: parts of arrays that are not worked on in place."""
+"""The copies that XLA makes of parts of arrays, beside its kernels."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rates out of measurements: what `rates.py` holds of a kind of device, fitted to one.
+"""Rates of a kind of device, fitted to measurements.
 
-Measured are the seconds that one more operation takes in a chain of them, and those for
-which launching it keeps the host.  The rates are those of programs, which are slower.
-What no chain tells apart, the delay of a transfer from its latency and the meeting of
-threads, stays as it is in the rates at the start.
+A measurement is what one more operation adds to a chain of them: seconds on the device,
+and seconds on the host.  Rates are those of whole programs, which are slower.  Chains
+do not tell the delay of a transfer from its latency, or how long threads take to meet:
+those stay as in the rates that the fit starts from.
 """
 
 from __future__ import annotations

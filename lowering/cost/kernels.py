@@ -1,7 +1,7 @@
-"""How much a computation has to do: the kernels that XLA will make of it, about.
+"""The kernels that XLA will make of a computation, about, and their work.
 
-A contraction is a kernel of its own.  Everything else fuses with its neighbours, as far
-as the next reduction, and what counts is the memory that a fusion reads and writes.
+A contraction is one kernel.  Everything else fuses with its neighbours, up to the next
+reduction.  The cost of a fusion is the memory that it reads and writes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The part of a program in which a choice is weighed.
 
-That is the body whose marks are open.  Where layers alike are written out one after
-another, which have one choice, it is one of them: all candidates are lowered as often
-as for a single layer, and what a loop gains is not lost in the time of the others.
+That is the body whose marks are open.  Layers written out one after another have one
+choice, so one of them stands for all.  Each candidate is then lowered for one layer,
+not for the whole model, and its gain is not lost in the time of the other layers.
 """
 
 from __future__ import annotations

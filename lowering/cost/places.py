@@ -1,4 +1,4 @@
-"""Which task wrote what: whole buffers, and the parts of them that aliases show."""
+"""Which task wrote what: whole buffers, and the parts that aliases show."""
 
 from __future__ import annotations
 

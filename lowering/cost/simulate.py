@@ -1,10 +1,10 @@
 """How long a Host IR program takes, by simulation: what `auto` decides by.
 
-The loops are unrolled and every statement takes its place on one of two queues, in the
-way XLA runs them on a GPU: computations in program order, transfers as soon as their
-operands and their streams let them, and what cannot run beside a matmul takes both
-queues.  The host's part is counted apart: it runs ahead where it can, so a program
-takes as long as its devices or its launches, whichever is more.
+Loops are unrolled, and every statement takes its place on a queue as XLA would run it
+on a GPU.  Computations run in program order.  Transfers run as soon as their operands
+and streams let them.  A transfer that cannot run beside a matmul takes both queues.
+The host's launches are counted apart, because the host runs ahead where it can.  A
+program takes as long as its devices or its launches, whichever is more.
 """
 
 from __future__ import annotations

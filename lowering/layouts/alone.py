@@ -1,6 +1,6 @@
-"""A part of a program as a program of its own, for what is chosen in it.
+"""A part of a program as a program of its own, so that a choice in it can be weighed.
 
-That is a body, or some statements in a row.
+The part is a body, or some statements in a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One reduction carried behind one computation: P -> R, C(R) becomes C(P) -> R'."""
+"""Carry one reduction behind one computation: P -> R, C(R) becomes C(P) -> R'."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What it costs to move values: the bytes that each device receives.
 
-Work has a price in bytes as well.
+Work has a price too, in the same unit: the bytes that could come while it is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The layouts of a program's values as far as they are decided, and what they move.
+"""The layouts decided so far for a program's values, and what they move.
 
-Decisions can be changed one at a time, in any order: what follows from a change is
-added up anew for the values that it bears on, and for no others.
+Decisions can change one at a time, in any order.  A change adds up again only the
+values that it bears on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep partial sums partial through linear operations where that saves communication.
 
-`x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction is
-carried behind the operations that distribute over it (`rules/linear.py`), as far as
-the bytes received or the number of communications falls and neither grows.
+`x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction
+moves behind the operations that distribute over it (`rules/linear.py`).  It moves as
+far as bytes received or the number of communications fall, and neither grows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an assignment of an operation means for its operands and results."""
+"""What an assignment of an operation asks of its operands and makes of its results."""
 
 from __future__ import annotations
 

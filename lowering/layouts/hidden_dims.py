@@ -1,7 +1,8 @@
-"""Which dims the user's streams will cut, before layouts are decided.
+"""Which dims the user's streams will cut, planned before layouts are decided.
 
-Streams are planned again when the communications are there.  Here they tell what a
-loop could take in, which is why only a pipeline that was asked for by name counts.
+The plan says what a loop could take in.  Only a pipeline that the user named counts:
+whether another one is made depends on the layouts.  Streams are planned again once the
+communications are there.
 """
 
 from __future__ import annotations

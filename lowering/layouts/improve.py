@@ -1,4 +1,4 @@
-"""Decisions changed with the bytes of the whole program in view."""
+"""Change decisions while the whole program then receives fewer bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A program with the bodies in it as one list of operations, for their layouts.
+"""A program and the bodies in it as one list of operations, so one solver lays out all.
 
-Where a value crosses into a body, or out of one, stands an operation as well, so that
-what holds outside bears on the inside and the other way round.  A name of a body's
-value has the way to it in front.
+An operation stands wherever a value enters a body or leaves it.  So a layout outside
+bears on the inside, and the other way round.  The name of a value in a body begins with
+the way to that body.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Sums that a scan carries stay partial in it, and are reduced once behind it.
 
-Gradients of microbatches are added up so: one reduction a step over the axes of data
-parallelism, instead of one a microbatch.  That is legal where the carry is only added
-to, and costs no memory where the reduction leaves the layout as it is.
+Gradients of microbatches are such sums.  They need one reduction a step over the axes
+of data parallelism, instead of one a microbatch.  That is legal where the carry is only
+added to.  It costs no memory where the reduction leaves the layout as it is.
 
-Small sums that a scan stacks, as the gradients of all layers' gains, are reduced once
-as well: what one of them takes is mostly latency.  Larger ones stay in the body, where
-XLA may run them beside other work.
+Small sums that a scan stacks are reduced once as well, such as the gradients of all
+layers' gains: one of them takes little but latency.  Larger ones stay in the body,
+where XLA may run them beside other work.
 """
 
 from __future__ import annotations

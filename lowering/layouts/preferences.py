@@ -1,7 +1,7 @@
-"""The layouts that values ought to have: what the user gave, and what consumers want.
+"""The layouts that values should have: the user's constraints, and consumers' wishes.
 
-User constraints are fixed.  Wishes flow backward from them, and from what operations
-are assigned to, through the factors of the operations.
+Constraints are fixed.  Wishes flow backward through the factors of the operations, from
+the constraints and from what operations are assigned to.
 """
 
 from __future__ import annotations

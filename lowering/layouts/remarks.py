@@ -1,4 +1,4 @@
-"""Why values change their layout, in the user's words: a remark for each that does."""
+"""Why values change their layout, in the user's words: one remark for each change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layouts written into a program: what one device holds, and what it has to move.
+"""Write decided layouts into a program: local shapes, and what has to move.
 
-Buffers get their local shapes, and where a value must change its layout stands a
-`Reshard`, which `convert_to_communications` turns into communications.
+Where a value changes its layout stands a `Reshard`.  `convert_to_communications` turns
+it into communications.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decide the layout of every value and the assignment of every operation.
 
-They are settled with each other (`solver.py`), and then changed with the bytes of the
-whole program in view (`improve.py`): single decisions, and whole ways to a contraction.
+`solver.py` settles them with each other.  `improve.py` then changes them with the bytes
+of the whole program in view: first single decisions, then all that leads to one
+contraction.
 """
 
 from __future__ import annotations

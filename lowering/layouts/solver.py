@@ -1,9 +1,9 @@
-"""The layouts of values, and the assignments of operations, settled with each other.
+"""Settle the layouts of values and the assignments of operations with each other.
 
-Wishes flow backward (`preferences.py`), decisions flow forward, and both are repeated
-until nothing changes.  Where two operands claim one mesh axis for different factors,
-the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
-larger operand where it is.
+Wishes flow backward (`preferences.py`) and decisions flow forward, until nothing
+changes.  Two operands may claim one mesh axis for different factors.  Then the
+assignment that receives the fewest bytes wins.  On a tie the larger operand stays where
+it is.
 """
 
 from __future__ import annotations

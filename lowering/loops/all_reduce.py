@@ -1,10 +1,10 @@
-"""All-reduces in a p2p pipeline, in pieces: one goes back to all beside the next.
+"""All-reduces in a p2p pipeline, in pieces: each total goes back beside the next piece.
 
-An all-reduce is a reduce-scatter and an all-gather by then.  In a loop over all pieces
-and then one that gathers them, nothing would run beside the second.  So the loop over
-pieces is the outer one: an iteration takes a piece of every shard through the steps of
-the p2p pipeline, adds up what came, and sends the total to all, while the next
-iteration computes.  Only the last piece's way back has nothing beside it.
+By now an all-reduce is a reduce-scatter and an all-gather.  If one loop took all pieces
+and a second loop gathered them, nothing would run beside the second.  So the loop over
+pieces is the outer one.  An iteration takes one piece of every shard through the steps
+of the p2p pipeline, adds up the terms, and sends the total to all devices.  Meanwhile
+the next iteration computes.  Only the last piece's way back has nothing beside it.
 """
 
 from __future__ import annotations

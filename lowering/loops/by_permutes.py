@@ -1,7 +1,7 @@
-"""The permutes that a collective outside of loops is made of, and aliases of its parts.
+"""The permutes that replace a collective outside of loops, and aliases of its parts.
 
-At step k a device sends to the one k further on, and its parts are those of the devices
-from itself on: as in loops, see `moves.py`.
+At step k a device sends to the device k ranks further on.  The parts of a whole are
+counted from the device itself on.  Loops do the same: see `moves.py`.
 """
 
 from __future__ import annotations

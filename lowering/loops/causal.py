@@ -1,4 +1,4 @@
-"""Loops over keys that not all queries see, and the steps that nothing comes of."""
+"""Loops over keys that not all queries see: windows, and steps that can be left out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The statements of one stream while they are written as a loop over chunks.
+"""Writes the statements of one stream as a loop over chunks.
 
-What a chunk is depends on the pipeline: see `collective.py` and `p2p.py`.
+The pipeline says what a chunk is: see `collective.py` and `p2p.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The collective pipeline: chunk s is the s-th slice of every device's shard.
 
-The shape is nvFuser's (its pull requests 4217 and 4402): allocations, then a loop that
-makes every stream wait for the current one, then the loop that works, an iteration a
-stream, each of which the current stream waits for.
+The shape is nvFuser's (its pull requests 4217 and 4402).  Allocations come first.  A
+loop then makes every stream wait for the current one.  The next loop works, one
+iteration on each stream, and the current stream waits for each of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What is cheap and kept from one loop for a later one is computed there again.
+"""Cheap values that one loop keeps for a later one are computed again there.
 
-In a program with a derivative in it most of what the backward reads is computed element
-by element where the forward is.  XLA computes such values where they are read; what a
-loop makes for another one it has to write, chunk by chunk.
+In a program with a derivative, the forward computes most of what the backward reads,
+element by element.  XLA fuses such values into their readers.  A loop that makes them
+for another loop has to write them to memory, chunk by chunk.
 """
 
 from __future__ import annotations

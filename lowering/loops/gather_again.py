@@ -1,7 +1,7 @@
-"""What loops gather for work that only they cut is gathered by each of them.
+"""Each loop gathers again what only loops cut.
 
-Attention's keys need never be whole on a device.  A backward that read what its forward
-has gathered would keep them so from one to the other, and for all layers.
+Attention's keys need never be whole on a device.  A backward that read the keys that
+its forward gathered would keep them whole in between, for all layers at once.
 """
 
 from __future__ import annotations

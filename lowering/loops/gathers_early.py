@@ -1,12 +1,12 @@
 """All-gathers by permutes, each beside what is computed before it is read.
 
-The shards of a weight wait for nothing, and as a collective they would come alone:
+The shards of a weight are there from the start.  A collective would still run alone:
 NCCL's kernels find no multiprocessor beside a matmul.  So each device sends its shard
-to all others, by permutes, while what reads the weights before is computed.
+to all others by permutes, while the work before the weight's reader is computed.
 
-That work stands on a stream of its own, which says when: those of a gather set out when
-the work before is done, and are waited for when that beside them is.  Two gathers are
-under way or there, and not yet read.
+That work stands on a stream of its own, which sets the time.  Permutes set out when the
+work before is done, and are waited for when the work beside them is.  Two gathers are
+under way, or there and not yet read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In loops, issue early what comes from afar: before anything is computed or awaited.
+"""In loops, what comes from other devices is issued before anything is computed.
 
-Where an iteration needs two values that were there before it began, the second is on
-its way while the first is worked on.  It is waited for where it was.  And of what an
-iteration sends at its end, all is on its way before any is waited for.
+An iteration may need two values that were there before it began.  The second is then on
+its way while the first is worked on, and is waited for where it is needed.  At the end
+of an iteration everything is sent before anything sent is waited for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn streams into loops: each statement that joins one works on a chunk at a time.
 
-Statements of one stream share a loop wherever the dependency graph lets them; a
-statement outside the stream on a path between two of them splits the loop in two, and
-so does a value that one makes in chunks and the other needs whole.
+Statements of one stream share a loop wherever the dependency graph lets them.  Two
+things split a loop in two: a statement outside of the stream on a path between two
+statements of it, and a value that one makes in chunks and another needs whole.
 """
 
 from __future__ import annotations

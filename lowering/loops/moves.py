@@ -1,11 +1,14 @@
 """How chunks of a p2p pipeline move: from their owners, and to them.
 
-At step k device r works on the chunk of device r + k (modulo D).  Gathers: that chunk
-comes from its owner.  Reduce-scatters: the partial result goes to its owner, who adds
-what comes in the order of the steps: its own, then those of r - 1, r - 2, ...
-All-to-alls move their other dim as well: where the streamed dim comes together, the
-owner sends only what of the other dim is device r's; where it is scattered, the owner
-puts what comes where the other dim has the sender's part.  Nothing is added there.
+At step k device r works on the chunk of device r + k (modulo D).
+
+- All-gather: the chunk comes from its owner.
+- Reduce-scatter: the partial result goes to its owner.  The owner adds the terms in the
+  order of the steps: its own, then those of r - 1, r - 2, ...
+- All-to-all: it moves another dim as well.  Where the streamed dim comes together, the
+  owner sends only device r's part of the other dim.  Where the streamed dim is
+  scattered, the owner writes what comes to the sender's place in the other dim.
+  Nothing is added.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What is cheap to compute is computed where it is first read, if that keeps no more.
+"""Cheap values are computed where they are first read, if that keeps no more bytes.
 
-JAX puts what the backward needs where the forward is: the derivatives of all
-activations come first.  In a program with streams they would join the first loop that
-works on the same rows, and be kept from there to the loop that reads them.
+JAX puts what the backward needs where the forward is, so the derivatives of all
+activations come first.  With streams, they would join the first loop that works on the
+same rows, and would be kept from there to the loop that reads them.
 """
 
 from __future__ import annotations

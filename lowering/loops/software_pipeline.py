@@ -1,11 +1,13 @@
-"""In which order the iterations of a loop are issued, a stage of one at a time.
+"""The order in which the iterations of a loop are issued, one stage at a time.
 
-Iterations that take turns on streams have no order between them, but GPUs have one
-queue for computations.  If each were issued whole, what an iteration computes before a
-communication would wait for all that the one before it computes after its own, and
-nothing would be left to run beside either.  So a loop is cut into stages where a
-communication is waited for with nothing computed since, and the iterations are
-staggered: one is a stage ahead of the next, which hides what is between two stages.
+Iterations that take turns on streams have no order between them, but a GPU has one
+queue for computations.  If each iteration were issued whole, what it computes before a
+communication would wait for all that the iteration before computes after its own.  Then
+nothing would be left to run beside either communication.
+
+So a loop is cut into stages.  A cut is where a communication is waited for and nothing
+was computed since it was sent.  Iterations are staggered: one is a stage ahead of the
+next, whose work hides the communication between two stages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Sums over devices by permutes, each beside what is computed until it is read.
 
-Nothing of a backward waits for the sum of a weight's gradient over the devices that
-share the rows.  As a collective it would run alone: NCCL's kernels find no
-multiprocessor beside a matmul.  So devices send what they have to one another, and add:
-see `sums_sent.py`.
+The gradient of a weight is summed over the devices that share the rows.  Nothing in the
+backward waits for that sum.  A collective would still run alone: NCCL's kernels find no
+multiprocessor beside a matmul.  So devices send their terms to one another and add
+them: see `sums_sent.py`.
 
-What is sent is waited for when the sums after the next set out: what is computed until
-then stands beside it, and no more than three times as many are kept.
+A sum is waited for when the sums after the next ones set out.  What is computed until
+then hides it, and no more than three times as many are kept.
 """
 
 from __future__ import annotations

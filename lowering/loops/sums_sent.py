@@ -1,10 +1,10 @@
-"""What a sum over devices is made of outside of loops: permutes, and additions.
+"""The permutes and additions that make a sum over devices outside of loops.
 
-Of a reduce-scatter each device has a part, and gets that of all others.  Of an
-all-reduce it swaps all with one other after the other: in round j with the one whose
-rank differs by bit j (recursive doubling; Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH").  All add the same
-pairs, and have equal bits.
+In a reduce-scatter each device gets all others' terms of its part.  In an all-reduce
+each device swaps all that it has with one other device in each round.  In round j that
+is the device whose rank differs by bit j (recursive doubling; Thakur, Rabenseifner and
+Gropp 2005, "Optimization of Collective Communication Operations in MPICH").  All
+devices add the same pairs, so they have equal bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Which values each device may have in an order of its own, as none asks for another.
+"""Which values each device may hold in a rotated order of its own.
 
-Such a value is made and read by parts, and a device has each of them as much further on
-as any other.  Or it means nothing to what works on all of it where a step stands: what
-that makes is turned as its operands are.  A contraction may reduce the dim: its steps
-come in any order, if the other operand has them in the same one.  A sum of floats that
-several devices hold is the same on all, and so are its steps.
+A value qualifies if nothing asks for the order of position.
+
+- It is made and read in parts, and a device has every part the same distance further on
+  than the first device has it.
+- Or whole-array work reads it for which the place of a step means nothing.  The result
+  is then rotated as the operands are.
+- A contraction may reduce the rotated dim, because its steps come in any order, as long
+  as the other operand has the same one.  An exception is a sum of floats that several
+  devices hold: it must have the same bits on all, so its steps need one order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Causal attention in a p2p pipeline, with as much to do for every device.
+"""Causal attention in a p2p pipeline, with an equal share of work for every device.
 
-In order of position the queries of the last device see all keys, and those of the first
-only its own.  So the loop is about sequences in zigzag order (`ir/zigzag.py`): what
-follows them is exchanged before it, and what it makes of them is where that is read.
+In order of position the queries of the last device see all keys, and the queries of the
+first device see only its own.  So the loop works on sequences in zigzag order
+(`ir/zigzag.py`).  Its operands are exchanged before the loop.  Its results are
+exchanged where something reads them in order of position.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user asked of values, of the values that stand for them once padded."""
+"""Move the user's marks to the padded values that stand for the marked ones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Which dims to pad where a sharding does not divide them, and to which sizes.
 
-A padded dim is padded wherever it goes: through every operation that carries it as a
-factor, so that between the first of them and the last nothing is padded or cut.  These
-operations are the *region*.  It ends at parameters and results, which keep the user's
-shapes, and where an operation needs the dim whole.  In a program of one device's shapes
-it also ends where a communication moves the dim: padding there is at the end of every
-shard, and together they would have it in between.
+A dim is padded through every operation that carries it as a factor, so that nothing is
+padded or cut between the first of them and the last.  These operations are the
+*region*.  It ends where an operation needs the dim whole, and at parameters and
+results, which keep the user's shapes.  In a program of one device's shapes it also ends
+where a communication moves the dim: each shard has padding at its end, and the whole
+would have it in between.
 """
 
 from __future__ import annotations

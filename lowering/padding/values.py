@@ -1,8 +1,8 @@
-"""Write the padding of a region into a program: pads, cuts, and masks where it counts.
+"""Write a region's padding into a program: pads, cuts, and masks where it counts.
 
-What enters the region is padded, once for all that read it, and what leaves it is cut.
-In between the padding may hold anything (the logarithm of 0), so where an operation
-reduces the dim, elements that change nothing are put in its place.
+What enters the region is padded, once for all its readers, and what leaves is cut.  In
+between the padding may hold anything, such as the logarithm of 0.  So where an
+operation reduces the dim, the reducer's identity replaces the padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which statements work in chunks, on which dims, and in how many chunks.
 
-From the values that the user marked, streams propagate along factors, backward and
-forward, through computations and communications, until a dim must be whole, another
-stream is there, or `jhost.serial` stands in the way.  Chunk s of a gathered dim is the
-s-th slice of every device's shard: the dim is then seen as `groups` equal stretches.
+Streams spread from the marked values along factors, backward and forward, through
+computations and communications.  They stop at a dim that must be whole, at another
+stream, and at `jhost.serial`.  Chunk s of a gathered dim is the s-th slice of every
+device's shard, so the plan sees that dim as `groups` equal stretches.
 """
 
 from __future__ import annotations
