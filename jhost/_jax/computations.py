@@ -51,6 +51,7 @@ def define_primitive(
     lowering = mlir.lower_fun(computed, multiple_results=True)
     mlir.register_lowering(prim, lowering)
     if kernels is not None:
+        # Only for CUDA: the lowering without a platform stays that of all others.
         by_kernels = partial(_lower_to_kernels, kernels, lowering)
         mlir.register_lowering(prim, by_kernels, platform="cuda")
     batching.primitive_batchers[prim] = partial(_batch_in_front, prim)
@@ -90,9 +91,9 @@ def _lower_to_kernels(
     here = _has_tensor_cores() and _is_on_one_device(ctx) and not exported
     if not (here and kernels.can_compute(*ctx.avals_in, **params)):
         return otherwise(ctx, *args, **params)
-    # By now it is known what varies over devices, of which kernels' types say nothing.
+    # Types were checked before.  Those of kernels do not say what varies over devices.
     with config._check_vma(False), warnings.catch_warnings():
-        # A JAX to come is without this backend of Pallas, and says so.
+        # A later JAX drops this backend of Pallas, and warns of it.
         warnings.simplefilter("ignore", DeprecationWarning)
         return mlir.lower_fun(kernels.fun, multiple_results=True)(ctx, *args, **params)
 
@@ -155,8 +156,8 @@ def def_jvp(prim: Primitive, rule: Callable[..., Any]) -> None:
 def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
     """Sets what gives the cotangents of some operands that a primitive is linear in.
 
-    It takes the cotangents of all results, None for those of 0, and the operands, None
-    for those of which cotangents are wanted; these may have wider dtypes.
+    The rule takes the cotangents of all results, with None for zeros, and the operands,
+    with None for those whose cotangents are wanted.  It may give wider dtypes.
     """
 
     def transpose(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:

@@ -111,6 +111,7 @@ def _stage(
     )
     for tracer in results:
         tracer.recipe = recipe
+    # As JAX's own rule has it: a handle keeps equations that have effects alive.
     if _effects.partial_eval_kept_effects.filter_in(jaxpr.effects):
         handle = _partial_eval.EffectHandle(tracers, recipe)
         trace.effect_handles.append(handle)
@@ -159,6 +160,8 @@ def _split_eqn(
     there = {
         id(v) for v, is_there in zip(eqn.invars, instantiated, strict=True) if is_there
     }
+    # The caller saves what is `needed`: not the residuals that `refine` left out, but
+    # those that it took instead.
     needed = [var for var in needed if id(var) not in gone]
     needed += [var for var in taken if id(var) not in there]
     return known, staged, *out, [v for v in needed if not isinstance(v, Literal)]

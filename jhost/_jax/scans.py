@@ -39,8 +39,8 @@ def scan_like(
 ) -> JaxprEqn:
     """A scan that carries what `eqn` carries, of a body with other operands.
 
-    Operands and results of the body are in the order of the scan's: constants, what is
-    carried, and slices; what is carried, and slices.
+    Operands and results of the body are in the scan's order.  Operands: constants,
+    carried values, slices.  Results: carried values, slices.
     """
     first, count = scan_counts(eqn)
     carry, carried = eqn.invars[first : first + count], eqn.outvars[:count]

@@ -148,8 +148,10 @@ class Trial:
         if mark.pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
+            # The simplest first: a later one has to gain to be chosen.
             yield dataclasses.replace(mark, plain=True)
         if mark.pipeline is None or mark.pipeline == "collective":
+            # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:
                 yield dataclasses.replace(mark, pipeline="collective", chunks=count)
@@ -159,6 +161,7 @@ class Trial:
             p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
             yield p2p
             devices = None if given else self.devices()
+            # More chunks hide more, and cost more launches.
             if devices is not None and self.hides_too_little():
                 yield dataclasses.replace(p2p, chunks=2 * devices)
 

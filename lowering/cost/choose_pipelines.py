@@ -34,9 +34,12 @@ from jhost.lowering.ir.requests import (
 class ChoosePipelines:
     """Marks that leave something open -> marks that say it, with the reason.
 
-    `following` are the passes up to the loops, and `settings` hold for what requests
-    do not say; `rates` are those of devices of `device_kind`, if they are known;
-    `tuned` is what was measured.
+    Attributes:
+        following: the passes up to the loops.
+        settings: what holds where a request says nothing.
+        rates: the rates of the devices, if they are known.
+        device_kind: JAX's name for the kind of devices.
+        tuned: what was measured best, by program and mark.
     """
 
     name: ClassVar[str] = "choose_pipelines"
@@ -63,9 +66,9 @@ class ChoosePipelines:
     def choice(
         self, parts: Parts, marks: Sequence[Mark], numbers: Sequence[int]
     ) -> StreamChoice:
-        """What is chosen for some marks alike, the others as they are.
+        """The choice for some marks alike, with all other marks as they are.
 
-        They are weighed by the part of the program that `Parts` finds for them.
+        Candidates are weighed in the part of the program that `Parts` finds for them.
         """
         mark = open_marks(parts.program)[numbers[0]]
         why_not = self.nothing_to_gain(parts.program)
@@ -75,7 +78,7 @@ class ChoosePipelines:
         return Trial(part, self.following, self.rates).best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
-        """What was measured for the marks of a resolved program, by number."""
+        """The measured choices for the marks of a resolved program, by number."""
         return self.tuned.get(fingerprint(program), {}) if self.tuned else {}
 
     def trial(

@@ -74,6 +74,7 @@ class ChooseTransfers(EachProgram):
             return False
         if rates is None or self.pipeline != "auto":
             return self.pipeline == "p2p"
+        # Collectives that run beside matmuls need no permutes in their place.
         alone = not rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and rates.permute.beside_compute
 

@@ -162,7 +162,7 @@ def _permute(moved: Sequence[Moved], start: Link) -> Link:
 
 
 def _put(moved: Sequence[Moved], start: Link | None, permute: Link) -> Link | None:
-    """A copy engine's as a permute is, so that matmuls hide as much of it."""
+    """A copy engine puts as well, so matmuls hide as much of it as of a permute."""
     if not moved or start is None:
         return None
     put = _permute(moved, start)

@@ -36,6 +36,7 @@ class Kernel:
     def seconds(self, rates: Rates) -> float:
         """How long it takes: as long as the slower of arithmetic and memory."""
         arithmetic = rates.matmul_seconds(*self.matmul) if self.matmul else 0.0
+        # A kernel loads while it multiplies: the two overlap.
         slower = max(arithmetic, self.traffic / rates.memory)
         return rates.launch + slower + self.between / rates.memory
 
@@ -134,8 +135,9 @@ class _Unit:
     def fusions(self) -> list[list[int]]:
         """The values that fusions write, by what must be complete before them.
 
-        A reduction or a contraction ends a fusion.  What is cheap to make is made again
-        where it is read, and only what they want or the unit returns is written.
+        A reduction or a contraction ends a fusion.  XLA makes cheap values again where
+        they are read.  It writes only values that end a fusion, that a contraction
+        reads, or that the unit returns.
         """
         level: dict[int, int] = {}
         fusions: dict[int, list[int]] = {}

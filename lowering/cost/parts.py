@@ -30,10 +30,14 @@ _LAYERS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A program to weigh the marks of those numbers in, maybe `in_body` of a scan.
+    """A program in which some marks are weighed.
 
-    What is handed from layer to layer may be `in_pieces`; params are `carried` from
-    layer to layer, each where the layer before it has the result of that name.
+    Attributes:
+        program: the program, with its border laid out as in the whole.
+        numbers: which of its marks are weighed.
+        in_body: whether it stands in the body of a scan.
+        in_pieces: the values that layers hand on in the chunks they are made in.
+        carried: params that the layer before makes, each with the result in its stead.
     """
 
     program: Program
@@ -54,8 +58,8 @@ def _border(program: Program) -> set[str]:
 class Parts:
     """A program, its bodies and their layers, each as a program of its own.
 
-    What is cheap stands in the part that will compute it, so that no more crosses the
-    borders than will be kept.
+    Cheap values stand in the part that will compute them, so that only kept values
+    cross the borders.
     """
 
     def __init__(self, program: Program) -> None:
@@ -132,7 +136,7 @@ class Parts:
     def borders(self) -> list[list[int]]:
         """Where layers begin: behind marks alike, of which each layer has one.
 
-        Those of a backward pass stand behind the last layer of the forward one.
+        A backward pass has its own, behind the last layer of the forward one.
         """
         found: list[list[int]] = [[] for _ in self.programs]
         for numbers in sorted(marks_alike(self.program), key=len):

@@ -31,6 +31,7 @@ class Places:
         """The task of that number writes them."""
         for buffer in buffers:
             root, *_ = place = self.of(buffer.name)
+            # All of it is new: earlier writers of parts do not matter any more.
             if len(place) == 1:
                 self.writers[root] = {}
             self.writers.setdefault(root, {})[place] = task

@@ -279,6 +279,6 @@ def rates_of(
 
 
 def rates_to_start_from(kind: str) -> Rates:
-    """What is known of such devices; an H200's rates, if that is nothing."""
+    """The rates of such devices; an H200's if the kind is unknown."""
     unknown = dataclasses.replace(_H200, source="those of an H200", estimated=True)
     return _RATES.get(kind, unknown)

@@ -48,6 +48,7 @@ def predict(
         total -= _total(tasks, followed)
     host = sum(task.host for task in tasks)
     if not in_body:  # once in a program
+        # The threads of all devices meet before the first peer copy.
         host += program.mesh.size * max((task.meet for task in tasks), default=0.0)
     parts = [task.inside or _alone(task) for task in tasks]
     return Prediction(
@@ -72,9 +73,9 @@ def _total(tasks: Sequence[Task], followed: bool) -> float:
 
 
 def _leaving(tasks: Sequence[Task]) -> set[int]:
-    """The transfers between processes that nothing of the program waits for.
+    """The transfers between processes that nothing in the program waits for.
 
-    But for what is done with them alone on the way out.
+    What only handles their results on the way out does not count.
     """
     awaited: set[int] = set()
     leaving: set[int] = set()
@@ -89,13 +90,12 @@ def _leaving(tasks: Sequence[Task]) -> set[int]:
 
 
 def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
-    """The end of the last task, each as soon as it is issued and its queue is free.
+    """The end of the last task that is not `leaving`.
 
-    But for those that are `leaving`.
-
-    XLA issues a transfer as soon as what it waits for has been issued, before any
-    other computation, and what is cut out for it likewise; what puts what came in its
-    place, where that is read, or at the end.
+    A task starts as soon as it is issued and its queue is free.  XLA issues a transfer
+    once all that it waits for was issued, before any other computation.  It does the
+    same with a copy that cuts out a transfer's operand.  A copy that puts a part in its
+    place is issued where the whole is read, or at the end.
     """
     clock = _Clock(tasks)
     early = [_beside(task) or task.copy == "cut" for task in tasks]
@@ -119,8 +119,8 @@ def _beside(task: Task) -> bool:
 class _Clock:
     """When the queue of computations and those of transfers are free.
 
-    What goes over the network takes no turns with what stays on a host.  What runs
-    alone waits for computations and for `kernels` of other collectives, not for copies.
+    Transfers over the network take no turns with those on a host.  A transfer that runs
+    alone waits for computations and for other collectives' `kernels`, not for copies.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:

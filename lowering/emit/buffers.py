@@ -73,6 +73,7 @@ class Memory:
         kept: list[Piece] = []
         for piece in self.pieces:
             if overlap(piece.region, region):
+                # Its value is in the base already, or nothing of it is left.
                 if piece.merged or same(piece.region, region):
                     continue
                 piece.current = False
@@ -94,6 +95,8 @@ class Memory:
         return _converted(self.base, self.dtype)
 
     def _assembled(self, pieces: list[Piece]) -> Any:
+        # Pieces that tile the whole are one `concatenate`: a fusion reads it piece by
+        # piece.  Only a kernel that wants one array has it made.
         whole_pieces = all(piece.current for piece in pieces)
         parts = [(piece.windows, piece.value) for piece in pieces]
         if whole_pieces and (value := joined(self.shape, parts)) is not None:

@@ -79,8 +79,10 @@ def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
     if extremum := _EXTREMA.get(reducer):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return extremum(x, axes)
-        # Between floats, XLA:CPU and NCCL pass over what is no number.
+        # XLA:CPU and NCCL ignore NaN in a maximum of floats; `jnp.max` does not.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
+    # `lax` has no collective for the others.  In the order of the ranks, so that all
+    # devices have the same bits.
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 
@@ -115,6 +117,7 @@ def _reduce_scatter(
 ) -> Any:
     if reducer == "sum":
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    # `lax` scatters sums alone: each device gets all terms of its part.
     return _reduced(_exchange(x, axes, devices, dim), reducer)
 
 

@@ -83,7 +83,7 @@ class Order:
     def after_compute(self, outs: Sequence[Any], added: Sequence[Any] = ()) -> None:
         """The step's results stand for it.
 
-        Sums that XLA has `added` outside of the kernels it may fuse with their readers.
+        XLA may fuse sums that were `added` outside of kernels with their readers.
         """
         if self.active and outs:
             self.chains[self.machine.current] = self.last_compute = tuple(outs)
@@ -93,8 +93,8 @@ class Order:
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside all loops, which is not fused into one inside.
 
-        A sum in the last matmul of a loop would have that wait for the last transfer.
-        What was received is read once all that stood beside it is computed.
+        If XLA fused a sum into the last matmul of a loop, the matmul would wait for the
+        last transfer.  A received value is read once the work beside it is computed.
         """
         return list(ins) if self.active else [self._left(value) for value in ins]
 

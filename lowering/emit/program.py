@@ -95,6 +95,7 @@ class _Emitter(Machine):
     def body(self, body: Iterable[ir.Stmt]) -> None:
         for stmt in body:
             scope = self.scopes.name(stmt, tuple(self.loops.values()))
+            # XLA keeps it in the metadata of instructions, where `jhost.profile` reads.
             with jax.named_scope(scope) if scope else nullcontext():
                 self.statement(stmt)
 
@@ -170,6 +171,7 @@ class _Emitter(Machine):
         for memory, base in zip(placed, bases, strict=True):
             memory.base = base
         ins = self.order.leaving(ins)
+        # Not widened here: XLA then writes what is narrow, and widens it where it adds.
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk), widen=False)
         found = self.combined(stmt, outs)
         for buffer, value in zip(stmt.outs, found, strict=True):

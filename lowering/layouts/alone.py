@@ -34,6 +34,7 @@ def _layouts(
     for stmt in level.program.body:
         values += touched(stmt)[1]
     layouts = {b.name: solution.layouts[level.prefix + b.name] for b in values}
+    # Nothing takes the outermost program's results: it has no `leaves`.
     for result, number in zip(level.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
     yield layouts

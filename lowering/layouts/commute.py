@@ -276,6 +276,7 @@ class _Carrier:
         layout, partial = self.op.produced(position, self.axes)
         reducers = {reducer for _, reducer in (*partial, *self.partial)}
         copy = self.body.only_copy(out)
+        # A sum over one axis and a maximum over another cannot both be put off.
         if len(reducers) > 1 or (out.partial and copy is None):
             return None
         shards = [axes_size(dim.axes, self.mesh) for dim in out.dims]

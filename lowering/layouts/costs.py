@@ -69,7 +69,7 @@ class Price:
 
     @property
     def in_bytes(self) -> Moved:
-        """With bytes for the work, those that could come in its time."""
+        """The bytes that move, and those that could come while the work is done."""
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
         return dataclasses.replace(self.moved, exposed=exposed)
 
@@ -90,8 +90,8 @@ AS_IT_LIES = ("*",)
 class Costs:
     """The costs of resharding the values of one program, of global shapes.
 
-    What is `made_anywhere`, such as a fill, is not moved but made again.  A value of a
-    body is moved as often as the body `repeats`.
+    Values that are `made_anywhere`, such as fills, do not move: they are made again.  A
+    value of a body moves as often as the body `repeats`.
     """
 
     def __init__(

@@ -99,6 +99,8 @@ class Decisions:
         if not movers:
             self.moves_of.setdefault(move[0], set()).add(move[1])
             self.total += self._cost(*move)
+        # In the order of the operations: the first that wants a move makes it, and the
+        # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
         if movers[place : place + 1] != [number]:  # it may want a value twice
             movers.insert(place, number)

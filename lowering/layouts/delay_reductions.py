@@ -99,9 +99,11 @@ class _Delayer:
         while waiting:
             start = heapq.heappop(waiting)
             queued.remove(start)
+            # It was carried on, or went, since it was queued.
             if start not in self.starts([self.body.makers.get(start[1])]):
                 continue
             seen = self.carry(start[1])
+            # What had a say may change later.  Then this one is tried again.
             if not self.body.changed:
                 for name in seen:
                     ended.setdefault(name, set()).add(start)
@@ -150,6 +152,7 @@ class _Delayer:
                     heapq.heappush(waiting, other)
             if cost.improves(least):
                 least, best = cost, len(body.changed)
+        # Back to where it cost least.
         body.take_back(best)
         return seen
 

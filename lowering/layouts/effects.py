@@ -70,9 +70,10 @@ class Effects:
         return times * op.flops // axes_size(axes, self.costs.mesh)
 
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
-        """What is wanted of an operand; a loop takes the dim that it cuts as it lies.
+        """The layout wanted of an operand.
 
-        Such a value need never be whole, so to lay it out so saves nothing.
+        A loop takes the dim that it cuts as it lies: the value need never be whole, and
+        a reshard would save nothing.
         """
         want = op.required(position, assignment)
         streamed = self.costs.streamed.get(op.ins[position])

@@ -38,10 +38,10 @@ class StreamedDim:
     def hides(self, step: Step) -> bool:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
 
-        A collective pipeline takes in whatever becomes of its chunks.  A p2p pipeline
-        hands shards of the dim on, all of them or what of another dim is for the
-        receiver, which `SplitAllReduces` makes of an all-reduce as well, and takes in
-        collectives that do not mix chunks.
+        A collective pipeline takes in any communication of its chunks.  A p2p pipeline
+        takes in those that move shards of the dim: gathers, scatters, all-to-alls, and
+        all-reduces, which `SplitAllReduces` turns into the first two.  It also takes in
+        collectives over other axes, which mix no chunks.
         """
         if self.pipeline == "collective":
             return True

@@ -34,6 +34,7 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
         if not better:
             number += 1
         else:
+            # A change may let earlier ones pay, so all are asked again.
             numbers, number = solver.paying(made), 0
     return made
 
@@ -64,7 +65,7 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
         if new == old:
             continue
         undo.append((other, old))
-        # Those that read the same values may now share what is moved.
+        # Others that read the same values may now share a move.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
             if reader > other and reader not in waiting:
@@ -83,11 +84,11 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
 def restarted(solver: Solver, best: Decisions) -> Decisions:
     """`best`, or what comes of a contraction that is spread otherwise, if less.
 
-    All that leads to it has then to be laid out for it, which no change of single
-    decisions finds: that tokens go whole to their experts, say, where sums of parts
-    of them went.
+    All that leads to it then has to be laid out for it.  No change of single decisions
+    finds that: tokens that go whole to their experts, say, and not as partial sums.
     """
     for number, assignment in _restarts(solver, best):
+        # Wishes are the solver's state, and go back where the restart does not win.
         goals = dict(solver.wishes.goals)
         other = solver.settled_with(number, assignment)
         if _is_clearly_better(solver, other, best):
@@ -100,8 +101,8 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
 def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
     """Whether half of the bytes move, of the same parameters, and no work is repeated.
 
-    For less than that, a program that is laid out otherwise throughout would surprise:
-    a sum over the devices, say, where weights are exchanged instead.
+    For a smaller gain, a program laid out differently throughout would surprise: one
+    that exchanges weights, say, instead of summing over the devices.
     """
     return (
         2 * other.total.all <= best.total.all

@@ -101,7 +101,7 @@ class _Flattener:
     def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> Crossing:
         """Constants and slices come as they are outside, so that no weight is whole.
 
-        What is carried has one layout, at the start of an iteration and at its end.
+        A carried value has one layout at the start of an iteration and at its end.
         """
         body, first = stmt.body, len(stmt.consts)
         last = first + len(stmt.carry)
@@ -118,6 +118,7 @@ class _Flattener:
             )
             for number, buffer in enumerate(stmt.ins)
         ]
+        # A scan of length 0 is laid out, too.
         level = self.level(body, inner, repeats * max(1, stmt.length))
         leaves = [
             self.add(
@@ -173,6 +174,7 @@ class _Flattener:
                 zip(into_condition, stmt.condition.params, strict=True)
             )
         ]
+        # Nothing says how often a `while` goes round.
         repeats *= ITERATIONS
         asking = self.level(stmt.condition, condition, repeats)
         (asked,) = stmt.condition.results
@@ -199,7 +201,7 @@ class _Flattener:
         )
 
     def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> Crossing:
-        """Where the results of the first branch rest, those of the others rest."""
+        """The results of all branches lie as the first branch's do."""
         levels: list[Level] = []
         enters: list[tuple[int, ...]] = []
         leaves: list[tuple[int, ...]] = []
@@ -248,8 +250,8 @@ def crossing(
 ) -> Operation:
     """A value that enters a body or leaves it, under another name if it has one there.
 
-    What is `stacked_in` loses its leading dim, and what is `stacked_out` gains one,
-    which is whole on every device.
+    A value that is `stacked_in` loses its leading dim, and one that is `stacked_out`
+    gains one.  That dim is whole on every device.
     """
     name, buffer = source
     shape = buffer.shape[1:] if stacked_in else buffer.shape

@@ -116,6 +116,8 @@ def _with_partial_carry(
         if tried is None:
             return None
         left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
+        # Those that are still reduced in the body have gained nothing.  They go back to
+        # the scan inside, and the others are tried again, until all of them gain.
         if not behind & left:
             return tried
         stacked = behind - left  # nothing is gained for the others
@@ -176,6 +178,7 @@ class _Trial:
         count, begun = len(self.body.changed), self.begun[number]
         result = self.stmt.body.results[number].name
         mesh = dict(self.stmt.body.mesh.shape)
+        # The undo is by count: `reduced_last` may have changed some statements in vain.
         last = reduced_last(result, self.body, self.fixed, mesh, self.names)
         if (
             last is not None

@@ -63,6 +63,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     if key not in known:  # which keeps the statements, so that no others get their ids
         ways = one_way_each(streamed, program.mesh.axis_names)
         solved = [solve_layouts(program, shardings, way) for way in ways]
+        # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], level=level)
 

@@ -77,7 +77,7 @@ class LayoutRemarks:
         for position, name in enumerate(op.ins):
             have, want = self.solution.layouts[name], op.required(position, assignment)
             for dim, axes in enumerate(have):
-                # What is spread by another dim leaves each device a part of the work.
+                # An axis on another dim still leaves each device a part of the work.
                 lost = set(axes) - spread
                 if lost and op.operands[position][dim] is None:
                     reasons[_whole_reason(op, dim)] = None

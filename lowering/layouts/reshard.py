@@ -136,6 +136,7 @@ def _truncate(layout: Layout, dim: int, length: int) -> Layout:
 
 
 def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+    # An axis shards one dim, and none while something is still partial over it.
     busy = used_axes(source) | {axis for axis, _ in partial}
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]

@@ -66,6 +66,8 @@ class Rewriter:
         }
         numbers = (step for step in level.steps if isinstance(step, int))
         makers = (op for op in map(solution.operations.__getitem__, numbers))
+        # Made where they are read, in the layout that is wanted there: no bytes move,
+        # and no device makes more than its part.
         self.fills = {
             op.outs[0]: op
             for op in makers

@@ -56,8 +56,8 @@ class Solver:
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
-        # What is computed again begins with what was kept, not with a copy laid out
-        # otherwise, which would be kept as well.
+        # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
+        # a copy in another layout, beside the value that it keeps.
         self.operations, self.level = flattened(program)
         self.barriers = {
             level.prefix + mark.buffer
@@ -151,9 +151,10 @@ class Solver:
     def find_cheapest(
         self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
     ) -> Assignment:
-        """The best of those that spread the work alike, then by all of their bytes.
+        """The best among assignments that share the work over as many axes, by bytes.
 
-        What loops hide does not pay for a reduction that more devices repeat.
+        Of these, the one that moves the fewest bytes, hidden ones too: bytes that loops
+        hide do not pay for a reduction that more devices repeat.
         """
         best: dict[int, tuple[Score, Assignment]] = {}
         for candidate in self.candidates(op, layouts):

@@ -43,8 +43,8 @@ class WaitingSums:
     def beside(self) -> list[Node]:
         """Those for the next transfer: half of those that could be computed now.
 
-        The other half is for the transfer after it: what a loop adds up hides that
-        loop's last one and the first of the next.
+        The other half is for the transfer after it: the contractions of a loop hide its
+        own last transfer and the first of the next loop.
         """
         ready = [
             node
@@ -68,9 +68,9 @@ class WaitingSums:
 
 
 class WholeShards(MovingLoop):
-    """Communications at one time by permutes, from all to all at once, and sums beside.
+    """Communications issued together, by permutes from all to all, with sums beside.
 
-    They stand on OWN, where their operands are made and their results are read.
+    All of it stands on OWN, where the operands are made and the results are read.
     """
 
     def __init__(self, work: Work, sums: Sequence[Node]) -> None:
@@ -80,12 +80,15 @@ class WholeShards(MovingLoop):
     def statements(self) -> list[ir.Stmt]:
         moved: list[ir.Stmt] = []
         for node in self.work.nodes:
+            # All shards are under way at once: nothing here works on one at a time.
             for step in range(self.devices):
                 self.step, self.chunks, self.body = Constant(step), {}, []
                 self.node(node)
                 moved += self.body
         waits = [stmt for stmt in moved if isinstance(stmt, ir.Wait)]
         issued = [stmt for stmt in moved if not isinstance(stmt, ir.Wait)]
+        # Issued before the work beside them, and waited for behind it: XLA makes a
+        # transfer synchronous if it finds nothing to run beside it.
         source = ir.Synchronize(stream=OWN)
         return [
             *on_stream(_MOVES, [source, *self.before, *issued], back=OWN),
@@ -119,7 +122,7 @@ class Unchunked:
         ]
 
     def in_order(self) -> list[Node]:
-        """What comes first, if it does not depend on what is made here."""
+        """First the transfers whose operands are not made here, then all others."""
         made = {buffer.name for node in self.work.nodes for buffer in node.writes}
         return sorted(
             self.work.nodes,
@@ -137,8 +140,8 @@ class Unchunked:
     def moved(self, nodes: Group) -> list[ir.Stmt]:
         """Communications at one time, and the sums beside them.
 
-        What they add up is added up behind all of this if nothing here reads it: in no
-        stream, so that XLA may fuse it with what does, and reads parts in place.
+        If nothing here reads their totals, these are added up behind all of this, on no
+        stream.  XLA may then fuse them with their readers, and reads parts in place.
         """
         work = dataclasses.replace(self.work, nodes=nodes)
         shards = WholeShards(work, self.sums.beside())

@@ -99,6 +99,7 @@ class LoopBuilder:
         """Whether two groups of one stream hand values on chunk by chunk."""
         if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
             return False  # a way back belongs to the loop that makes the sum
+        # The second gather is for work behind the first one's, in a loop of its own.
         if any(gathers_again(node, maker) for maker in one for node in other):
             return False
         return all(self.aligned(maker, user) for maker in one for user in other)
@@ -158,6 +159,7 @@ class LoopBuilder:
     def statements(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
         streamed = id(group[0]) in self.parts
+        # Outside of loops only the pieces of one barrier merge: see `should_merge`.
         if len(group) > 1 and not streamed:
             return [self.barrier(group)]
         loop = self.loop(group) if streamed else None
@@ -211,12 +213,13 @@ class LoopBuilder:
             return AllReduceLoop(work, back)
         if is_causal(work):
             return self.balanced(work)
+        # With more chunks than devices, chunks are what was asked for.
         if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
             return Unchunked(work, self.sums)
         return P2PLoop(work)
 
     def balanced(self, work: Work) -> P2PLoop:
-        """A loop about keys that not all queries see, in the order that it can have."""
+        """A loop over keys that not all queries see, in zigzag order if it can be."""
         dims = dims_in_zigzag_order(work)
         self.notes.append(share_of_work(work, dims))
         if isinstance(dims, str):

@@ -48,7 +48,7 @@ class ByPermutes:
     def part(self, stmt: ir.Communicate, step: int) -> ir.Select:
         """An alias of what the device `step` further on has or gets of the whole.
 
-        Of an all-gather that is its result, of a reduce-scatter what it is made of.
+        The whole is an all-gather's result, or a reduce-scatter's operand.
         """
         assert stmt.dim is not None
         whole, of = stmt.out, stmt.source

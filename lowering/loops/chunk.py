@@ -128,6 +128,8 @@ class ChunkLoop(abc.ABC):
             else self.accumulator(buffer, reducer in ("sum", "softmax"))
             for i, buffer in enumerate(node.writes)
         ]
+        # The equation is told the accumulator's dtype: a matmul of bfloat16 then gives
+        # float32 itself, and nothing is rounded between the chunks.
         dtypes = [None if i in part.writes else b.dtype for i, b in enumerate(outs)]
         unit_eqn = dataclasses.replace(
             unit_eqn,
@@ -227,6 +229,7 @@ class ChunkLoop(abc.ABC):
             lambda x: lax.convert_element_type(x, buffer.dtype),
             jax.ShapeDtypeStruct(wide.shape, wide.dtype),
         )
+        # Rounded once, behind the loop.
         self.after.append(ir.Compute(unit=unit, ins=(wide,), outs=(buffer,)))
         self.sums[buffer.name] = wide
         return wide

@@ -63,6 +63,7 @@ def _kept(
         readers = [n for n, node in enumerate(graph) if stmt.out in node.reads]
         cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
         if cut and stmt.out.name not in results:
+            # The first reader keeps the gather as it is.
             first, *later = readers
             found += [
                 (number, n, stmt.out) for n in later if _follows(n, first, before)

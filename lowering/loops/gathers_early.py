@@ -79,6 +79,7 @@ def _name_of(stmt: ir.Stmt) -> str | None:
 
 def _on_own(block: Block) -> Block:
     """A block that is work on the main stream, on that of such work."""
+    # Loops have streams already, and what is no work hides nothing.
     if not (isinstance(block[0], ir.Compute) and contracts(block)):
         return block
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block])
@@ -98,8 +99,10 @@ def _gathers(program: Program, chosen: Container[str] | None) -> list[_Gather]:
     readers: list[int] = []
     for reader, stmt in _read(blocks):
         ready = made.get(memory(stmt.source).name, -1) + 1
+        # This bounds what is gathered and not yet read, and with it memory.
         turn = readers[-_AHEAD] if len(readers) >= _AHEAD else 0
         readers.append(reader)
+        # Before a block of work: permutes need something to run beside.
         start = next((n for n in working if n >= max(ready, turn)), reader)
         if start < reader and (chosen is None or stmt.name in chosen):
             found.append(_Gather(stmt, start, reader))

@@ -56,6 +56,7 @@ def _sending_together(body: Sequence[Stmt]) -> Sequence[Stmt]:
     """`body` with the waits behind its last computation behind what is sent there."""
     issued = [n for n, stmt in enumerate(body) if isinstance(stmt, Communicate)]
     worked = [n for n, stmt in enumerate(body) if isinstance(stmt, Compute | For)]
+    # A wait between two sends would hold back the second until the first has come.
     start = max(worked, default=-1) + 1
     end = max([start, *(number + 1 for number in issued)])
     sends = body[start:end]

@@ -49,6 +49,7 @@ class LowerStreams(EachProgram):
         left_out = [mark for mark in asked if mark.pipeline == "off"]
         if self.strict:
             check_no_mark_is_lost(program)
+        # Without marks nothing can have a stream: the program is as it was.
         if not program.marks:
             return program
         graph, plan = plan_program(program)
@@ -58,6 +59,7 @@ class LowerStreams(EachProgram):
         made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
         pipelined = {number for choice in made.values() for number in choice.parts}
         again = with_gathers_again(program, graph, pipelined)
+        # The graph has new nodes, so the streams are planned anew.
         if again is not program:
             return self.change(again)
         builder = LoopBuilder(program, graph, made, plan.extents, self.streams)

@@ -136,6 +136,7 @@ class MovingLoop(ChunkLoop):
         part = dataclasses.replace(
             whole, name=name, shape=tuple(shape), dims=tuple(dims)
         )
+        # Device r - k works on r's chunk at step k, so the part is that device's.
         index = self.rank_after(self.devices - self.step) * size
         self.body.append(
             ir.Select(out=part, source=whole, dim=dim, index=index, size=Constant(size))
@@ -201,6 +202,7 @@ class MovingLoop(ChunkLoop):
 
     def totals(self) -> list[ir.Stmt]:
         """The terms added up, in the order of the steps."""
+        # In one order on each device, so that a second run gives the same bits.
         self.body = []
         for node in self.work.nodes:
             stmt = node.stmt

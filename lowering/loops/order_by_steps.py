@@ -62,6 +62,7 @@ def _statements(
 
 
 def _on_first(select: ir.Select, loops: Mapping[str, int]) -> ir.Select:
+    # The first device has rank 0 along every axis, so its places are plain numbers.
     ranks = {leaf for leaf in leaves(select.index) if isinstance(leaf, Rank)}
     index = substituted(select.index, dict.fromkeys(ranks, Constant(0)))
     return dataclasses.replace(select, index=without_mods(index, loops))

@@ -66,6 +66,7 @@ class P2PLoop(MovingLoop):
         if not self.receives:
             return (), self.group
         reductions = [i for i, node in enumerate(self.group) if _reduces(node)]
+        # The first half hides the first receive, the second the last send.
         last = max(reductions, default=0)
         return self.group[:last], self.group[last:]
 

@@ -42,8 +42,8 @@ class ComputeLate(EachProgram):
 def _places(program: Program, late: Container[str]) -> list[int]:
     """For each statement, the one before which it stands, or itself.
 
-    From the last to the first, so that it is known where the readers stand.  What is
-    `late` waits for its readers in any case.
+    It goes from the last statement to the first, so that it knows where the readers
+    stand.  Values that are `late` wait for their readers in any case.
     """
     end = len(program.body)
     first = {result.name: end for result in program.results}
@@ -55,6 +55,7 @@ def _places(program: Program, late: Container[str]) -> list[int]:
         if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]
+            # Put off, it keeps its operands until then, and not its result.
             if writes[0].name in late or _bytes(kept) <= _bytes(writes):
                 places[number] = reader
         place = places[number]

@@ -108,6 +108,7 @@ def _stream(loop: ir.For, iteration: int) -> int:
 
 def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
     """Before each wait for what was just sent, with computations before and after."""
+    # Behind the last computation nothing is left that a cut could hide.
     last = max(
         (i for i, stmt in enumerate(work) if isinstance(stmt, ir.Compute)), default=0
     )
@@ -184,6 +185,7 @@ class _Touches:
             or not leaves(alias.index) | leaves(alias.size) <= {here}
         ):
             return False
+        # Parts that move on and never overlap need no order between iterations.
         spans = [
             (evaluate(alias.index, {here: i}), evaluate(alias.size, {here: i}))
             for i in range(self.loop.extent)

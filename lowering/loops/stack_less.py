@@ -105,6 +105,7 @@ class _Stacking:
         if not left_out:
             return None
         there = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
+        # Cheaper to stack than the values that are made of them.
         more = [name for name in self.buffers if name in kept and name not in there]
         left = [(name, y) for name, y in self.stacked if y.name not in left_out]
         left += [(name, self.stack(name, names)) for name in more]
@@ -120,6 +121,7 @@ class _Stacking:
         """What to stack or take from outside, and what to make again of it."""
         wanted = {name for name, y in self.stacked if y.name in sliced}
         free = {name for name, y in self.stacked if y.name not in sliced}
+        # The other scan can have these from outside as well.
         free |= {*self.constants, *self.slices}
         made_of = {
             made_by(s).name: operands(s)
@@ -209,7 +211,7 @@ def _reading(scan: Scan, handed: _Handed) -> Scan:
 
 
 def _needed_for(names: Iterable[str], stmts: Sequence[Cheap]) -> list[Cheap]:
-    """Those of `stmts` that make `names`, or what these are made of."""
+    """The `stmts` that make `names`, and those that make their operands."""
     read, found = set(names), list[Cheap]()
     for stmt in reversed(stmts):
         if made_by(stmt).name in read:

@@ -38,7 +38,7 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
     """
     mesh = dict(program.mesh.shape)
     found: list[ir.Communicate] = []
-    open_ones: dict[str, set[str]] = {}  # what is made of each sum, by its name
+    open_ones: dict[str, set[str]] = {}  # by a sum's name, all made of it
     sums: dict[str, ir.Communicate] = {}
     for block in blocks_of(program):
         read = {b.name for stmt in block for b in touched(stmt)[0]}
@@ -77,7 +77,7 @@ def with_sums_later(
 class _Later:
     """A walk through a program, with the sums to come and those under way.
 
-    What is made of a sum, and is no work, is `put_off` until that is there.
+    A statement that reads a sum, and is no work, is `put_off` until the sum is there.
     """
 
     def __init__(self, program: Program, chosen: Container[str]) -> None:
@@ -129,7 +129,9 @@ class _Later:
         self.under_way.append([self.sums.sent(each) for each in self.coming])
         self.coming = []
         left, added = self.sums.added(first)
+        # New sums set out before the wait, which may take a while.
         self.moves(*_sends(self.under_way[-1]), *_waits(first), *added)
+        # All-reduces have another round, which goes with the sums that set out now.
         if left:
             again = [self.sums.sent(each) for each in left]
             self.under_way[-1] += again
@@ -138,6 +140,7 @@ class _Later:
 
     def finish(self) -> None:
         """All sums made, with nothing more beside them."""
+        # No work is left that could hide these, so they stay collectives.
         for each in self.coming:
             self.body += [each.stmt, ir.Wait(communication=each.stmt.name)]
         left = [each for batch in self.under_way for each in batch]
@@ -151,7 +154,7 @@ class _Later:
         self.resume()
 
     def resume(self) -> None:
-        """What was put off for nothing but sums that are there now."""
+        """Append what was put off, as far as the sums that it waited for are there."""
         waiting, self.put_off = self.put_off, []
         for stmt in waiting:
             read = {buffer.name for buffer in touched(stmt)[0]}

@@ -80,6 +80,7 @@ class Sums(ByPermutes):
         devices, bit = self.devices(each.stmt), 2**each.rounds
         if devices == 2:
             return Constant(1)
+        # Up by the bit where the rank lacks it, else down by it, modulo the devices.
         return (self.rank(each.stmt) // bit) % 2 * (devices - 2 * bit) + bit
 
     def added(self, sums: Sequence[Sum]) -> tuple[list[Sum], list[ir.Stmt]]:
@@ -122,8 +123,8 @@ class Sums(ByPermutes):
 def _both(widen: bool, here: jax.Array, came: jax.Array) -> jax.Array:
     """Their sum; of narrow floats in float32.
 
-    What is here was sent, and is added as it was sent: XLA may keep it wider than it
-    is, or multiply and add at once, and devices would differ by the last bit.
+    The local term is rounded as the sent one was.  XLA may otherwise keep it wider, or
+    fuse a product with the addition, and devices would differ by the last bit.
     """
     dtype = here.dtype
     here = lax.optimization_barrier(here)

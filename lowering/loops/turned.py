@@ -56,9 +56,9 @@ class Turn:
 class _Factor:
     """The dims of values that one factor of a computation of whole arrays follows.
 
-    It cuts each into so many `steps`.  Those of a `parallel` factor are turned alike or
-    not at all.  They may be added up in any order where the sum is `spread` over the
-    axes along which devices have another one.  The order of others matters.
+    The factor cuts each dim into `steps`.  Dims of a `parallel` factor are turned alike
+    or not at all.  The steps of a sum may come in any order along axes that the sum is
+    `spread` over, as each device has a sum of its own there.  Others need the order.
     """
 
     dims: Dims
@@ -103,7 +103,7 @@ def turned_values(program: Program) -> set[Name]:
 class _Values:
     """All values by name, and which are the `same`: stacked by a scan, and in its body.
 
-    Of those in `whole` something touches more than parts, of which no factor is known.
+    Something touches all of those in `whole`, by no factor that is known.
     """
 
     def __init__(self, program: Program) -> None:
@@ -172,6 +172,7 @@ class _Values:
             if names & self.whole or not any(_axes(select) for select, _ in parts):
                 continue
             turns = set(itertools.chain(*(self.each_turn(*part) for part in parts)))
+            # Loops that rotate a value differently leave it in order of position.
             if len(turns) == 1 and all(select.groups == 1 for select, _ in parts):
                 found |= dict.fromkeys(names, turns.pop())
         self.hand_on(found)
@@ -198,6 +199,8 @@ class _Values:
     def each_turn(self, select: ir.Select, loops: Mapping[str, int]) -> Iterator[Turn]:
         """In each iteration, how much further on a part is than on the first device."""
         extent = select.source.shape[select.dim]
+        # Evaluated in every iteration on every rank: loops are short, and no algebra
+        # has to show that two expressions are equal.
         for numbers in itertools.product(*map(range, loops.values())):
             at = dict(zip(loops, numbers, strict=True))
             places = self.ranks.everywhere(self.ranks.value(select.index, at)).ravel()
@@ -214,7 +217,7 @@ class _Values:
         )
 
     def beside(self, name: Name) -> set[Name]:
-        """What is computed with a value, from it, or to make it."""
+        """The values that share a factor with a value in some computation."""
         factors = itertools.chain(*self.uses[name].computations)
         return {other for factor in factors for other, _ in factor.dims}
 
@@ -253,6 +256,7 @@ def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
             place = (here, buffer.name), number - len(dims)
             found.setdefault(factor, []).append(place)
             steps[factor] = buffer.shape[number] // dim.scale if dim else 1
+    # The steps of these mean something by where they stand.
     placed = {*rule.counted, *rule.picked, *rule.updates, *_seen(rule.window)}
     parallel, summed = (
         {n for n, r in enumerate(rule.reducers) if r == reducer} - placed

@@ -112,6 +112,7 @@ def _reordered(work: Work, ordered: Mapping[str, ir.Buffer]) -> Work:
         name: [id(new[reader]) if reader in new else reader for reader in found]
         for name, found in work.readers.items()
     }
+    # 0 stands for the caller: exchanges read these outside of the loop.
     readers |= {buffer.name: [0] for buffer in ordered.values()}
     return dataclasses.replace(
         work, nodes=tuple(new.values()), parts=parts, readers=readers
@@ -123,6 +124,7 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
     if isinstance(first, ir.Compute):
         (unit_eqn,) = first.unit.eqns
         if unit_eqn.rule.window is not None:
+            # The mask goes by positions, and those are now in zigzag order.
             unit_eqn = dataclasses.replace(unit_eqn, zigzag=devices)
         unit = dataclasses.replace(first.unit, eqns=(unit_eqn,))
         first = dataclasses.replace(first, unit=unit)
@@ -147,7 +149,7 @@ def _is_triangular(node: Node, work: Work) -> bool:
 
 
 def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
-    """What is said of a causal loop that exchanges some dims, or none for a reason."""
+    """Says how a causal loop shares its work: it exchanges `dims`, or says why not."""
     values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
     devices = axes_size(work.choice.axes, work.mesh)
     if isinstance(dims, str):
