@@ -133,6 +133,7 @@ class Trial:
                     for sums in _SUMS
                 ]
                 self.outcomes += [other for other in (fewer, *others) if other]
+        # Candidates may come to one program.  It is measured once, as the simplest.
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
 
@@ -225,6 +226,7 @@ class Trial:
         """Why a candidate that nobody named has permutes that nothing could hide."""
         if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
             return ""
+        # The simplest candidate has permutes, too: those of transfers outside of loops.
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
         more = [axis for axis, n in permutes(program).items() if n > already[axis]]
         mesh, reach = dict(program.mesh.shape), self.rates.reach

@@ -54,6 +54,7 @@ class ChoosePipelines:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, parts = open_marks(program), Parts(program)
+        # Each group is weighed with what was chosen for the groups before it.
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
@@ -103,6 +104,7 @@ class ChoosePipelines:
             return f"on {self.device_kind} devices no transfer runs beside computation"
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         axes = [axis for axis, size in mesh.items() if size > 1]
+        # One axis within a process is enough: loops along it may gain.
         if len(apart(axes, reach)) == len(axes):
             return apart_text(axes, reach, mesh)
         return ""

@@ -146,6 +146,7 @@ class _Unit:
             read = map(self.value, eqn.invars)
             own = max((level.get(value, 0) for value in read), default=0)
             reduces = unit_eqn.rule.contracts or unit_eqn.rule.reduces
+            # A reduction is complete a level later, so its readers are another fusion.
             level |= dict.fromkeys(outs, own + reduces)
             if id(eqn) not in self.heavy:
                 written = [var for var in outs if reduces or var in self.wanted]

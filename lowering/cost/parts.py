@@ -101,6 +101,7 @@ class Parts:
         Each with the result that the layer itself makes in its stead.
         """
         body, start = self.programs[place].body, layer.start - len(layer)
+        # What stands before it is no whole layer.
         if start not in (0, *self.borders[place]):
             return {}
         before, here = (_made(body[n : n + len(layer)]) for n in (start, layer.start))
@@ -142,6 +143,7 @@ class Parts:
         for numbers in sorted(marks_alike(self.program), key=len):
             made, borders = self.made(numbers), found[self.place(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
+            # All between the same borders: layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
                 borders[:] = sorted([*borders, *(number + 1 for number in made)])
         return found

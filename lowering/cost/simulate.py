@@ -45,6 +45,7 @@ def predict(
     total = _total(tasks, followed)
     if carried:
         tasks = tasks[: len(tasks) // 2]
+        # What the second one in the row adds to the first.
         total -= _total(tasks, followed)
     host = sum(task.host for task in tasks)
     if not in_body:  # once in a program

@@ -176,6 +176,7 @@ class _Unrolled(Machine):
 
     def loop(self, loop: ir.For) -> None:
         """The stages of the iterations, in the order in which they are issued."""
+        # Stages of an iteration are apart: what it has made waits here in between.
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
         for turn in turns(loop, self.places.memory):

@@ -76,6 +76,7 @@ class Memory:
                 # Its value is in the base already, or nothing of it is left.
                 if piece.merged or same(piece.region, region):
                     continue
+                # Something was written into it.  It has to be merged before that.
                 piece.current = False
             kept.append(piece)
         self.pieces = [*kept, Piece(region, windows, value, merged=False)]
@@ -137,6 +138,7 @@ class View:
             value = self.memory.assemble()
         if windows:
             value = take(value, merged(windows)).reshape(self.shape)
+            # A second read of this part finds the value: one slice in the program.
             self.memory.remember(self.region, self.windows(), value)
         return value.reshape(self.shape)
 

@@ -88,6 +88,7 @@ def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
 
 def _ordered(x: Any, reducer: Reducer) -> Any:
     """Integers in the order of floats, with NaN at the end that `reducer` takes."""
+    # float32 holds every narrower float exactly.
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
     ends = jnp.iinfo(bits.dtype)

@@ -176,6 +176,8 @@ class Order:
         """The values, once `deps` are there."""
         own = {id(value) for value in values}
         others = _distinct(map(self.latest, deps))
+        # None is an accumulator that something was added to since.  To wait for its old
+        # value would keep it alive, and XLA would copy it.
         others = [d for d in others if d is not None and id(d) not in own]
         if not (values and others):
             return list(values)

@@ -77,6 +77,7 @@ def alone(program: Program, layouts: Mapping[str, Layout]) -> Program:
     """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
     border = {buffer.name for buffer in (*program.params, *program.results)}
+    # The part by itself might prefer other layouts at its border than the whole has.
     marks = (
         ShardMark(buffer=name, spec=layouts[name], where="")
         for name in sorted(border - given)

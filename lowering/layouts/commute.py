@@ -127,6 +127,7 @@ def behind(
         partials = {frozenset(s.source.partial) for s in reductions if s is not None}
         if None in reductions or len(partials) != 1:
             continue
+        # The user constrains the reduced value, so that one has to be there.
         if fixed & {stmt.ins[position].name for position in positions}:
             continue
         (partial,) = partials
@@ -176,6 +177,7 @@ def reduced_last(
     whatever that costs; where it cannot be, some of them may have been.
     """
     maker = body.makers.get(name)
+    # Another reader wants the reduced value.
     if maker is None or len(body.readers.get(name, ())) > 1:
         return None
     if isinstance(maker, Compute):
@@ -244,6 +246,7 @@ class _Carrier:
             copy = self.body.only_copy(out)
             outs.append(partial)
             if copy is not None:
+                # Its only reader moves it anyway, and reduces it in the same step.
                 changes.append((copy, (dataclasses.replace(copy, source=partial),)))
             else:
                 after.append(Reshard(out=out, source=partial))

@@ -70,6 +70,7 @@ class Price:
     @property
     def in_bytes(self) -> Moved:
         """The bytes that move, and those that could come while the work is done."""
+        # Work is never hidden, so its bytes count with the exposed ones.
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
         return dataclasses.replace(self.moved, exposed=exposed)
 

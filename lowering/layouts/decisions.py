@@ -118,6 +118,7 @@ class Decisions:
         old = self.layouts.get(name)
         if old == layout:
             return False
+        # Moves from the old layout go out of the total, moves from the new one come in.
         moves = self.moves_of.get(name, ())
         for want in moves:
             self.total -= self._cost(name, want)

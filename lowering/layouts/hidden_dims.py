@@ -82,6 +82,7 @@ def one_way_each(
 def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
     """The dims of values that pipelines chosen or asked for will cut, by value."""
     asked = stream_choices(program)
+    # Nothing is cut unasked: with `auto` each candidate comes with its own choice.
     if not any(mark.pipeline in _HIDING for mark in asked):
         return {}
     graph, plan = plan_program(program)

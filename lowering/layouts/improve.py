@@ -45,6 +45,7 @@ def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
     No reduction is repeated on more devices for fewer bytes.
     """
     op, current = solver.operations[number], made.assignments[number]
+    # A reduction stays spread over as many axes.  Other work is cheap to repeat.
     least = sum(map(len, current)) if op.reduces else 0
     return [
         candidate
@@ -68,6 +69,7 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
         # Others that read the same values may now share a move.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
+            # Each is decided once, in program order, so that a trial ends.
             if reader > other and reader not in waiting:
                 waiting.add(reader)
                 heapq.heappush(order, reader)

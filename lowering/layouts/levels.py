@@ -113,6 +113,7 @@ class _Flattener:
                     (prefix + buffer.name, buffer),
                     params[number],
                     stacked_in=number >= last,
+                    # A carried value has a layout of its own, which the solver decides.
                     taking=not first <= number < last,
                 )
             )

@@ -164,6 +164,7 @@ class _Trial:
                 or _is_added_to(stmt.body, param, number)
             )
         }
+        # The body reads the reduced value, and is right if nothing can be put off.
         begun = {each.source.name: each.out for each in self.begun.values()}
         stmts = (replace_buffers(each, begun) for each in stmt.body.body)
         needed = {result.name for result in stmt.body.results}
@@ -312,6 +313,7 @@ def _reduced_behind(
     carry, carried = list(stmt.carry), list(stmt.carried)
     for number, partial in found.items():
         begin, out = carry[number], carried[number]
+        # Each device would add what the sum began with.
         name = names.fresh(f"{out.name}_zeros")
         zeros = dataclasses.replace(begin, name=name, partial=partial)
         name = names.fresh(f"{out.name}_partial")

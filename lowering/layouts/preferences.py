@@ -87,6 +87,7 @@ class Wishes:
         claims = claims_of(op, self.fixed, self.goals)
         taken: dict[str, int | None] = {}
         for axis, factor in claims:
+            # Operands claim first, and the first claim has the axis.
             taken.setdefault(axis, factor)
         assignment = assignment_of(len(op.sizes), claims, taken)
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)

@@ -37,6 +37,7 @@ class PropagateLayouts:
     )
 
     def apply(self, program: Program) -> Program:
+        # There is one device, and nothing to lay out.
         if not program.mesh.shape:
             return program
         solution = solve_program(program, self.known)

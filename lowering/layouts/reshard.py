@@ -204,6 +204,7 @@ def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[S
         common = 0
         while common < min(len(have), len(want)) and have[common] == want[common]:
             common += 1
+        # Axes leave from the minor end, so that the rest keeps its order.
         for kept in range(common, len(have)):
             yield Step(
                 kind="AllGather",

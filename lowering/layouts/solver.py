@@ -89,6 +89,7 @@ class Solver:
         goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
+        # By moving less, the start from the operands may have devices repeat matmuls.
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
             self.wishes.goals, self.wishes.open = goals, left_open
@@ -109,6 +110,7 @@ class Solver:
     def settled_with(self, number: int, assignment: Assignment) -> Decisions:
         """Settled from the start, with one operation assigned so."""
         operations, found = self.operations, self.found
+        # Pinned while all else settles around it; what follows may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
         self.found = {}

@@ -34,6 +34,7 @@ class WaitingSums:
     def __init__(self, graph: Sequence[Node], numbers: Iterable[int]) -> None:
         self.every = [graph[number] for number in sorted(numbers)]
         self.waiting = self.every
+        # Names of what is still to be made: a sum that reads none of them is ready.
         self.unmade = {buffer.name for node in graph for buffer in node.writes}
 
     def made(self, nodes: Iterable[Node]) -> None:
@@ -110,11 +111,13 @@ class Unchunked:
 
     def statements(self) -> list[ir.Stmt]:
         body: list[ir.Stmt] = []
+        # Transfers that stand together are issued together, with the same sums beside.
         for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
             group = [*nodes]
             body += self.moved(group) if moves else self.computed(group)
         self.sums.made(self.work.nodes)
         return [
+            # On a stream of its own: its tokens order the work against the transfers.
             ir.GetCurrentStream(stream=MAIN),
             *on_stream(OWN, [ir.Synchronize(stream=MAIN), *body]),
             ir.Synchronize(stream=OWN),

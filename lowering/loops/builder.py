@@ -80,6 +80,8 @@ class LoopBuilder:
         """What each node must follow: in a stream, all operands of its barrier too."""
         makers = {b.name: n for n, node in enumerate(self.graph) for b in node.writes}
         before = dependencies(self.graph)
+        # `jax.checkpoint` needs this: what is computed again has to wait for its
+        # cotangent, or it would be kept from the forward on.
         for number, node in enumerate(self.graph):
             if id(node) in self.parts:
                 found = {makers.get(name, number) for name in node.barrier}
@@ -126,12 +128,14 @@ class LoopBuilder:
         """The statements of all groups, with sums where they are best computed."""
         self.adding = self.groups_that_add(groups)
         for group in groups:
+            # It stands where a transfer or a reader takes it.
             if group[0] in self.sums.every:
                 continue
             for node in self.sums.before(group):
                 yield from self.lower((node,))
             yield from self.lower(group)
             self.sums.made(group)
+        # Nothing more moves that these could hide.
         for node in self.sums.waiting:
             yield from self.lower((node,))
 
@@ -168,6 +172,7 @@ class LoopBuilder:
         statements = loop.statements()
         self.streamed |= loop.filled
         if isinstance(loop, ZigzagLoop):
+            # Exchanged back only if somebody reads it in order of position.
             self.out_of_order |= loop.exchanged_back()
         return statements
 

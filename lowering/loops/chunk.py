@@ -216,6 +216,7 @@ class ChunkLoop(abc.ABC):
 
     def accumulator(self, buffer: ir.Buffer, is_sum: bool) -> ir.Buffer:
         """Where the chunks of a reduced result come together, wide enough for a sum."""
+        # A maximum loses nothing in a narrow type.
         if not is_sum or not is_narrow(buffer):
             self.allocate(buffer)
             return buffer

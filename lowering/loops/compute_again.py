@@ -36,6 +36,7 @@ def with_copies(program: Program) -> tuple[Program, set[str]]:
     Returns:
         The program, and the names of what is to be computed where it is first read.
     """
+    # Without loops XLA itself computes such values where they are read.
     if all(mark.pipeline == "off" for mark in stream_choices(program)):
         return program, set()
     flow = _Flow(program)

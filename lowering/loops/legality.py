@@ -132,6 +132,7 @@ def _p2p(
     kept = {
         number: part
         for number, part in parts.items()
+        # What does not move with the loop stands before it or behind it.
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}

@@ -59,6 +59,7 @@ class MovingLoop(ChunkLoop):
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
         if groups > 1:
+            # The dim is whole here: the place of the shard in it comes first.
             start = self.rank_after(self.step) * self.extent + start
             extent *= self.devices
         return Cut(start, size, self.steps, extent, grain=grain)
@@ -178,6 +179,7 @@ class MovingLoop(ChunkLoop):
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.work.names.fresh(f"{stmt.out.name}_terms"),
+                # Steps that are left out send nothing.
                 shape=(self.devices - self.hidden.count, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,

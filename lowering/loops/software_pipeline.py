@@ -60,7 +60,10 @@ def turns(loop: ir.For, memory: MemoryOf) -> list[Turn]:
 
 @contextmanager
 def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
-    """`names` with an iteration's `own`, which has those new in it afterwards."""
+    """Adds an iteration's `own` to `names` for a while; then `own` has the new ones.
+
+    The stages of an iteration are apart, and other iterations use the same names.
+    """
     outside = set(names)
     names.update(own)
     yield

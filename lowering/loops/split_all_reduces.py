@@ -46,6 +46,7 @@ class SplitAllReduces(EachProgram):
         ]
         # Padded at the end of what a device has, whatever shards the dim already.
         program = pad_program(program, uneven)
+        # Asked again, because padding has made new statements.
         dims = {stmt.out.name: dim for stmt, dim, _ in self.all_reduces(program)}
         names = Names.of(program)
         body: list[Stmt] = []

@@ -43,6 +43,7 @@ class StackLess(EachProgram):
         body: list[Stmt] = []
         for stmt in program.body:
             if isinstance(stmt, Scan):
+                # It may slice what several scans stack.
                 for handed in found:
                     stmt = _reading(stmt, handed)
                 if handed := _Stacking(stmt).handed(sliced, names):

@@ -53,6 +53,7 @@ def can_be_sent(stmt: ir.Communicate, mesh: Mapping[str, int]) -> bool:
     tiny = is_narrow(stmt.out) and stmt.out.dtype.itemsize == 1
     if stmt.reducer != "sum" or tiny:
         return False
+    # Each round of doubling pairs all devices only if they are a power of two.
     doubles = axes_size(stmt.axes, mesh).bit_count() == 1
     return stmt.kind == "ReduceScatter" or (stmt.kind == "AllReduce" and doubles)
 

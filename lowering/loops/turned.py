@@ -93,6 +93,8 @@ def turned_values(program: Program) -> set[Name]:
     waiting = [*turns]
     while waiting:
         name = waiting.pop()
+        # One that does not fit is dropped, and all that share work with it are asked
+        # again, until those that are left agree.
         if name in turns and not values.agrees(name, turns):
             for other in values.same.subset(name):
                 turns.pop(other, None)
@@ -264,6 +266,7 @@ def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     )
     if not rule.contracts or rule.matmul is not None:
         summed = set[int]()
+    # Sums of integers are equal on all devices, in whatever order they are made.
     exact = all(jnp.issubdtype(out.dtype, jnp.integer) for out in stmt.outs)
     spread = frozenset[str](ranks.sizes) if exact else _spread(stmt.outs)
     return [

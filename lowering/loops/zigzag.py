@@ -36,6 +36,7 @@ class ZigzagLoop(P2PLoop):
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
         for buffer in _touched(work):
+            # Once in a program: a later loop finds it in zigzag order.
             if buffer.name in dims and buffer.name not in ordered:
                 name = work.names.fresh(f"{buffer.name}_zigzag")
                 ordered[buffer.name] = dataclasses.replace(buffer, name=name)
@@ -176,6 +177,7 @@ def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
     for node in work.nodes:
         for name, dim in _uses(node, work):
             used.setdefault(name, set()).add(dim)
+    # An exchange moves one dim of a value.
     mixed = [name for name, dims in used.items() if len(dims) > 1]
     if mixed:
         return f"{mixed[0]} is read in several ways"

@@ -179,6 +179,7 @@ class _Growth:
         ]
         self.most = max((ask.devices for ask in self.uneven), default=1)
         self.seeds = {(ask.buffer, ask.dim) for ask in self.uneven}
+        # Union-find: keys that are padded together have one leader.
         self.leaders: dict[Key, Key] = {}
         self.queue: deque[Key] = deque()
 
@@ -245,6 +246,7 @@ class _Growth:
             followed, lacking = followed or follows, lacking or not follows
         if lacking and (followed or op.reducers[factor] is None):
             return False  # a result that depends on all of it, or does beside others
+        # Positions in the whole depend on its true size.
         if op.fixed or factor in op.counted:
             return False
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:
@@ -279,6 +281,7 @@ class _Growth:
         devices: dict[Key, int] = {}
         for key in self.leaders:
             leader = self.leader(key)
+            # A merged dim has fewer steps than elements: all grow by the same ratio.
             steps[leader] = math.gcd(steps.get(leader, 0), self.steps(key))
         reached = {ask: self.key(ask.buffer, ask.dim) for ask in asks}
         for ask, key in reached.items():

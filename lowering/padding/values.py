@@ -168,6 +168,7 @@ class _Padder:
             if shape == buffer.shape:
                 self.read_unpadded.add(buffer.name)
             return kept
+        # Anything would do where nothing reduces the dim.
         fill = np.zeros((), buffer.dtype)[()]
         if reducer is not None:
             fill = identity(reducer, buffer.dtype)

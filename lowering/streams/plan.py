@@ -122,6 +122,7 @@ class _Propagation:
         if isinstance(part, Part):
             part = self.admit(node, part)
         if isinstance(part, str):
+            # The first reason stands: that of the nearest mark.
             self.declined.setdefault(number, part)
             return
         self.parts[number] = part
@@ -143,6 +144,7 @@ class _Propagation:
                     return "a result of it has another stream"
         stream = self.root(part.stream)
         steps, mark = self.common_steps(stream, part), self.marks[stream]
+        # In a loop all parts have their chunks' borders at the same steps.
         if steps < min(part.steps, self.steps.get(stream, part.steps)):
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
