@@ -42,7 +42,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.mean((a != b).astype(jnp.float32))
     if a.dtype.itemsize < 4:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    # What is equal has no distance, infinities and NaN among it.
+    # Equal elements have no distance, infinities and NaN among them.
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))
     largest = jnp.max(finite)

@@ -85,7 +85,7 @@ def _lower_to_kernels(
 ) -> Any:
     """To kernels where they can run, and XLA need not split them over devices.
 
-    Not in what is exported, which keeps to calls that later versions know as well.
+    Exported programs have no kernels: they keep to calls that later versions know.
     """
     exported = ctx.module_context.lowering_parameters.for_export
     here = _has_tensor_cores() and _is_on_one_device(ctx) and not exported

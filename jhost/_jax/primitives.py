@@ -113,7 +113,7 @@ def _renamed(
 def _names_of_transposed(
     jaxpr: ClosedJaxpr, cotangents: Sequence[Any], *args: Any
 ) -> tuple[str, ...]:
-    """Those of what it is linear in are gone; cotangents of its results follow."""
+    """Its operands' names without the linear ones, and then its cotangents'."""
     pairs = zip(args, operand_names(jaxpr), strict=True)
     kept = [name for arg, name in pairs if not isinstance(arg, private_ad.GradAccum)]
     one = len(cotangents) == 1

@@ -61,7 +61,7 @@ class Copies:
         return _by_rank(alias)
 
     def is_put_together(self, buffer: ir.Buffer) -> bool:
-        """Whether it is a piece, at a known place, of what is read as one array."""
+        """Whether it is a piece, at a known place, of a value that is read as one."""
         alias = self.alias(buffer)
         if alias is None or alias.drop or _by_rank(alias):
             return False

@@ -81,7 +81,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was measured of the devices of a process.
+    """Measurements of the devices of a process.
 
     Attributes:
         multiprocessors: how many each device has.

@@ -269,7 +269,7 @@ def rates_of(
 ) -> Rates | None:
     """The rates of devices of that kind (JAX's `device_kind`), if they are known.
 
-    With `puts`, also those of puts, unless they are estimated.
+    With `puts` they include the rate of puts, unless they are estimated.
     """
     rates = _RATES.get(kind)
     if rates is None:

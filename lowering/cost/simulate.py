@@ -142,7 +142,7 @@ class _Clock:
         return left
 
     def can_end(self, number: int) -> bool:
-        """Whether it was issued, or puts in place what was."""
+        """Whether it was issued, or only puts issued tasks' results in place."""
         task = self.tasks[number]
         return number in self.ends or (
             task.copy == "put" and all(map(self.can_end, task.after))

@@ -50,9 +50,9 @@ class Order:
     received: dict[int, tuple[Any, Values]] = dataclasses.field(
         default_factory=dict[int, tuple[Any, Values]]
     )
-    """By identity, what came on streams outside of loops.
+    """By identity, the values that came on streams outside of loops.
 
-    Each with what had been computed when it was waited for.
+    Each has with it the results that had been computed when it was waited for.
     """
 
     @property
@@ -125,7 +125,7 @@ class Order:
         """`sources`, available once the stream gets there.
 
         Outside of loops, what comes next on the stream comes after the communication
-        was issued.  In loops its barrier would copy what is a part of an array.
+        was issued.  In loops XLA would copy a part of an array for that barrier.
         """
         tied = self._tie(sources, self.chain())
         if not self.depth:

@@ -24,7 +24,7 @@ class StreamDefaults:
     pipeline: PipelineKind | Literal["auto"] = "auto"
 
     def applied(self, request: StreamRequest) -> StreamChoice:
-        """What is asked for in all; what is open then is None."""
+        """The request with these settings; what both leave open is None."""
         chunks = self.chunks if request.chunks is None else request.chunks
         pipeline = self.pipeline if request.pipeline is None else request.pipeline
         return StreamChoice(
@@ -51,7 +51,7 @@ def stream_choices(program: Program) -> list[StreamChoice]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was measured to be best for a mark; None in both: no pipeline."""
+    """The way that was measured fastest for a mark; no pipeline if both are None."""
 
     pipeline: PipelineKind | None = None
     chunks: int | None = None
@@ -90,7 +90,7 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
-    """What was chosen for two marks of one stream; a plain one says nothing of it."""
+    """The choice for two marks of one stream; a plain mark has no say in it."""
     if one.plain != other.plain:
         said = other if one.plain else one
         return dataclasses.replace(said, buffer=one.buffer, dim=one.dim)
