@@ -1,8 +1,9 @@
 """All-gathers by permutes, each beside what is computed before it is read.
 
 The shards of a weight are there from the start.  A collective would still run alone:
-NCCL's kernels find no multiprocessor beside a matmul.  So each device sends its shard
-to all others by permutes, while the work before the weight's reader is computed.
+NCCL's kernel starts when the running matmul ends, and XLA has the next one wait for it.
+So each device sends its shard to all others by permutes, which copy engines move while
+the work before the weight's reader is computed.
 
 That work stands on a stream of its own, which sets the time.  Permutes set out when the
 work before is done, and are waited for when the work beside them is.  Two gathers are

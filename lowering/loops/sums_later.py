@@ -1,9 +1,10 @@
 """Sums over devices by permutes, each beside what is computed until it is read.
 
 The gradient of a weight is summed over the devices that share the rows.  Nothing in the
-backward waits for that sum.  A collective would still run alone: NCCL's kernels find no
-multiprocessor beside a matmul.  So devices send their terms to one another and add
-them: see `sums_sent.py`.
+backward waits for that sum.  A collective would still run alone: NCCL's kernel starts
+when the running matmul ends, and XLA has the next one wait for it.  So devices send
+their terms to one another by permutes, which copy engines move beside other work, and
+add them: see `sums_sent.py`.
 
 A sum is waited for when the sums after the next ones set out.  What is computed until
 then hides it, and no more than three times as many are kept.
