@@ -112,6 +112,7 @@ class Trial:
         """The first of the outcomes, but for one that gains enough."""
         chosen, *others = self.outcomes
         for outcome in others:
+            # Each must gain over the simpler ones before it, not only over no pipeline.
             if outcome.seconds < self.gain * chosen.seconds:
                 chosen = outcome
         return chosen
@@ -197,6 +198,7 @@ class Trial:
         """What the program would take with `candidate`; why it cannot be is noted."""
         marks = list(self.marks)
         settle(marks, self.part.numbers, candidate)
+        # All of the part is lowered anew, since layouts depend on the choice as well.
         program = with_marks(self.part.program, marks)
         text = _text(candidate)
         try:
@@ -262,6 +264,7 @@ class Trial:
         values of a 70B model on four H200s.
         """
         mark = outcome.mark
+        # If the host is not ahead, a transfer that is launched later comes later.
         if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, dataclasses.replace(mark, streams=2))

@@ -41,6 +41,7 @@ class Copies:
         """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
+            # XLA fuses a copy into the array with other kernels, but not with cuBLAS's.
             by_rank = heavy and alias is not None and _by_rank(alias)
             if by_rank or self.is_put_together(buffer):
                 yield copy_of(buffer)

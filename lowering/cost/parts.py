@@ -130,6 +130,7 @@ class Parts:
             return None
         borders = [0, *self.borders[place], len(self.programs[place].body)]
         layers = sorted({bisect.bisect_right(borders, number) for number in made})
+        # The first layer has nothing before it, and the last one nothing behind it.
         after = layers[len(layers) // 2]
         return range(borders[after - 1], borders[after])
 

@@ -24,6 +24,7 @@ class Places:
 
     def select(self, stmt: ir.Select, index: int) -> None:
         """The part with that index has the name that the alias gives it."""
+        # By the number that the index has here, so equal parts are one place.
         place = (*self.of(stmt.source.name), (stmt.dim, index))
         self.aliases[stmt.out.name] = place, stmt
 

@@ -99,6 +99,7 @@ def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
     place is issued where the whole is read, or at the end.
     """
     clock = _Clock(tasks)
+    # XLA's scheduler hoists these before any computation that does not feed them.
     early = [_beside(task) or task.copy == "cut" for task in tasks]
     waiting = [number for number, soon in enumerate(early) if soon]
     for number, task in enumerate(tasks):

@@ -249,6 +249,7 @@ class _Unrolled(Machine):
             id(var): self.places.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
+        # XLA's scheduler starts a transfer early, so its operands are made first.
         steps = steps_for(stmt, self.mesh, self.at, urgent)
         for step in steps:
             after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
@@ -299,6 +300,7 @@ class _Unrolled(Machine):
         in_loop = self.in_body or self.depth > 0
         if kind == "AllToAll" and not in_loop and not link.beside_compute:
             by_itself = _ALONE * seconds
+            # The rest runs beside what XLA finds for it.
             seconds -= by_itself
             first = Task(
                 seconds=by_itself, host=0.0, after=after, transfer=True, alone=True

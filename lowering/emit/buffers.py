@@ -46,6 +46,7 @@ class Memory:
         self.dtype = dtype
         self.read_whole = read_whole
         self.received = False
+        # Filled when something reads the whole, and not before: pieces cost no copy.
         self.base: Any = None
         self.pieces: list[Piece] = []
 

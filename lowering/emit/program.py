@@ -147,6 +147,7 @@ class _Emitter(Machine):
         value = self.value(index)
         if isinstance(value, int):
             return value
+        # Only where ranks differ: XLA reads and writes static slices in place.
         ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
         return evaluate(index, {**ranks, **loops})
@@ -258,6 +259,8 @@ class _Emitter(Machine):
         outermost = not self.order.depth
         if outermost:
             self.made = made_in(stmt)
+        # Unrolled: XLA schedules a loop's body by itself, and nothing would overlap
+        # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
         for turn in turns(stmt, self.memory):

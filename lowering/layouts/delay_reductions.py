@@ -142,11 +142,13 @@ class _Delayer:
             last = place
             stmt = next(s for s in body.places[place] if isinstance(s, Compute))
             seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
+            # Tried whatever it costs: it may pay only behind several operations.
             changes = behind(stmt, body, self.fixed, self.mesh, self.names)
             if changes is None:
                 continue
             count = len(body.changed)
             body.replace(changes)
+            # Only the changed places are counted again.
             cost += self.growth(count)
             for name in self.made(count).keys() - reached:
                 reached.add(name)

@@ -38,6 +38,7 @@ class Effects:
         self.known: dict[tuple[Operation, Assignment, Hashable], Effect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> Effect:
+        # Wishes are part of the key, as they change from round to round.
         key = op, assignment, self.wishes.about(op.outs)
         if key not in self.known:
             self.known[key] = self.found(op, assignment)

@@ -45,10 +45,12 @@ class StreamedDim:
         """
         if self.pipeline == "collective":
             return True
+        # `SplitAllReduces` makes permutes of it, on whatever dim the stream is.
         if step.kind == "AllReduce":
             return self.moves(step)
         if self.dim in (step.dim, step.source_dim):
             return self.moves(step)
+        # Over other axes all devices are at one step, so no chunks are mixed.
         return bool(self.axes) and not self.axes & set(step.axes)
 
     def moves(self, step: Step) -> bool:

@@ -67,6 +67,7 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
             continue
         undo.append((other, old))
         # Others that read the same values may now share a move.
+        # Readers of the results, and others that read the same operands.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
             # Each is decided once, in program order, so that a trial ends.
@@ -128,6 +129,7 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
         op, now = solver.operations[number], best.assignments[number]
         if not op.reduces or len(op.ins) < 2 or op.pinned is not None:
             continue
+        # A contraction that moves little cannot pay for a new start.
         if _moved(solver, op, now, best, op.ins) < best.total.all / _RESTARTS:
             continue
         for assignment in _spread_otherwise(solver, op, now):

@@ -206,6 +206,7 @@ class _Flattener:
         levels: list[Level] = []
         enters: list[tuple[int, ...]] = []
         leaves: list[tuple[int, ...]] = []
+        # Every device takes the same branch, so each has to have the index.
         index = (prefix + stmt.index.name, stmt.index)
         chosen_by = self.add(crossing(stmt, index, None))
         for number, branch in enumerate(stmt.branches):

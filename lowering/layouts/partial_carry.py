@@ -65,6 +65,7 @@ class CarryPartialSums(EachProgram):
                 )
                 body += new
             else:
+                # A sum that begins with zeros may begin with partial zeros.
                 zeros |= {stmt.outs[0].name} if _is_zero(stmt) else set()
                 body.append(stmt)
         remarks = [*program.remarks, *remarks]
@@ -87,6 +88,7 @@ def _summed_behind(stmt: Scan, zeros: Container[str], names: Names) -> list[Stmt
     carrying = _with_partial_carry(stmt, zeros)
     for each in _reduced_behind(*carrying, zeros, names) if carrying else [stmt]:
         if isinstance(each, Scan):
+            # Large sums stay in the body, where XLA may run them beside other work.
             wanted = [y for y in each.ys if _is_small(y)]
             each, reshards = _stacking_partial(each, wanted, names)
             result += [each, *reshards]

@@ -40,6 +40,7 @@ class Wishes:
             for name, spec in self.specs.items()
             if None not in spec
         }
+        # A None in a constraint leaves a dim to jhost, as `P.UNCONSTRAINED` does.
         self.open = {
             name: self._axes_beside(used_axes(self.goals[name]))
             for name, spec in self.specs.items()

@@ -61,6 +61,7 @@ class Rewriter:
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
         self.produced: dict[str, str] = {}
         kept = {self.prefix + result.name for result in self.program.results}
+        # A copy or a result of a fill needs the fill itself.
         kept |= {
             self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
         }
@@ -179,6 +180,7 @@ class Rewriter:
             for position in range(len(stmt.ins))
         )
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
+        # One remark on a statement is enough: a move says more than a dim left whole.
         if not any(self.remarks[said:]):
             self.remarks.append(self.explain.left_whole(number))
         self.remarks.append(self.explain.replication(number))
@@ -236,6 +238,7 @@ class Rewriter:
         """The result of an operation that reads nothing, made in `layout`."""
         assert isinstance(op.stmt, Compute)
         (eqn,), (out,) = op.stmt.unit.eqns, op.stmt.outs
+        # A variable stands for one value, and each layout has a value of its own.
         var = fresh_var(eqn.eqn.outvars[0].aval)
         unit_eqn = dataclasses.replace(
             eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)

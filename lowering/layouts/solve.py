@@ -92,6 +92,7 @@ def _contest(
     """Which claims `assignment` leaves aside, and what following them takes."""
     claims = dict.fromkeys(solver.claims(op, layouts))
     lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
+    # Ranked once more for the user: what the claims that lost would have cost.
     ranked = [
         (candidate, solver.rank(op, candidate, layouts, set()))
         for candidate in (solver.candidates(op, layouts) if lost else ())

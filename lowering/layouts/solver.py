@@ -86,6 +86,7 @@ class Solver:
         the other with what follows from the operands.
         """
         by_operands = self.settled_from(self.forward().in_order())
+        # The second start overwrites the wishes of the first.
         goals, left_open = dict(self.wishes.goals), dict(self.wishes.open)
         self.wishes.restart()
         by_constraints = self.settled_from(None)
@@ -161,6 +162,7 @@ class Solver:
         best: dict[int, tuple[Score, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
+            # Only reductions are work that more devices should not repeat.
             shared = rank.shared if op.reduces else 0
             if shared not in best or rank < best[shared][0]:
                 best[shared] = rank, candidate

@@ -40,4 +40,5 @@ class PadUneven(EachProgram):
             for dim, axes in enumerate(mark.spec)
             if axes
         ]
+        # A sharding that could not be met by padding is left to jhost.
         return possible_marks(pad_program(program, asks))

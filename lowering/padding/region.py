@@ -230,6 +230,7 @@ class _Growth:
             mapped = op.results[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 return number, mapped.factor
+        # The user's sharding stands on it, but what makes it cannot be padded.
         is_seed = (name, dim) in self.seeds and can_be_padded(self.buffers[name])
         return (name, dim) if is_seed else None
 

@@ -135,6 +135,7 @@ class _Padder:
         buffer = op.writes[position]
         shape = self.region.shape(number, op.results[position], buffer.shape)
         made = dataclasses.replace(buffer, shape=shape)
+        # The caller gets the user's shape.
         if made != buffer and buffer.name in self.results:
             made = self.named(made, "padded")
             self.padded[buffer.name] = [made]
@@ -216,6 +217,7 @@ class _Padder:
     ) -> Buffer:
         if out is None:
             out = self.named(dataclasses.replace(value, shape=shape), "cut")
+        # Padding is at the end of each dim.
         first = (0,) * len(shape)
         return self.computed("cut", lambda x: lax.slice(x, first, shape), value, out)
 

@@ -189,6 +189,7 @@ class _Propagation:
         if stream == other:
             return scale == 1
         one, second = sorted((stream, other))
+        # Marks that ask for different things stay apart, and the streams end between.
         mark = merge_choices(self.marks[one], self.marks[second])
         if mark is None or not self.rescale(other, scale):
             return False
