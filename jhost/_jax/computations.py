@@ -118,6 +118,7 @@ def _batch_in_front(
 ) -> tuple[Sequence[Any], list[int]]:
     pairs = list(zip(args, dims, strict=True))
     (size, *_) = (x.shape[dim] for x, dim in pairs if dim is not None)
+    # Operands without the dim get it as well: leading dims are alike in all.
     moved = [batching.bdim_at_front(x, dim, size) for x, dim in pairs]
     results = prim.bind(*moved, **params)
     return results, [0] * len(results)
@@ -178,6 +179,7 @@ def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
 
 def without_last_dim(aval: Any, dtype: Any) -> Any:
     """The type of what there is of each of the vectors along the last dim."""
+    # A type's spec has an entry for each dim.
     sharding = aval.sharding.update(spec=aval.sharding.spec[:-1])
     shape = aval.shape[:-1]
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

@@ -132,6 +132,7 @@ def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
     JAX drops them when it lowers a call; of what has none it makes no other program.
     """
+    # With `instantiate` all operands stay, and the program is called as before.
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
     return like_closed(live, jaxpr)
 

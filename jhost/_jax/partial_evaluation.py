@@ -77,6 +77,7 @@ def _partially_eval(
             call_jaxpr, unknown, instantiate=False
         )
     )
+    # A residual that is no operand of the call is a result of `first`.
     made = sum(source is None for source in forwarded)
     kept = len(first.out_avals) - made
     split = new_split(first, second, kept, forwarded, call_jaxpr)
@@ -178,6 +179,7 @@ def _residuals_first(
     sources |= {id(var): Residual(result=n) for n, var in enumerate(known.outvars)}
     jaxpr = staged.params["call_jaxpr"]
     pairs = list(zip(staged.invars, jaxpr.jaxpr.invars, strict=True))
+    # A stable sort, so that all others keep their order.
     pairs.sort(key=lambda pair: id(pair[0]) not in sources)
     residuals = [sources[id(atom)] for atom, _ in pairs if id(atom) in sources]
     second = rewritten(jaxpr, invars=[var for _, var in pairs])

@@ -47,6 +47,7 @@ def scan_like(
     if "num_consts" in eqn.params:  # up to 0.10
         counts: dict[str, Any] = {"num_consts": len(consts)}
     else:
+        # From 0.11 on the counts of a scan stand in two trees.
         flat: Any = import_module("jax._src.flattree")
         _, before, _ = eqn.params["ft_in"].unpack()
         after, _ = eqn.params["ft_out"].unpack()

@@ -99,6 +99,7 @@ class _Untyped:
             list(map(self.read, eqn.invars)),
             list(map(self.define, eqn.outvars)),
         )
+        # An equation keeps the context that it is made in, and with it a mesh.
         with _outside_types(eqn, self.mesh):
             new = new_jaxpr_eqn(
                 ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info

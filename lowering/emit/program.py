@@ -250,6 +250,7 @@ class _Emitter(Machine):
         value = communicate(stmt, source, self.ranks, shift)
         self.write(stmt.out, value)
         if not self.order.depth:
+            # Kept by the memory, since other names may reach it later.
             self.views[stmt.out.name].memory.received = True
         self.order.issued(stmt.name, [value])
 
@@ -282,6 +283,7 @@ class _Emitter(Machine):
         """`lax`'s own, whose bodies are programs on one device like this one."""
 
         def run(body: Program, *args: jax.Array) -> tuple[jax.Array, ...]:
+            # With an order of its own: XLA schedules each body by itself.
             return _Emitter(body, self.scopes).run(args)
 
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)

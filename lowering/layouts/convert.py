@@ -42,6 +42,7 @@ class _Converter:
             return [stmt]
         source, out = stmt.source, stmt.out
         have, want = layout_of(source), layout_of(out)
+        # The same plan as the one that the solver counted.
         plan = plan_reshard(have, want, source.partial, self.mesh)
         statements: list[ir.Stmt] = [] if plan else [ir.Set(out=out, source=source)]
         for number, step in enumerate(plan):

@@ -56,6 +56,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
         for name, dim in streamed_dims(each.program).items()
     }
     shardings = shardings_of(level)
+    # The cost model's candidates share statements, and most have equal solutions.
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
         tuple(shardings.items()),

@@ -64,6 +64,7 @@ _Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[Step, ...]]
 """Bytes, communications, the order of arrival; where that leads, and by what steps."""
 
 
+# Asked for every candidate of every operation, and mostly for the same layouts.
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
     source: Layout,

@@ -224,6 +224,7 @@ class Rewriter:
         elif (have := layout_of(source := self.buffers[value])) == layout:
             return source
         else:
+            # Named after the last step, as `x_gathered`.
             (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = local_name(value)
             name = self.names.fresh(f"{name}_{_RESHARDED[last.kind]}")

@@ -186,6 +186,7 @@ class LoopBuilder:
         ins = tuple(buffer for node in pieces for buffer in node.reads)
         types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
         name = self.names.fresh("optimization_barrier")
+        # A piece by itself would wait for nothing but its own operand.
         unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)

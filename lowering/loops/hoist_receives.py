@@ -78,6 +78,7 @@ def _independent(body: Sequence[Stmt]) -> set[int]:
     for number, stmt in enumerate(body):
         reads, writes = touched(stmt)
         names = {buffer.name for buffer in (*reads, *writes)}
+        # An alias of what is there from the start: it moves along with its reader.
         if isinstance(stmt, Select) and stmt.source.name not in made:
             aliases[stmt.out.name] = number
             continue

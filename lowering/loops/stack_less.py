@@ -161,6 +161,7 @@ def _without_unread(program: Program) -> tuple[Stmt, ...]:
     left: list[Stmt] = []
     for stmt in reversed(program.body):
         reads, writes = touched(stmt)
+        # Others may be there for their effects.
         if not is_cheap(stmt) or any(buffer.name in read for buffer in writes):
             read |= {buffer.name for buffer in reads}
             left.append(stmt)

@@ -151,6 +151,7 @@ class _Later:
             self.body += [each.stmt, ir.Wait(communication=each.stmt.name)]
         left = [each for batch in self.under_way for each in batch]
         self.coming, self.under_way = [], []
+        # An all-reduce has a round for each bit of the ranks.
         while left:
             self.moves(*_waits(left))
             left, added = self.sums.added(left)

@@ -70,6 +70,7 @@ def _streamed(
     mark: StreamRequest | StreamChoice, shape: Sequence[int], others: Sequence[Buffer]
 ) -> dict[str, None]:
     """Where a stream begins: work is on the padded values, if the dim is padded."""
+    # Other padded forms keep the marked dim: the stream begins at this one.
     longer = [other.name for other in others if other.shape[mark.dim] > shape[mark.dim]]
     return dict.fromkeys(longer or [mark.buffer])
 

@@ -250,6 +250,7 @@ class _Growth:
         # Positions in the whole depend on its true size.
         if op.fixed or factor in op.counted:
             return False
+        # A merged dim grows by whole steps of its outer factor.
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:
             return False  # padding so few steps would more than double the values
         return all(map(can_be_padded, (*op.reads, *op.writes)))
@@ -289,6 +290,7 @@ class _Growth:
             if key in self.leaders:
                 leader = self.leader(key)
                 devices[leader] = math.lcm(devices.get(leader, 1), ask.devices)
+        # Up to the next multiple that all asks in the group divide.
         grown = {
             leader: Fraction(-(-n // devices[leader]) * devices[leader], n)
             for leader, n in steps.items()

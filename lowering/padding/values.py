@@ -165,6 +165,7 @@ class _Padder:
         """`buffer` with `shape`, made once for all who want the same."""
         kept = self.kept[buffer.name]
         masked = tuple(d for d in reduced if kept.shape[d] > buffer.shape[d])
+        # It has that size already, with padding that no reduction reads.
         if kept.shape == shape and not masked:
             if shape == buffer.shape:
                 self.read_unpadded.add(buffer.name)

@@ -179,6 +179,7 @@ def _communicate_part(
     A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
     whole is the s-th slice of every shard, and needs no reshape by the user.
     """
+    # 1: as many groups behind the communication as before it.
     growth = Fraction(1)
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"

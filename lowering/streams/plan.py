@@ -140,6 +140,7 @@ class _Propagation:
             if buffer.name in self.values:
                 other, there = self.values[buffer.name]
                 access = part.writes.get(position)
+                # A statement works on chunks of one stream alone.
                 if not self.meet(part.stream, access, other, there):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
@@ -185,6 +186,7 @@ class _Propagation:
         stream, other = self.root(stream), self.root(other)
         if access is None or there is None or access.dim != there.dim:
             return False
+        # Each stream has counted from 1 at its own mark.
         scale = access.groups / there.groups
         if stream == other:
             return scale == 1
@@ -243,6 +245,7 @@ class _Propagation:
 
         Those that stand beside one that stays are where the stream ends.
         """
+        # Only now is it known how many groups a gather further on makes of the dim.
         left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
         reached = {
             buffer.name
