@@ -50,12 +50,12 @@ class Body:
             self._fill(place, (stmt,))
 
     def reduction(self, buffer: Buffer) -> Reshard | None:
-        """What makes `buffer` from a partial value, if something does."""
+        """The reduction that makes `buffer` from a partial value, if there is one."""
         stmt = self.makers.get(buffer.name)
         return stmt if stmt is not None and is_reduction(stmt) else None
 
     def only_copy(self, buffer: Buffer) -> Set | Reshard | None:
-        """What alone reads `buffer`, if that is a copy or a reshard."""
+        """The only reader of `buffer`, if that is a copy or a reshard."""
         kept = buffer.name in self.needed or buffer.name in self.marked
         readers = [*self.readers.get(buffer.name, {}).values()]
         if kept or len(readers) != 1:
@@ -77,7 +77,7 @@ class Body:
                     self.replace([(copy, ())])
 
     def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
-        """What stood where something changed after the first `count` changes."""
+        """By place, the statements from before the changes after the first `count`."""
         return dict(reversed(self.changed[count:]))
 
     def take_back(self, count: int) -> None:
@@ -117,7 +117,7 @@ def behind(
     mesh: Mapping[str, int],
     names: Names,
 ) -> list[Change] | None:
-    """What carries the reductions of some operands of `stmt` behind it.
+    """The changes that carry the reductions of some operands behind `stmt`.
 
     None where it does not distribute over them, where another operand is not there in
     the layout that is needed then, or where a value is `fixed` by the user.
@@ -261,7 +261,7 @@ class _Carrier:
         return [*changes, (self.stmt, (compute, *after))]
 
     def operand(self, position: int) -> Buffer | None:
-        """What is read then: a partial value, or one that all devices have alike."""
+        """The operand then: a partial value, or one that all devices have alike."""
         buffer, want = self.stmt.ins[position], self.op.required(position, self.axes)
         maker = self.body.makers.get(buffer.name)
         if position in self.positions:

@@ -62,7 +62,7 @@ class Decisions:
 
     @property
     def price(self) -> Price:
-        """What all moves, and the work."""
+        """The bytes of all moves, and the work."""
         return Price(self.total, self.flops)
 
     def in_order(self) -> tuple[Assignment, ...]:

@@ -55,7 +55,7 @@ class DelayReductions(EachProgram):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cost:
-    """What reshards move and how many communications they are, or a difference."""
+    """The bytes and the number of communications of reshards, or a difference."""
 
     moved: Moved = NOTHING
     communications: int = 0
@@ -168,7 +168,7 @@ class _Delayer:
     # --- What it costs -------------------------------------------------------- #
 
     def growth(self, count: int) -> _Cost:
-        """What the changes after the first `count` add."""
+        """The cost that the changes after the first `count` add."""
         grown = _Cost()
         for place, old in self.body.before(count).items():
             for stmt in self.body.places[place]:

@@ -40,7 +40,7 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
 
 
 def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
-    """What the operation could be assigned to instead.
+    """The other assignments that the operation could have.
 
     No reduction is repeated on more devices for fewer bytes.
     """
@@ -143,7 +143,7 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
 def _spread_otherwise(
     solver: Solver, op: Operation, now: Assignment
 ) -> Iterator[Assignment]:
-    """With one axis on another factor, of those that mesh axes may cut."""
+    """The assignments with one axis on another factor that mesh axes may cut."""
     followed = map(factors_of, (*op.operands, *op.results))
     factors = sorted(set[int]().union(*followed))
     for axis, factor in itertools.product(solver.mesh, factors):

@@ -36,7 +36,7 @@ from jhost.lowering.layouts.remarks import reduced_behind_remark
 from jhost.lowering.units.make import computes_of
 
 _LATENCY_BYTES = 2**18
-"""Of an all-reduce of so many bytes the time is latency, on any GPU with NVLink.
+"""An all-reduce of so few bytes takes its latency, on any GPU with NVLink.
 
 On H200s it takes 20 us in the body of a scan, beside nothing, and as much again until
 the last device is there.
@@ -334,7 +334,7 @@ def _reduced_behind(
 
 
 def _zeros(buffer: Buffer) -> jax.Array:
-    """By one equation; of a scalar `lax.full` makes a literal, which no unit has."""
+    """Zeros by one equation: for a scalar `lax.full` makes a literal, and no equation."""
     if buffer.shape:
         return lax.full(buffer.shape, 0, buffer.dtype)
     return lax.transpose_p.bind(np.zeros((), buffer.dtype), permutation=())

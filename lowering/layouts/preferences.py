@@ -82,7 +82,7 @@ class Wishes:
                         self.open[name] = self._axes_beside(known)
 
     def suggested(self, op: Operation) -> Assignment:
-        """What the constraints around `op` suggest: its operands' first."""
+        """The assignment that constraints around `op` suggest, its operands' first."""
         if op.pinned is not None:
             return op.pinned
         claims = claims_of(op, self.fixed, self.goals)

@@ -67,7 +67,7 @@ class LayoutRemarks:
         return layout_remark(name, spec_text(have), after, moved, reason, where)
 
     def replication(self, number: int) -> ReplicationReport | None:
-        """That an operation gathers what it can only work on whole, on all devices."""
+        """The remark that an operation needs operands whole, on all devices."""
         op, assignment = (
             self.solution.operations[number],
             self.solution.assignments[number],
@@ -142,7 +142,7 @@ class LayoutRemarks:
         return f"{spec_text(want)} of {type_text(self.solution.costs.buffers[name])}"
 
     def left_whole(self, number: int) -> LayoutReport | None:
-        """That a dim is whole because its axes do not divide it, and nothing moves."""
+        """The remark that a dim is whole because its axes do not divide it."""
         op = self.solution.operations[number]
         reasons = [*self.undivided(op, self.solution.contests[number])]
         if not reasons or not op.outs:

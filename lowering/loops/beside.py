@@ -38,11 +38,11 @@ class WaitingSums:
         self.unmade = {buffer.name for node in graph for buffer in node.writes}
 
     def made(self, nodes: Iterable[Node]) -> None:
-        """What the nodes write is there from now on."""
+        """Note that all that the nodes write is there from now on."""
         self.unmade -= {buffer.name for node in nodes for buffer in node.writes}
 
     def beside(self) -> list[Node]:
-        """Those for the next transfer: half of those that could be computed now.
+        """The contractions beside the next transfer: half of those that are ready.
 
         The other half is for the transfer after it: the contractions of a loop hide its
         own last transfer and the first of the next loop.
@@ -55,7 +55,7 @@ class WaitingSums:
         return self.taken(ready[: -(-len(ready) // 2)])
 
     def before(self, group: Group) -> list[Node]:
-        """Those that `group` reads."""
+        """The contractions whose results `group` reads."""
         read = {buffer.name for node in group for buffer in node.reads}
         return self.taken(
             [node for node in self.waiting if read & {b.name for b in node.writes}]

@@ -128,14 +128,14 @@ class LoopBuilder:
         """The statements of all groups, with sums where they are best computed."""
         self.adding = self.groups_that_add(groups)
         for group in groups:
-            # It stands where a transfer or a reader takes it.
+            # Such a contraction stands where a transfer or a reader takes it.
             if group[0] in self.sums.every:
                 continue
             for node in self.sums.before(group):
                 yield from self.lower((node,))
             yield from self.lower(group)
             self.sums.made(group)
-        # Nothing more moves that these could hide.
+        # No transfer is left that these could hide.
         for node in self.sums.waiting:
             yield from self.lower((node,))
 

@@ -34,7 +34,7 @@ class ByPermutes:
     def permute(
         self, stmt: ir.Communicate, source: ir.Buffer, shift: Index
     ) -> ir.Communicate:
-        """What sends `source`, of a collective, to the device `shift` further on."""
+        """A permute of `source`, for a collective, to the device `shift` further on."""
         came = self.names.fresh(f"{stmt.out.name}_came")
         return ir.Communicate(
             name=self.names.fresh("c"),

@@ -121,7 +121,7 @@ class _Flow:
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:
-        """By depth, the values that are read behind work that they go into."""
+        """The values that are read behind work that they go into, by depth."""
         found: dict[int, set[str]] = {}
         for number, stmt in enumerate(self.body):
             for name in (buffer.name for buffer in touched(stmt)[0]):
@@ -153,7 +153,7 @@ class _Flow:
         return found
 
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
-        """What it takes to keep a value for those deeper than `depth`."""
+        """The bytes that it takes to keep a value for those deeper than `depth`."""
         own = self.depths[name]
         if name in self.there or (own < depth and name in wanted.get(own, ())):
             return 0
@@ -234,7 +234,7 @@ def _with_copies(
 def _read_before(
     program: Program, flow: _Flow, again: AbstractSet[str]
 ) -> AbstractSet[str]:
-    """What of `again` is read before all work that it goes into as well."""
+    """The names in `again` that are also read before all work they go into."""
     read = {result.name for result in program.results}
     for number in reversed(range(len(program.body))):
         reads, writes = touched(program.body[number])

@@ -96,7 +96,7 @@ def _on_own(block: Block) -> Block:
 
 
 def _gathers(program: Program, chosen: Container[str] | None) -> list[_Gather]:
-    """In the order of their readers; each sets out when that of two before is read."""
+    """The gathers by reader; each sets out when the one two before it is read."""
     blocks = [*blocks_of(program)]
     working = [number for number, block in enumerate(blocks) if contracts(block)]
     memory = Aliases(program.body).memory
@@ -149,7 +149,7 @@ class _Writer(ByPermutes):
         return on_transfers(permutes) if permutes else []
 
     def sent(self, stmt: ir.Communicate) -> list[ir.Communicate]:
-        """What each device gets from the one after it, from the next, and so on."""
+        """The permutes: each device gets a shard from the next, the one after, ..."""
         devices = self.devices(stmt)
         self.permutes[stmt.name] = [
             self.permute(stmt, stmt.source, Constant(devices - step))

@@ -165,7 +165,7 @@ def _sums_up(node: Node, part: Part) -> bool:
 def _moves(
     graph: Sequence[Node], parts: Mapping[int, Part]
 ) -> dict[tuple[str, ...], list[int]]:
-    """What hands the streamed dim's shards on, by the mesh axes that it goes along."""
+    """The communications that move the streamed dim's shards, by mesh axes."""
     moves: dict[tuple[str, ...], list[int]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt

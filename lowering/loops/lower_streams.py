@@ -202,7 +202,7 @@ def stream_report(
 def plain_reports(
     marks: Sequence[StreamChoice], graph: Sequence[Node], plan: StreamPlan
 ) -> Iterator[StreamReport]:
-    """What became of what is better not pipelined: once for each line that says so."""
+    """Reports on marks that are better not pipelined, one for each line."""
     streams = {
         buffer.name: part.stream
         for number, part in plan.parts.items()

@@ -81,7 +81,7 @@ class MovingLoop(ChunkLoop):
     # --- Communication -------------------------------------------------------- #
 
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
-        """What comes is from the owner of the chunk at hand, and what goes is for it.
+        """Append a transfer from the owner of the chunk at hand, or to it.
 
         At both ends of an all-to-all the other dim is cut: device r sends of it what is
         for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
@@ -147,7 +147,7 @@ class MovingLoop(ChunkLoop):
     # --- The reduce side ------------------------------------------------------ #
 
     def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
-        """Where the part of a sum that comes at this step goes."""
+        """The buffer for the term of a sum that comes at this step."""
         terms = self.terms_of(stmt, source)
         own = self.step == Constant(0)
         term = self.slot(terms, self.step if own else self.hidden.order(self.step))

@@ -23,7 +23,7 @@ from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 
 MemoryOf: TypeAlias = Callable[[str], Hashable | None]
-"""What memory a name stands for outside of the loop, or None where it is new in it."""
+"""The memory that a name stands for outside of the loop; None if it is new in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 
 
 class _Touches:
-    """What memory from outside the statements of a loop's body touch."""
+    """The memory from outside that the statements of a loop's body touch."""
 
     def __init__(self, loop: ir.For, memory: MemoryOf) -> None:
         self.loop = loop
@@ -156,7 +156,7 @@ class _Touches:
     def of(
         self, body: Sequence[ir.Stmt]
     ) -> tuple[dict[Hashable, set[ir.Select | None]], set[Hashable]]:
-        """By which aliases each memory is touched, and which are written."""
+        """The aliases by which each memory is touched, and the written memories."""
         by: dict[Hashable, set[ir.Select | None]] = {}
         written: set[Hashable] = set()
         for stmt in body:

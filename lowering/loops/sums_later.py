@@ -129,7 +129,7 @@ class _Later:
     # --- Rounds --------------------------------------------------------------- #
 
     def turn(self) -> None:
-        """Those to come set out; the first of those under way are waited for."""
+        """Send the sums to come, and wait for the first of those under way."""
         first = self.under_way.pop(0) if len(self.under_way) == _AHEAD else []
         self.sent += [each.stmt for each in self.coming]
         self.under_way.append([self.sums.sent(each) for each in self.coming])

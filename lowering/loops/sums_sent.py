@@ -96,7 +96,7 @@ class Sums(ByPermutes):
         return left, stmts
 
     def sum_of_round(self, each: Sum) -> ir.Buffer:
-        """What a round makes, which in the last one is the result."""
+        """The sum after a round; after the last one, the result."""
         out, devices = each.stmt.out, self.devices(each.stmt)
         last = each.stmt.kind == "ReduceScatter" or 2 ** (each.rounds + 1) == devices
         name = out.name if last else self.names.fresh(f"{out.name}_part")

@@ -41,7 +41,7 @@ Dims: TypeAlias = Sequence[tuple[Name, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """By which part of a dim each device has a value further on than the first one."""
+    """How far each device has a value rotated, as a part of a dim."""
 
     dim: int
     by: tuple[Fraction, ...]
@@ -167,7 +167,7 @@ class _Values:
     # --- What may be turned --------------------------------------------------- #
 
     def turns(self) -> dict[Name, Turn]:
-        """By how much each value is turned that has one turn, were all as they wish."""
+        """The turn of each value that has one, if all could be as they wish."""
         found: dict[Name, Turn] = {}
         for names in self.same.subsets():
             parts = [part for name in names for part in self.uses[name].parts]
@@ -199,7 +199,7 @@ class _Values:
         return not (parts or names & self.whole)
 
     def each_turn(self, select: ir.Select, loops: Mapping[str, int]) -> Iterator[Turn]:
-        """In each iteration, how much further on a part is than on the first device."""
+        """How far a part is rotated from the first device's, in each iteration."""
         extent = select.source.shape[select.dim]
         # Evaluated in every iteration on every rank: loops are short, and no algebra
         # has to show that two expressions are equal.

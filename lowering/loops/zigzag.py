@@ -57,7 +57,7 @@ class ZigzagLoop(P2PLoop):
         ]
 
     def exchanged_back(self) -> dict[str, list[ir.Stmt]]:
-        """What brings results into order of position, for those who read them so."""
+        """The statements that bring results into order of position, by name."""
         return {
             buffer.name: [*self.exchange(buffer, dim, back=True)]
             for buffer, dim in self.exchanges
@@ -202,7 +202,7 @@ def _reason(node: Node, work: Work, made: set[str]) -> str:
 
 
 def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
-    """What a node has from before the loop, or makes for after it, and which dim."""
+    """The values, with a dim each, that a node has from outside or makes for it."""
     part, stmt = work.part(node), node.stmt
     if isinstance(stmt, ir.Communicate):
         if part.growth > 1:
