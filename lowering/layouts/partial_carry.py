@@ -334,7 +334,7 @@ def _reduced_behind(
 
 
 def _zeros(buffer: Buffer) -> jax.Array:
-    """Zeros by one equation: for a scalar `lax.full` makes a literal, and no equation."""
+    """Zeros by one equation; for a scalar `lax.full` makes only a literal."""
     if buffer.shape:
         return lax.full(buffer.shape, 0, buffer.dtype)
     return lax.transpose_p.bind(np.zeros((), buffer.dtype), permutation=())
