@@ -30,10 +30,9 @@ def stream(
 ) -> jax.Array:
     """Lets the function around it be worked on in chunks along one dim of a value.
 
-    The value is unchanged.  From it, the stream spreads to what it is computed from and
-    to what is computed from it, as far as the dim can be followed; communication of one
-    chunk then overlaps with computation of another.  Outside a jhost function this is
-    the identity.
+    The value is unchanged.  The stream spreads from it to its operands and its readers,
+    as far as the dim can be followed.  Communication of one chunk then overlaps with
+    computation of another.  Outside a jhost function this is the identity.
 
     Args:
         x: an array of any dtype, and of any shape with at least one dim.
@@ -42,8 +41,8 @@ def stream(
             choice of the jhost function around.  What is asked for here and cannot be
             is an error of that function's, and a wish where the function says it.
         pipeline: `"collective"` communicates a slice of every device's shard at a
-            time, `"p2p"` sends each device's chunk straight to who works on it, or
-            what was made of it to its owner, `"off"` does neither, and `"auto"` picks
+            time.  `"p2p"` sends each device's chunk to the device that works on it, or
+            the result of a chunk to its owner.  `"off"` does neither.  `"auto"` picks
             by cost.  None takes the choice of the function around.
 
     Returns:

@@ -144,9 +144,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Returns:
         The streams with the pipeline and chunk count of each and the reason, the
-        communications with their bytes, and what was not pipelined.  Of a function
-        around jhost functions, that of each program that jhost makes in it, forward
-        and backward, is in `programs`; what is said of a loop's body, in `bodies`.
+        communications with their bytes, and what was not pipelined.  If the function
+        calls jhost functions, `programs` has an explanation of each program that jhost
+        makes in it, forward and backward.  `bodies` has those of loops' bodies.
         Prints well, is a page in notebooks and by `save`; its fields are for tools.
 
     Raises:

@@ -1,9 +1,8 @@
 """Calibrations: what was measured of a host's devices, kept in the user's cache folder.
 
 A calibration holds for devices of a kind, as many as a process has, joined alike, under
-the same versions of JAX and NCCL.  In a job of several processes those of process 0
-hold for all, so that all choose the same: `jhost.distributed.initialize` hands them
-round.
+the same versions of JAX and NCCL.  In a job of several processes all use process 0's,
+so that all choose the same: `jhost.distributed.initialize` hands them round.
 """
 
 from __future__ import annotations
@@ -158,8 +157,8 @@ def _of_link(link: Link) -> dict[str, str]:
 def rates_here(devices: Devices, puts: bool = False) -> Rates | None:
     """The rates that hold for some devices: calibrated, else shipped, if there are any.
 
-    With those of puts only where `puts` can be had.  For devices that are not this
-    machine's, shipped ones hold.
+    They include puts only where `puts` can be had.  Devices that are not this machine's
+    have the shipped rates.
     """
     if calibration := calibration_here(devices):
         rates = calibration.rates

@@ -43,7 +43,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return jnp.mean((a != b).astype(jnp.float32))
     a, b = (x.astype(summed_in(x.dtype)) for x in (a, b))
-    # What is equal has no distance, infinities and NaN among it.
+    # Equal elements have no distance, infinities and NaN among them.
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     finite = jnp.where(jnp.isfinite(b), jnp.abs(b), jnp.zeros_like(jnp.abs(b)))
     largest = jnp.max(finite)

@@ -43,9 +43,15 @@ class Environment:
 class Candidate:
     """One way to run a stream, and the seconds that a call of the program took then.
 
-    `pipeline` and `chunks` are both None for none at all; `streams` is None for those
-    of `jhost.jit`.  `predicted` is None where nothing is known of the devices.  `sums`
-    over all chunks, of weights' gradients, are made in chunks, or whole.
+    Attributes:
+        text: the way in words.
+        pipeline: "p2p" or "collective"; None for no pipeline.
+        chunks: how many; None with no pipeline, or as many as the pipeline has unasked.
+        streams: on how many the loop takes turns; None for those of `jhost.jit`.
+        minimum: seconds of the fastest call.
+        median: seconds of the median call.
+        predicted: seconds by the cost model; None if it does not know the devices.
+        sums: where contractions over all chunks stand, such as weights' gradients.
     """
 
     text: str
@@ -81,9 +87,13 @@ def _refuse(field: str, value: object, allowed: str) -> NoReturn:
 class TunedStream:
     """A stream mark, or several alike: what was measured, the chosen way first.
 
-    `value` is the first that is marked, with its type, and `where` the user's line;
-    `marks` are their numbers in the program, and `left_out`
-    says what could not be, or was not, measured, and why.
+    Attributes:
+        value: the first marked value, with its type.
+        where: the user's line.
+        axis: the marked dim.
+        marks: the numbers of the marks in the program.
+        candidates: what was measured, the chosen way first.
+        left_out: what could not be measured, or was not, and why.
     """
 
     value: str
@@ -132,9 +142,14 @@ class Tuning:
     """What `jhost.tune` measured; `jhost.jit(..., tuning=...)` follows it.
 
     It holds for a function on arguments of certain types, on devices of a kind, with
-    certain versions: elsewhere it is ignored, with a warning that says what changed.
-    `programs` are the function's, and those of its gradients if they were tuned.
-    Prints as a table; `to_json` and `from_json` write and read it, `save` draws it.
+    certain versions.  Elsewhere it is ignored, with a warning that says what changed.
+    It prints as a table.  `to_json` and `from_json` write and read it, `save` draws it.
+
+    Attributes:
+        function: the function's name.
+        environment: the versions, devices and mesh that it was measured with.
+        programs: the function's program, and its gradients' if they were tuned; each
+            has its streams with the seconds of each candidate.
     """
 
     function: str

@@ -254,8 +254,8 @@ def assert_program(
         kwargs: its keyword arguments, of the shapes and dtypes that it takes.
 
     Raises:
-        AssertionError: it has others; the text has what is missing, what is too much,
-            and the explanation.
+        AssertionError: it has others; the text says which are missing, which are too
+            many, and has the explanation.
         ArgumentError: an argument of another type.
 
     Example:

@@ -145,7 +145,7 @@ def _without(rows: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
 
 
 def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
-    """What a function does that calls jhost functions, from that of each program."""
+    """One explanation of a function that calls jhost functions, from its programs'."""
 
     def rows(field: str) -> tuple[Any, ...]:
         return tuple(row for each in explanations for row in getattr(each, field))
@@ -258,7 +258,7 @@ def _rows(title: str, rows: Sequence[Any]) -> list[Element]:
 
 
 def _stream(row: StreamReport) -> list[Element]:
-    """What was chosen, above the time that each choice takes."""
+    """The choice, above a bar with the seconds of each candidate."""
     found = {"predicted": row.predicted, "measured": row.measured}
     drawn = [
         Bar(text, ((what, seconds),), f"{seconds_text(seconds)} {what}")

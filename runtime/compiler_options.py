@@ -51,9 +51,9 @@ _PEER_COPIES: Mapping[str, Any] = {
 }
 
 PUTS: Mapping[str, Any] = {
-    # By copy engine as well, and no thread waits for those of the other devices: a p2p
-    # MLP block of 2048 rows takes 0.34 ms with it, and 0.42 by peer copies; of 4096,
-    # where the devices are the limit, 0.45 and 0.41.
+    # By copy engine as well, and no thread waits for other devices' threads.  A p2p MLP
+    # block of 2048 rows takes 0.34 ms with it, and 0.42 by peer copies.  One of 4096
+    # rows, where the devices are the limit, takes 0.45 and 0.41.
     PERMUTE_MODE: "COLLECTIVES_SYMMETRIC_MEMORY",
 }
 
@@ -78,10 +78,10 @@ SYMMETRIC_BUFFERS: Mapping[str, Any] = {
 class Loops(TypedDict, total=False):
     """What options depend on, of the loops in an executable.
 
-    `adds_up`: whether they have sums of matmuls, as those of weight gradients do;
-    `permuted` are the axes along which they permute, any within a process if that is
-    not known, and `puts` says that NCCL is to put.  As many communications are
-    `under_way` at a time outside of them.
+    `adds_up`: whether they add up matmuls, as loops with weight gradients do.
+    `permuted`: the axes along which they permute; None if that is not known, and it may
+    be any axis within a process.  `puts`: whether NCCL is to put.  `under_way`: how
+    many communications are under way at a time outside of them.
     """
 
     adds_up: bool
@@ -122,7 +122,7 @@ def overlap_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, A
 
 
 def accepted(mesh: AnyMesh | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some options that XLA takes for the devices of `mesh`."""
+    """The options among `wanted` that XLA takes for the devices of `mesh`."""
     if not isinstance(mesh, Mesh):
         return dict(wanted)
     # A trial needs a device of this process; one of a topology is in none.
@@ -222,7 +222,7 @@ def warn_of_missed_options(
 def _accepts(device: Any, name: str, value: Any) -> bool:
     """Whether the backend of `device` takes an option, by a trial.
 
-    In a thread of its own, which `jax.set_mesh` and what is being traced do not reach.
+    A thread of its own runs it: `jax.set_mesh` and traces under way do not reach there.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(_compiles, device, {name: value}).result()

@@ -29,8 +29,8 @@ _FIRST = "2.29"
 def nccl_version() -> str:
     """The version of the library that is loaded, as `2.29.3`; empty if there is none.
 
-    JAX loads that of its package before any other, and XLA calls what is loaded.  The
-    package's own version says nothing of a library that was put in its place.
+    JAX loads its own package's library before any other, and XLA calls the loaded one.
+    The package's version says nothing of a library that was put in its place.
     """
     try:
         library, number = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()
@@ -70,7 +70,7 @@ def _numbers(version: str) -> list[int]:
 def _failure(devices: tuple[Any, ...]) -> str:
     """What goes wrong where each of some devices puts to the next, if anything does.
 
-    In a thread of its own, which `jax.set_mesh` and what is being traced do not reach.
+    A thread of its own runs it: `jax.set_mesh` and traces under way do not reach there.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(_attempt, devices).result()

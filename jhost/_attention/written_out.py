@@ -110,9 +110,9 @@ def attention_vjp(
     settings: Settings,
     positions: Positions | None = None,
 ) -> list[Any]:
-    """The cotangents of the operands `argnums`, from those of what is found.
+    """The cotangents of the operands `argnums`, from the results' cotangents.
 
-    And from those of the sums, if they are given; else they are 0.
+    The cotangents of the sums count as well; they are 0 if they are not given.
     """
     operands, (found, sums, of_found, *of_sums) = parted(args, settings)
     query, key, value = operands[:3]
@@ -203,8 +203,8 @@ def _as_rows(sums: Any) -> Any:
 
 # --- Products, by heads and by the groups of them that share one of keys ------------ #
 
-# Each has its operands in the order in which XLA gives scores, and reads them, with the
-# keys last: so no scores are transposed.
+# XLA gives and reads scores with the keys last.  Each product has its operands in the
+# order for that, so no scores are transposed.
 
 
 def _products(query: Any, key: Any) -> Any:

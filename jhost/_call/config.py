@@ -53,7 +53,7 @@ class Config:
     def may_put(self) -> bool:
         """Whether permutes may be NCCL's puts: XLA's options say so, and are jhost's.
 
-        Those of an outer program are not, and give peer copies.
+        An outer program's options are not, and give peer copies.
         """
         said = self.embedded or PERMUTE_MODE in dict(self.compiler_options)
         return not said and puts_are_known(self.mesh)
@@ -79,7 +79,7 @@ def derived_params(
             if how == "known" and config.role == "tangents":
                 config = dataclasses.replace(config, role="recomputed")
         case "forward":
-            # What is differentiated once more stays the backward, say.
+            # Differentiated once more, a backward program stays the backward.
             config = dataclasses.replace(config, role=config.role or "forward")
         case _:
             config = dataclasses.replace(config, role=how)

@@ -43,7 +43,16 @@ R = TypeVar("R")
 
 
 class JitFunction(Generic[P, R]):
-    """A function compiled by jhost; made by `jhost.jit`."""
+    """A function compiled by jhost; made by `jhost.jit`.
+
+    Call it as the plain function.  Like what `jax.jit` makes, it has `trace`, `lower`,
+    `eval_shape` and `clear_cache`.
+
+    Attributes:
+        __wrapped__: the plain function.
+        __name__: the plain function's name, or a name for a callable without one.
+        __qualname__: the same with the classes and functions around it.
+    """
 
     __name__: str
     __qualname__: str

@@ -1,7 +1,7 @@
 """The fewest bytes that a forward program can hand to the backward one.
 
-What JAX hands on are the values that the derivatives read, such as the five arrays of
-`gelu`'s; what is worth handing on is a least cut (`lowering/ir/least_cut.py`).
+JAX hands on every value that the derivatives read, such as the five arrays of `gelu`'s.
+The values worth handing on are a least cut (`lowering/ir/least_cut.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _APPLIED_AGAIN = IDENTITIES | {"reshard"}
 def hand_over_least(split: Split) -> Split:
     """The two programs with as few bytes between them as recomputing allows.
 
-    An operand of the first costs nothing, as it is there anyway.  Where a policy of
-    the user's says what is saved, only marks are applied again.
+    An operand of the first costs nothing, as it is there anyway.  If a policy of the
+    user's says what is saved, only marks are applied again.
     """
     pair = pair_of(split)
     return split_of(_with_least(pair, [0] * len(pair.first.invars)), split)

@@ -16,9 +16,10 @@ Handed = tuple[tuple[Var, Var], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """What is `handed` is neither among the results of the first nor the second's own.
+    """Two programs, and the values `handed` from the first to the second.
 
-    A policy of the user's may have chosen what is handed.
+    These are not among the results of `first` or the operands of `second`.  A policy of
+    the user's may have chosen them.
     """
 
     first: FlatJaxpr

@@ -1,8 +1,11 @@
 """What a forward program hands to the backward one keeps its layout.
 
 A value that was sharded stays so: it is marked where it leaves the one program and
-where it enters the other, so that nothing moves between the two.  What the forward
-gathered, the backward gathers again, in its own loops.
+where it enters the other, so that nothing moves between the two.  If the forward
+gathered a value, the backward gathers it again, in its own loops.
+
+Within one `jax.jit` XLA may find both gathers equal and keep the first one's result.
+`jax.checkpoint` keeps it from that.  To keep a gathered value, name it in a policy.
 """
 
 from __future__ import annotations
@@ -97,6 +100,8 @@ def _streams_to_mark(
     _, here = streams_of(split.first, config)
     there, _ = streams_of(split.second, config)
     made = _made(split)
+    # Dead-code elimination may have taken the value that the user marked: what a
+    # checkpoint computes again has no results but residuals.
     lost = {result: here[result] for result in made if here[result]}
     lost = lost or {result: there[operand] for result, operand in made.items()}
     found = {} if any(there) else {op: here[result] for result, op in made.items()}
@@ -124,7 +129,7 @@ def _with_marked_results(
 ) -> Any:
     """The first, with residuals laid out by `specs`, and streamed, where it makes them.
 
-    There, and not where they leave, all that read them read what is marked.
+    Marked where it is made, a residual is marked for its readers in `first` as well.
     """
     outvars = split.first.jaxpr.outvars
     results = {outvars[number]: (number, op) for number, op in _made(split).items()}

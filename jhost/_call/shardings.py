@@ -50,7 +50,7 @@ def leaves_with_path(shardings: Any) -> list[tuple[str, Any]]:
 def axis_problems(
     what: str, shardings: Any, mesh: AnyMesh
 ) -> list[tuple[str, Problem]]:
-    """What is wrong with specs that no array could have on `mesh`, and where."""
+    """Why no array could have these specs on `mesh`, and where they stand."""
     return [
         (what + path, problem)
         for path, sharding in leaves_with_path(shardings)
@@ -212,7 +212,7 @@ def problems(
     avals: Iterable[Any],
     mesh: AnyMesh,
 ) -> list[tuple[str, Problem]]:
-    """What is wrong with the specs of these values, with the values' names."""
+    """Why specs do not fit these values, with the values' names."""
     return [
         (f"{name} of shape {aval.shape}", problem)
         for name, spec, aval in zip(names, specs, avals, strict=True)

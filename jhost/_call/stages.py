@@ -77,9 +77,8 @@ class Lowered(jax.stages.Lowered):
 
         Returns:
             The results, arrays of the shapes and dtypes that the function gives, and a
-            trace, which has for each statement that ran its stream,
-            its text, the indices of the loops around it, and the bytes live on a device
-            then.
+            trace.  The trace has each statement that ran: its stream, its text, the
+            indices of the loops around it, and the bytes live on a device then.
 
         Raises:
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not

@@ -1,13 +1,20 @@
 """JAX's private parts and version differences, behind typed functions.
 
-Nothing else of jhost imports `jax._src` or asks which JAX this is, and it imports from
-here alone: primitives stand in `primitives.py`, the rules that split a call in two in
-`linearization.py` and `partial_evaluation.py`, tracing in `tracing.py`, questions to
-what was traced in `jaxprs.py`, new equations and programs in `eqns.py`, those without
-dead code in `dead_code.py`, those of scans in `scans.py`, the user's lines in
-`lines.py`, bodies of `jax.shard_map` in `manual.py`, stages of compilation in
-`stages.py`, this process among others in `processes.py`, and what 0.10 lacks in
-`v010.py`.
+Nothing else in jhost imports `jax._src` or asks which JAX this is.
+
+- `primitives.py`: call and marker primitives, with JAX's rules for them.
+- `computations.py`: primitives that compute what a JAX function says.
+- `linearization.py`, `partial_evaluation.py`, `split.py`: a call split in two.
+- `tracing.py`: functions traced as `jax.jit` does it.
+- `stages.py`: JAX's stages of compilation, extended.
+- `jaxprs.py`: what a traced program says of itself.
+- `eqns.py`, `scans.py`, `dead_code.py`: new equations and programs.
+- `typed.py`: programs on explicit meshes, without their types.
+- `manual.py`: bodies of `jax.shard_map`.
+- `lines.py`: the user's lines.
+- `caches.py`: caches that `jax.clear_caches` empties.
+- `processes.py`: this process among others.
+- `v010.py`: what JAX 0.10 lacks.
 """
 
 from __future__ import annotations

@@ -18,9 +18,11 @@ _R = TypeVar("_R")
 def cached_by_jaxpr(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Remembers what a function makes of its first argument, while that lives.
 
-    That is a jaxpr, or what else is equal to itself alone; what is made of it must not
-    refer to it.  `jax.clear_caches` forgets it too.
+    The argument is a jaxpr, or another object that is equal only to itself.  The result
+    must not refer to it.  `jax.clear_caches` empties this cache too.
     """
+    # JAX puts the trace context into the key by default: the ambient mesh, x64 mode and
+    # so on.  A traced program does not depend on these any more.
     return util.weakref_lru_cache(function, trace_context_in_key=False)
 
 

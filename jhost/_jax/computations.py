@@ -51,6 +51,7 @@ def define_primitive(
     lowering = mlir.lower_fun(computed, multiple_results=True)
     mlir.register_lowering(prim, lowering)
     if kernels is not None:
+        # Only for CUDA: the lowering without a platform stays that of all others.
         by_kernels = partial(_lower_to_kernels, kernels, lowering)
         mlir.register_lowering(prim, by_kernels, platform="cuda")
     batching.primitive_batchers[prim] = partial(_batch_in_front, prim)
@@ -84,15 +85,15 @@ def _lower_to_kernels(
 ) -> Any:
     """To kernels where they can run, and XLA need not split them over devices.
 
-    Not in what is exported, which keeps to calls that later versions know as well.
+    Exported programs have no kernels: they keep to calls that later versions know.
     """
     exported = ctx.module_context.lowering_parameters.for_export
     here = _has_tensor_cores() and _is_on_one_device(ctx) and not exported
     if not (here and kernels.can_compute(*ctx.avals_in, **params)):
         return otherwise(ctx, *args, **params)
-    # By now it is known what varies over devices, of which kernels' types say nothing.
+    # Types were checked before.  Those of kernels do not say what varies over devices.
     with config._check_vma(False), warnings.catch_warnings():
-        # A JAX to come is without this backend of Pallas, and says so.
+        # A later JAX drops this backend of Pallas, and warns of it.
         warnings.simplefilter("ignore", DeprecationWarning)
         return mlir.lower_fun(kernels.fun, multiple_results=True)(ctx, *args, **params)
 
@@ -117,6 +118,7 @@ def _batch_in_front(
 ) -> tuple[Sequence[Any], list[int]]:
     pairs = list(zip(args, dims, strict=True))
     (size, *_) = (x.shape[dim] for x, dim in pairs if dim is not None)
+    # Operands without the dim get it as well: leading dims are alike in all.
     moved = [batching.bdim_at_front(x, dim, size) for x, dim in pairs]
     results = prim.bind(*moved, **params)
     return results, [0] * len(results)
@@ -155,8 +157,8 @@ def def_jvp(prim: Primitive, rule: Callable[..., Any]) -> None:
 def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
     """Sets what gives the cotangents of some operands that a primitive is linear in.
 
-    It takes the cotangents of all results, None for those of 0, and the operands, None
-    for those of which cotangents are wanted; these may have wider dtypes.
+    The rule takes the cotangents of all results, with None for zeros, and the operands,
+    with None for those whose cotangents are wanted.  It may give wider dtypes.
     """
 
     def transpose(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
@@ -177,6 +179,7 @@ def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
 
 def without_last_dim(aval: Any, dtype: Any) -> Any:
     """The type of what there is of each of the vectors along the last dim."""
+    # A type's spec has an entry for each dim.
     sharding = aval.sharding.update(spec=aval.sharding.spec[:-1])
     shape = aval.shape[:-1]
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

@@ -70,6 +70,7 @@ def _linearize(
     ) -> list[Any]:
         given = [instantiate_zeros(t) for t in keep(tangents, nonzeros)]
         operands = [*residuals, *given, *tree.leaves(structured)]
+        # From 0.12 on a vjp binds a node around the primitive, to transpose later.
         node = _ad.vjp_node(prim) if is_vjp and hasattr(_ad, "vjp_node") else prim
         results = node.bind(*operands, call_jaxpr=split.second, **behind)
         return with_zeros(call_jaxpr, nonzeros_out, results)

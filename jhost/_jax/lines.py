@@ -126,6 +126,7 @@ def user_context(eqn: JaxprEqn) -> Generator[None]:
         stack.enter_context(
             source_info_util.user_context(source.traceback, name_stack=names)
         )
+        # A setting is in the keys of JAX's caches, so it is set only where it differs.
         by_place = eqn.ctx.threefry_partitionable
         if by_place != jax.threefry_partitionable.value:
             stack.enter_context(jax.threefry_partitionable(by_place))

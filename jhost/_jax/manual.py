@@ -1,8 +1,8 @@
 """What `jax.shard_map` is made of, and its body where no type says what varies.
 
-With `check_vma=True` types in a body say along which axes values vary, and collectives
-and casts have primitives of their own for that.  A program runs without such types, so
-each of them is bound as what it computes.
+With `check_vma=True` the types in a body say along which axes values vary.  Collectives
+and casts then have primitives of their own.  A jhost program runs without such types,
+so each of these primitives is bound as what it computes.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.

@@ -77,6 +77,7 @@ def _partially_eval(
             call_jaxpr, unknown, instantiate=False
         )
     )
+    # A residual that is no operand of the call is a result of `first`.
     made = sum(source is None for source in forwarded)
     kept = len(first.out_avals) - made
     split = new_split(first, second, kept, forwarded, call_jaxpr)
@@ -111,6 +112,7 @@ def _stage(
     )
     for tracer in results:
         tracer.recipe = recipe
+    # As JAX's own rule has it: a handle keeps equations that have effects alive.
     if _effects.partial_eval_kept_effects.filter_in(jaxpr.effects):
         handle = _partial_eval.EffectHandle(tracers, recipe)
         trace.effect_handles.append(handle)
@@ -159,6 +161,8 @@ def _split_eqn(
     there = {
         id(v) for v, is_there in zip(eqn.invars, instantiated, strict=True) if is_there
     }
+    # The caller saves what is `needed`: not the residuals that `refine` left out, but
+    # those that it took instead.
     needed = [var for var in needed if id(var) not in gone]
     needed += [var for var in taken if id(var) not in there]
     return known, staged, *out, [v for v in needed if not isinstance(v, Literal)]
@@ -175,6 +179,7 @@ def _residuals_first(
     sources |= {id(var): Residual(result=n) for n, var in enumerate(known.outvars)}
     jaxpr = staged.params["call_jaxpr"]
     pairs = list(zip(staged.invars, jaxpr.jaxpr.invars, strict=True))
+    # A stable sort, so that all others keep their order.
     pairs.sort(key=lambda pair: id(pair[0]) not in sources)
     residuals = [sources[id(atom)] for atom, _ in pairs if id(atom) in sources]
     second = rewritten(jaxpr, invars=[var for _, var in pairs])

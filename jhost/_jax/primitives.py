@@ -113,7 +113,7 @@ def _renamed(
 def _names_of_transposed(
     jaxpr: ClosedJaxpr, cotangents: Sequence[Any], *args: Any
 ) -> tuple[str, ...]:
-    """Those of what it is linear in are gone; cotangents of its results follow."""
+    """Its operands' names without the linear ones, and then its cotangents'."""
     pairs = zip(args, operand_names(jaxpr), strict=True)
     kept = [name for arg, name in pairs if not isinstance(arg, private_ad.GradAccum)]
     one = len(cotangents) == 1
@@ -164,6 +164,7 @@ def define_marker_primitive(
     # The whole aval: a new one from shape and dtype would drop the varying manual
     # axes, and `shard_map` would accept wrong `out_specs`.
     prim.def_abstract_eval(_identity)
+    # Linear, so that tangents and cotangents carry the mark as well.
     ad.deflinear2(prim, partial(_marker_transpose, prim, transposed_params or dict))
     batching.fancy_primitive_batchers[prim] = partial(_marker_batch, prim, batch_params)
     mlir.register_lowering(prim, _marker_lowering)

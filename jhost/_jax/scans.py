@@ -39,14 +39,15 @@ def scan_like(
 ) -> JaxprEqn:
     """A scan that carries what `eqn` carries, of a body with other operands.
 
-    Operands and results of the body are in the order of the scan's: constants, what is
-    carried, and slices; what is carried, and slices.
+    Operands and results of the body are in the scan's order.  Operands: constants,
+    carried values, slices.  Results: carried values, slices.
     """
     first, count = scan_counts(eqn)
     carry, carried = eqn.invars[first : first + count], eqn.outvars[:count]
     if "num_consts" in eqn.params:  # up to 0.10
         counts: dict[str, Any] = {"num_consts": len(consts)}
     else:
+        # From 0.11 on the counts of a scan stand in two trees.
         flat: Any = import_module("jax._src.flattree")
         _, before, _ = eqn.params["ft_in"].unpack()
         after, _ = eqn.params["ft_out"].unpack()

@@ -75,6 +75,7 @@ def trace(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
+    # By `jit`'s own trace: its cache, its static arguments, its messages.
     traced = jitted.trace(*args, **kwargs)
     # `jit` keeps arrays as consts of the jaxpr, but if one of them is a tracer, all
     # are operands already and their values stand aside, in `_consts`.
@@ -121,6 +122,7 @@ def static_arguments(
 ) -> StaticArguments:
     """What `jax.jit` makes of the two, and refuses of them."""
     signature = api_util.fun_signature(fun)
+    # `jit` infers names from positions, and positions from names.
     *_, nums, names = api_util.resolve_argnums(
         fun, signature, None, None, static_argnums, static_argnames
     )

@@ -1,8 +1,8 @@
 """Programs traced on a mesh with explicit axes, made such that no type says how.
 
-There, types speak of shardings, and JAX itself says what fits.  What the user asks for
-(`jax.sharding.reshard`, `out_sharding=`) becomes a sharding constraint; all else that
-types say follows from that, and a program of jhost's may lay it out in another way.
+On explicit axes types have shardings, and JAX checks that they fit.  What the user says
+(`jax.sharding.reshard`, `out_sharding=`) becomes a sharding constraint.  Everything
+else in the types follows from that, and jhost may lay it out differently.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -99,6 +99,7 @@ class _Untyped:
             list(map(self.read, eqn.invars)),
             list(map(self.define, eqn.outvars)),
         )
+        # An equation keeps the context that it is made in, and with it a mesh.
         with _outside_types(eqn, self.mesh):
             new = new_jaxpr_eqn(
                 ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
@@ -118,6 +119,7 @@ class _Untyped:
 
     def constrained(self, atom: Atom, sharding: NamedSharding, like: JaxprEqn) -> Var:
         constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+        # Traced, for JAX to fill in the parameters: they differ by version.
         (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
         out = Var(atom.aval)
         self.eqns.append(

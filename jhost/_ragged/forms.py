@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 Form: TypeAlias = Literal["rows", "rows_transposed", "groups"]
-"""What is multiplied, and what it gives, behind dims that all of them have in front:
+"""The operands and the result of a product, behind leading dims that all share:
 
 - rows `[m, k]` with a matrix for each group, `[g, k, n]`, give rows, `[m, n]`;
 - rows `[m, n]` with these matrices transposed give rows, `[m, k]`;

@@ -36,8 +36,8 @@ def ragged_dot(
     bfloat16 and float16, and for float32 with a precision of "default" or "highest".
     All else is JAX's.  A kernel is one device's: there is one in jhost functions, whose
     `jax.lax.ragged_dot` is this as well, in a `jax.shard_map` over all mesh axes, and
-    where there is one device.  What is exported, or compiled ahead for GPUs that are
-    not there, has JAX's.
+    where there is one device.  Exported programs, and those compiled ahead for GPUs
+    that are not there, have JAX's.
 
     It has derivatives of every order and mode, and `jax.vmap`, which maps matrices
     along with rows.

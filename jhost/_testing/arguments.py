@@ -40,7 +40,7 @@ def check_tolerance(function: str, tolerance: Any) -> None:
 
 
 def check_several(**given: Any) -> None:
-    """Refuses what is no sequence, and what is empty: it would compare nothing."""
+    """Refuses values that are no sequence, or an empty one: it compares nothing."""
     for name, values in given.items():
         if values is None:
             continue

@@ -60,8 +60,8 @@ def tune(
         draw: take random numbers from 0.5 to 1.5 in place of float arrays whose
             elements are all equal, as those of `jnp.ones` are: with these, sums of
             gradients cancel each other, and GPUs take less power than in earnest.
-        cache: take what was measured before from the user's cache folder, and keep
-            there what is measured now.
+        cache: take earlier measurements from the user's cache folder, and keep these
+            there.
         progress: show a bar, or lines if tqdm is not installed, on standard error; in
             several processes, on that of process 0.
 

@@ -41,7 +41,7 @@ from jhost.lowering.ir.requests import marks_alike, open_marks, settle
 from jhost.lowering.ir.said import said
 
 _HOPELESS = 3.0
-"""What is predicted to take that many times the best is not measured."""
+"""A candidate predicted to take that many times the best is not measured."""
 
 WARMUPS, CALLS = 3, 10
 """Calls before the first round, and in a round: as many as keep the devices busy."""

@@ -38,10 +38,10 @@ class MoE(nnx.Module):
     Experts are sharded over a mesh axis, and so are tokens, by the sequence, the last
     dim but one.  Kernels stay where they are: each token goes to the devices of its
     experts and comes back, in `jax.lax.ragged_all_to_all`, or where XLA has none, as on
-    CPUs, in a `jax.lax.all_to_all` of padded blocks.  With D devices, n experts on each
-    and t tokens on each, a device sends `t * top_k` rows there, and has room for those
-    that come if all choose its experts: `D * t * min(top_k, n)` rows of the features,
-    and as many of the hidden features.
+    CPUs, in a `jax.lax.all_to_all` of padded blocks.  Say that there are D devices,
+    with n experts and t tokens on each.  A device then sends `t * top_k` rows.  It has
+    room for the rows that come if all tokens choose its experts: `D * t * min(top_k,
+    n)` rows of the features, and as many of the hidden features.
 
     The mesh is the one under which the layer is called or, where there is none, made
     (`jax.set_mesh`).  Without one the layer computes the same; what moves is then
@@ -217,7 +217,7 @@ class MoE(nnx.Module):
         return done.reshape(x.shape)
 
     def _mesh(self) -> Any:
-        """That of the call, or under which the layer was made.
+        """The mesh of the call, or the one under which the layer was made.
 
         With devices, if they are known: a jit that closes over the layer asks for them.
         """

@@ -28,8 +28,8 @@ def annotated(param: Any, sharding: Sharding) -> Any:
     metadata = param.get_metadata()
     if metadata.get("out_sharding") or not any(sharding):
         return param
-    # A new one, for flax shards the values of new ones; and refuses to make one where
-    # it knows no mesh, though that of `jhost.jit` is known soon enough.
+    # A new param, because flax shards the values of new ones.  It refuses to make one
+    # where it knows no mesh, though `jhost.jit` will know it soon enough.
     if not metadata.get("mesh") and _mesh().empty:
         metadata = {**metadata, "eager_sharding": False}
     return type(param)(param[...], **{**metadata, "out_sharding": sharding})

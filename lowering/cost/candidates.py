@@ -1,6 +1,6 @@
-"""What each candidate for an open stream mark would make of the program, and take.
+"""The candidates for an open stream mark, each lowered and timed by simulation.
 
-Each is lowered, and a simulation (`simulate.py`) says when the program would be done.
+`simulate.py` says when each candidate's program would be done.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Trial:
         """The first of the outcomes, but for one that gains enough."""
         chosen, *others = self.outcomes
         for outcome in others:
+            # Each must gain over the simpler ones before it, not only over no pipeline.
             if outcome.seconds < self.gain * chosen.seconds:
                 chosen = outcome
         return chosen
@@ -129,6 +130,7 @@ class Trial:
                     for sums in _SUMS
                 ]
                 self.outcomes += [other for other in (fewer, *others) if other]
+        # Candidates may come to one program.  It is measured once, as the simplest.
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
 
@@ -144,8 +146,10 @@ class Trial:
         if mark.pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
+            # The simplest first: a later one has to gain to be chosen.
             yield dataclasses.replace(mark, plain=True)
         if mark.pipeline is None or mark.pipeline == "collective":
+            # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:
                 yield dataclasses.replace(mark, pipeline="collective", chunks=count)
@@ -155,6 +159,7 @@ class Trial:
             p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
             yield p2p
             devices = None if given else self.devices()
+            # More chunks hide more, and cost more launches.
             if devices is not None and self.hides_too_little():
                 yield dataclasses.replace(p2p, chunks=2 * devices)
 
@@ -190,6 +195,7 @@ class Trial:
         candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
         marks = list(self.marks)
         settle(marks, self.part.numbers, candidate)
+        # All of the part is lowered anew, since layouts depend on the choice as well.
         program = with_marks(self.part.program, marks)
         text = _text(candidate)
         try:
@@ -228,6 +234,7 @@ class Trial:
         """Why a candidate that nobody named has permutes that nothing could hide."""
         if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
             return ""
+        # The simplest candidate has permutes, too: those of transfers outside of loops.
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
         more = [axis for axis, n in permutes(program).items() if n > already[axis]]
         mesh, reach = dict(program.mesh.shape), self.rates.reach
@@ -265,6 +272,7 @@ class Trial:
         values of a 70B model on four H200s.
         """
         mark = outcome.mark
+        # If the host is not ahead, a transfer that is launched later comes later.
         if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, dataclasses.replace(mark, streams=2))

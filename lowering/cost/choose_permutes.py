@@ -1,8 +1,9 @@
 """Choose how the permutes of a program go: copied from peer to peer, or put by NCCL.
 
-XLA takes one way for a whole executable.  A put is slower on the devices, and a copy
-keeps their launching threads, which meet for each; so puts win where the host is the
-limit.  Both are predicted of the whole program, and peer copies stand unless puts gain.
+XLA takes one way for a whole executable.  A put takes longer on the devices.  A peer
+copy keeps the hosts' threads, which meet for each one.  So puts win where launches are
+the limit.  Both are predicted for the whole program, and peer copies stay unless puts
+gain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Choose what the user left open about streams: pipeline, chunk count, or neither.
 
-Where a program was tuned, what was measured best is taken.  Otherwise each candidate is
-lowered, and a simulation (`simulate.py`) says what the program would then take.  Not to
-pipeline is a candidate like any other, and wins unless another gains more than the
-simulation may be wrong by.
+If the program was tuned, the way that was measured fastest is taken.  Otherwise each
+candidate is lowered, and `simulate.py` predicts how long the program then takes.  Not
+to pipeline is one candidate.  Another must gain more than the simulation may be wrong
+by.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ from jhost.lowering.ir.requests import (
 class ChoosePipelines:
     """Marks that leave something open -> marks that say it, with the reason.
 
-    `following` are the passes up to the loops, and `settings` hold for what requests
-    do not say; `rates` are those of devices of `device_kind`, if they are known;
-    `tuned` is what was measured.
+    Attributes:
+        following: the passes up to the loops.
+        settings: what holds where a request says nothing.
+        rates: the rates of the devices, if they are known.
+        device_kind: JAX's name for the kind of devices.
+        tuned: what was measured best, by program and mark.
     """
 
     name: ClassVar[str] = "choose_pipelines"
@@ -53,6 +56,7 @@ class ChoosePipelines:
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, parts = open_marks(program), Parts(program)
         following = [Remembering(step) for step in self.following]
+        # Each group is weighed with what was chosen for the groups before it.
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
@@ -69,9 +73,9 @@ class ChoosePipelines:
         numbers: Sequence[int],
         following: Sequence[FollowingPass],
     ) -> StreamChoice:
-        """What is chosen for some marks alike, the others as they are.
+        """The choice for some marks alike, with all other marks as they are.
 
-        They are weighed by the part of the program that `Parts` finds for them.
+        Candidates are weighed in the part of the program that `Parts` finds for them.
         """
         mark = open_marks(parts.program)[numbers[0]]
         why_not = self.nothing_to_gain(parts.program)
@@ -81,7 +85,7 @@ class ChoosePipelines:
         return Trial(part, following, self.rates).best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
-        """What was measured for the marks of a resolved program, by number."""
+        """The measured choices for the marks of a resolved program, by number."""
         return self.tuned.get(fingerprint(program), {}) if self.tuned else {}
 
     def trial(
@@ -106,6 +110,7 @@ class ChoosePipelines:
             return f"on {self.device_kind} devices no transfer runs beside computation"
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         axes = [axis for axis, size in mesh.items() if size > 1]
+        # One axis within a process is enough: loops along it may gain.
         if len(apart(axes, reach)) == len(axes):
             return apart_text(axes, reach, mesh)
         return ""

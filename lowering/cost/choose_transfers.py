@@ -1,9 +1,9 @@
-"""Choose whether transfers outside of loops are by permutes, beside other work.
+"""Choose whether transfers outside of loops are permutes beside other work.
 
-Those are of what is there long before it is read, or is read by nothing for long: the
-shards of weights, and sums of gradients.  All of a program's gathers go so, and all of
-its sums, if that is predicted to gain: a collective runs alone, and what comes by
-permutes has to be put together or added, but is on its way while other work is done.
+Two kinds qualify: shards of weights, which are there long before they are read, and
+sums of gradients, which nothing reads for long.  A collective runs alone.  Permutes run
+beside other work, but what they bring has to be put together or added.  So all gathers
+of a program go by permutes if that is predicted to gain, and so do all its sums.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class ChooseTransfers(EachProgram):
         rates = self.rates
         if bytes_of(stmt.source) < _LEAST:
             return False
+        # Between processes a permute is an NCCL kernel too, and gains nothing.
         if rates is not None and apart(stmt.axes, rates.reach):
             return False
         if rates is None or self.pipeline != "auto":
             return self.pipeline == "p2p"
+        # Collectives that run beside matmuls need no permutes in their place.
         alone = not rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and rates.permute.beside_compute
 

@@ -1,4 +1,4 @@
-"""What XLA copies beside kernels: parts of arrays that are not worked on in place."""
+"""The copies that XLA makes of parts of arrays, beside its kernels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from jhost.lowering.ir.program import Program
 
 
 class Copies:
-    """Asked in the order in which a program runs, whose `places` are those so far.
+    """The copies of each statement; asked in the order in which a program runs.
 
-    What is `in_pieces` never is one array, and what is `copied` in any case, as a scan
-    stacks it, say, is taken from its pieces then.
+    `places` says who wrote what so far.  A value that is `in_pieces` never becomes one
+    array.  A value that is `copied` in any case, because a scan stacks it, say, is
+    taken from its pieces then.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class Copies:
     def of(self, stmt: ir.Compute) -> Iterator[Kernel]:
         """Contractions neither write into a part of an array nor read one in place.
 
-        What is read in the pieces in which it is written never is one array.  Pieces of
-        known places are put together when it is first read as one.
+        A value that is read in the pieces it was written in never becomes one array.
+        Pieces at known places are put together when it is first read as one.
         """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
+            # XLA fuses a copy into the array with other kernels, but not with cuBLAS's.
             by_rank = heavy and alias is not None and _by_rank(alias)
             if by_rank or self.is_put_together(buffer):
                 yield copy_of(buffer)
@@ -60,7 +62,7 @@ class Copies:
         return _by_rank(alias)
 
     def is_put_together(self, buffer: ir.Buffer) -> bool:
-        """Whether it is a piece, at a known place, of what is read as one array."""
+        """Whether it is a piece, at a known place, of a value that is read as one."""
         alias = self.alias(buffer)
         if alias is None or alias.drop or _by_rank(alias):
             return False
@@ -74,16 +76,16 @@ class Copies:
 
 
 def written_in_pieces(program: Program) -> set[str]:
-    """What is written part by part and not read as a whole."""
+    """The values that are written part by part and not read as a whole."""
     stmts = ir.walk(program.body)
     made = {stmt.buffer.name for stmt in stmts if isinstance(stmt, ir.Allocate)}
     return made - read_whole(program)
 
 
 def taken_from_pieces(program: Program) -> set[str]:
-    """What is read as a whole by what need not find it as one array.
+    """The values that are read as a whole by readers that take them in pieces.
 
-    That is a fusion, or what brings the dims into the order that a contraction wants.
+    Such a reader is a fusion, or a copy that reorders dims for a contraction.
     """
     arrays = {result.name for result in program.results}
     found: set[str] = set()

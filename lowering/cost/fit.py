@@ -1,9 +1,9 @@
-"""Rates out of measurements: what `rates.py` holds of a kind of device, fitted to one.
+"""Rates of a kind of device, fitted to measurements.
 
-Measured are the seconds that one more operation takes in a chain of them, and those for
-which launching it keeps the host.  The rates are those of programs, which are slower.
-What no chain tells apart, the delay of a transfer from its latency and the meeting of
-threads, stays as it is in the rates at the start.
+A measurement is what one more operation adds to a chain of them: seconds on the device,
+and seconds on the host.  Rates are those of whole programs, which are slower.  Chains
+do not tell the delay of a transfer from its latency, or how long threads take to meet:
+those stay as in the rates that the fit starts from.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was measured of the devices of a process.
+    """Measurements of the devices of a process.
 
     Attributes:
         multiprocessors: how many each device has.
@@ -162,7 +162,7 @@ def _permute(moved: Sequence[Moved], start: Link) -> Link:
 
 
 def _put(moved: Sequence[Moved], start: Link | None, permute: Link) -> Link | None:
-    """A copy engine's as a permute is, so that matmuls hide as much of it."""
+    """A copy engine puts as well, so matmuls hide as much of it as of a permute."""
     if not moved or start is None:
         return None
     put = _permute(moved, start)

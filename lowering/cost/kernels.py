@@ -1,7 +1,7 @@
-"""How much a computation has to do: the kernels that XLA will make of it, about.
+"""The kernels that XLA will make of a computation, about, and their work.
 
-A contraction is a kernel of its own.  Everything else fuses with its neighbours, as far
-as the next reduction, and what counts is the memory that a fusion reads and writes.
+A contraction is one kernel.  Everything else fuses with its neighbours, up to the next
+reduction.  The cost of a fusion is the memory that it reads and writes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Kernel:
     def seconds(self, rates: Rates) -> float:
         """How long it takes: as long as the slower of arithmetic and memory."""
         arithmetic = rates.matmul_seconds(*self.matmul) if self.matmul else 0.0
+        # A kernel loads while it multiplies: the two overlap.
         slower = max(arithmetic, self.traffic / rates.memory)
         return rates.launch + slower + self.between / rates.memory
 
@@ -118,6 +119,7 @@ class _Unit:
             return found
 
         for unit_eqn in self.eqns:
+            # cuBLAS and cuDNN fuse with nothing around them.
             if id(unit_eqn.eqn) in self.heavy:
                 eqn = unit_eqn.eqn
                 read = set(map(self.value, eqn.invars))
@@ -134,8 +136,9 @@ class _Unit:
     def fusions(self) -> list[list[int]]:
         """The values that fusions write, by what must be complete before them.
 
-        A reduction or a contraction ends a fusion.  What is cheap to make is made again
-        where it is read, and only what they want or the unit returns is written.
+        A reduction or a contraction ends a fusion.  XLA makes cheap values again where
+        they are read.  It writes only values that end a fusion, that a contraction
+        reads, or that the unit returns.
         """
         level: dict[int, int] = {}
         fusions: dict[int, list[int]] = {}
@@ -144,6 +147,7 @@ class _Unit:
             read = map(self.value, eqn.invars)
             own = max((level.get(value, 0) for value in read), default=0)
             reduces = unit_eqn.rule.contracts or unit_eqn.rule.reduces
+            # A reduction is complete a level later, so its readers are another fusion.
             level |= dict.fromkeys(outs, own + reduces)
             if id(eqn) not in self.heavy:
                 written = [var for var in outs if reduces or var in self.wanted]

@@ -1,8 +1,8 @@
 """The part of a program in which a choice is weighed.
 
-That is the body whose marks are open.  Where layers alike are written out one after
-another, which have one choice, it is one of them: all candidates are lowered as often
-as for a single layer, and what a loop gains is not lost in the time of the others.
+That is the body whose marks are open.  Layers written out one after another have one
+choice, so one of them stands for all.  Each candidate is then lowered for one layer,
+not for the whole model, and its gain is not lost in the time of the other layers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ _LAYERS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A program to weigh the marks of those numbers in, maybe `in_body` of a scan.
+    """A program in which some marks are weighed.
 
-    What is handed from layer to layer may be `in_pieces`; params are `carried` from
-    layer to layer, each where the layer before it has the result of that name.
+    Attributes:
+        program: the program, with its border laid out as in the whole.
+        numbers: which of its marks are weighed.
+        in_body: whether it stands in the body of a scan.
+        in_pieces: the values that layers hand on in the chunks they are made in.
+        carried: params that the layer before makes, each with the result in its stead.
     """
 
     program: Program
@@ -54,8 +58,8 @@ def _border(program: Program) -> set[str]:
 class Parts:
     """A program, its bodies and their layers, each as a program of its own.
 
-    What is cheap stands in the part that will compute it, so that no more crosses the
-    borders than will be kept.
+    Cheap values stand in the part that will compute them, so that only kept values
+    cross the borders.
     """
 
     def __init__(self, program: Program) -> None:
@@ -97,6 +101,7 @@ class Parts:
         Each with the result that the layer itself makes in its stead.
         """
         body, start = self.programs[place].body, layer.start - len(layer)
+        # What stands before it is no whole layer.
         if start not in (0, *self.borders[place]):
             return {}
         before, here = (_made(body[n : n + len(layer)]) for n in (start, layer.start))
@@ -125,6 +130,7 @@ class Parts:
             return None
         borders = [0, *self.borders[place], len(self.programs[place].body)]
         layers = sorted({bisect.bisect_right(borders, number) for number in made})
+        # The first layer has nothing before it, and the last one nothing behind it.
         after = layers[len(layers) // 2]
         return range(borders[after - 1], borders[after])
 
@@ -132,12 +138,13 @@ class Parts:
     def borders(self) -> list[list[int]]:
         """Where layers begin: behind marks alike, of which each layer has one.
 
-        Those of a backward pass stand behind the last layer of the forward one.
+        A backward pass has its own, behind the last layer of the forward one.
         """
         found: list[list[int]] = [[] for _ in self.programs]
         for numbers in sorted(marks_alike(self.program), key=len):
             made, borders = self.made(numbers), found[self.place(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
+            # All between the same borders: layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
                 borders[:] = sorted([*borders, *(number + 1 for number in made)])
         return found

@@ -1,4 +1,4 @@
-"""Which task wrote what: whole buffers, and the parts of them that aliases show."""
+"""Which task wrote what: whole buffers, and the parts that aliases show."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Places:
 
     def select(self, stmt: ir.Select, index: int) -> None:
         """The part with that index has the name that the alias gives it."""
+        # By the number that the index has here, so equal parts are one place.
         place = (*self.of(stmt.source.name), (stmt.dim, index))
         self.aliases[stmt.out.name] = place, stmt
 
@@ -31,6 +32,7 @@ class Places:
         """The task of that number writes them."""
         for buffer in buffers:
             root, *_ = place = self.of(buffer.name)
+            # All of it is new: earlier writers of parts do not matter any more.
             if len(place) == 1:
                 self.writers[root] = {}
             self.writers.setdefault(root, {})[place] = task

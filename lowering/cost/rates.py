@@ -1,11 +1,13 @@
 """What devices do per second: the numbers that the cost model reckons with.
 
-One row a kind of device.  H200: measured on hosts with NVLink between all GPUs, jax
-0.11.2, one process for all of them; `docs/benchmarks.md` compares what follows from
-them with measured times.  H100: its matmuls and memory measured, and links that are
-those of the H200, as two of them show.  CPU: XLA's devices on one host, on two cores;
-there a transfer is work like any other, and nothing runs beside anything.  Other GPUs
-are estimated from the H200 and their makers' data sheets.
+There is a row for each kind of device.
+
+- H200: measured on hosts with NVLink between all GPUs, JAX 0.11.2, one process for all.
+  `docs/benchmarks.md` compares predictions with measured times.
+- H100: matmuls and memory measured.  Links are the H200's, which two H100s confirm.
+- CPU: XLA's devices on one host with two cores.  A transfer is work like any other
+  there, and nothing runs beside anything.
+- Other GPUs: estimated from the H200 and the makers' data sheets.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from jhost.lowering.ir.statements import CommunicationKind
 class Link:
     """A way of moving bytes between devices.
 
-    A transfer starts `delay` seconds after its operand is there, and `gap` after one
-    that it queued behind, takes `latency` beside what `bandwidth` (bytes received per
-    second) makes, and keeps the launching thread busy for `host`, and once in a program
-    for `meet` more for each device, until the threads of all have met.  `between_two`
-    is the bandwidth with which two devices gather and scatter, if that is less; their
-    all-reduces keep to `bandwidth`.
-    `beside_compute`: whether it runs while matmuls fill the device.  `network`: whether
-    it leaves the host, and so takes no turns with what stays there.
+    Attributes:
+        delay: seconds from when the operand is there to the transfer's start.
+        gap: seconds from the end of a transfer that it queued behind to its start.
+        meet: seconds on the host for each device, once in a program, until the threads
+            of all devices have met.
+        latency: seconds of each transfer, whatever its size.
+        bandwidth: bytes received per second by each device.
+        between_two: the same where two devices gather or scatter, if that is less;
+            their all-reduces keep to `bandwidth`.
+        host: seconds for which a transfer keeps the launching thread.
+        beside_compute: whether it runs while matmuls fill the device.
+        network: whether it leaves the host, and takes no turns with what stays there.
     """
 
     delay: float = 0.0
@@ -58,15 +64,23 @@ class Link:
 class Rates:
     """The rates of one kind of device.
 
-    `matmul` is FLOP/s while every multiprocessor has a tile of the largest kind;
-    `tiles` are (rows, columns, share of that rate).  `memory` is bytes per second,
-    `launch` the seconds between two kernels, `host` those to launch one.
-    `permute` holds between devices of one process, `collective` on one host, and
-    `network` between hosts; `put` holds in place of `permute` where NCCL puts, and is
-    None where it cannot.  `reach` says how far apart the devices along each axis of a
-    mesh lie, where it is not within a process.  `source` says where the rates come
-    from; they are `estimated` where nothing was measured on such devices: then only
-    clear gains count.
+    Attributes:
+        matmul: FLOP/s of bfloat16 with a tile of the largest kind on each
+            multiprocessor.
+        multiprocessors: how many a device has.
+        tiles: rows, columns and share of `matmul` of each kind of tile.
+        memory: bytes per second that kernels read and write.
+        launch: seconds between two kernels on the device.
+        host: seconds that the host needs to launch a kernel.
+        permute: permutes between devices of one process, by peer copies.
+        collective: collectives on one host.
+        network: all transfers between hosts.
+        put: permutes that NCCL puts, in the place of `permute`; None where it cannot.
+        source: where the rates come from, in words.
+        estimated: whether nothing was measured on such devices; only clear gains count
+            then.
+        reach: how far apart the devices along each mesh axis lie; an axis that is left
+            out lies within a process.
     """
 
     matmul: float
@@ -255,7 +269,7 @@ def rates_of(
 ) -> Rates | None:
     """The rates of devices of that kind (JAX's `device_kind`), if they are known.
 
-    With `puts`, also those of puts, unless they are estimated.
+    With `puts` they include the rate of puts, unless they are estimated.
     """
     rates = _RATES.get(kind)
     if rates is None:
@@ -265,6 +279,6 @@ def rates_of(
 
 
 def rates_to_start_from(kind: str) -> Rates:
-    """What is known of such devices; an H200's rates, if that is nothing."""
+    """The rates of such devices; an H200's if the kind is unknown."""
     unknown = dataclasses.replace(_H200, source="those of an H200", estimated=True)
     return _RATES.get(kind, unknown)

@@ -1,10 +1,10 @@
 """How long a Host IR program takes, by simulation: what `auto` decides by.
 
-The loops are unrolled and every statement takes its place on one of two queues, in the
-way XLA runs them on a GPU: computations in program order, transfers as soon as their
-operands and their streams let them, and what cannot run beside a matmul takes both
-queues.  The host's part is counted apart: it runs ahead where it can, so a program
-takes as long as its devices or its launches, whichever is more.
+Loops are unrolled, and every statement takes its place on a queue as XLA would run it
+on a GPU.  Computations run in program order.  Transfers run as soon as their operands
+and streams let them.  A transfer that cannot run beside a matmul takes both queues.
+The host's launches are counted apart, because the host runs ahead where it can.  A
+program takes as long as its devices or its launches, whichever is more.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def predict(
     total = _total(tasks, followed)
     if carried:
         tasks = tasks[: len(tasks) // 2]
+        # What the second one in the row adds to the first.
         total -= _total(tasks, followed)
     host = sum(task.host for task in tasks)
     if not in_body:  # once in a program
+        # The threads of all devices meet before the first peer copy.
         host += program.mesh.size * max((task.meet for task in tasks), default=0.0)
     parts = [task.inside or _alone(task) for task in tasks]
     return Prediction(
@@ -83,9 +85,9 @@ def _total(tasks: Sequence[Task], followed: bool) -> float:
 
 
 def _leaving(tasks: Sequence[Task]) -> set[int]:
-    """The transfers between processes that nothing of the program waits for.
+    """The transfers between processes that nothing in the program waits for.
 
-    But for what is done with them alone on the way out.
+    What only handles their results on the way out does not count.
     """
     awaited: set[int] = set()
     leaving: set[int] = set()
@@ -100,15 +102,15 @@ def _leaving(tasks: Sequence[Task]) -> set[int]:
 
 
 def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
-    """The end of the last task, each as soon as it is issued and its queue is free.
+    """The end of the last task that is not `leaving`.
 
-    But for those that are `leaving`.
-
-    XLA issues a transfer as soon as what it waits for has been issued, before any
-    other computation, and what is cut out for it likewise; what puts what came in its
-    place, where that is read, or at the end.
+    A task starts as soon as it is issued and its queue is free.  XLA issues a transfer
+    once all that it waits for was issued, before any other computation.  It does the
+    same with a copy that cuts out a transfer's operand.  A copy that puts a part in its
+    place is issued where the whole is read, or at the end.
     """
     clock = _Clock(tasks)
+    # XLA's scheduler hoists these before any computation that does not feed them.
     early = [_beside(task) or task.copy == "cut" for task in tasks]
     waiting = [number for number, soon in enumerate(early) if soon]
     for number, task in enumerate(tasks):
@@ -130,8 +132,8 @@ def _beside(task: Task) -> bool:
 class _Clock:
     """When the queue of computations and those of transfers are free.
 
-    What goes over the network takes no turns with what stays on a host.  What runs
-    alone waits for computations and for `kernels` of other collectives, not for copies.
+    Transfers over the network take no turns with those on a host.  A transfer that runs
+    alone waits for computations and for other collectives' `kernels`, not for copies.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -152,7 +154,7 @@ class _Clock:
         return left
 
     def can_end(self, number: int) -> bool:
-        """Whether it was issued, or puts in place what was."""
+        """Whether it was issued, or only puts issued tasks' results in place."""
         task = self.tasks[number]
         return number in self.ends or (
             task.copy == "put" and all(map(self.can_end, task.after))

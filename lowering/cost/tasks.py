@@ -1,7 +1,7 @@
-"""What a Host IR program runs: its loops unrolled, a task for each statement.
+"""The tasks of a Host IR program: its loops unrolled, a task for each statement.
 
 A task says how long it keeps a device and the host, and which tasks it waits for: those
-that made what it reads, and those before it on its stream.
+that made its operands, and those before it on its stream.
 """
 
 from __future__ import annotations
@@ -42,14 +42,23 @@ from jhost.lowering.verify.state import StreamKey
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One statement of one iteration; `after` are the numbers of those it waits for.
+    """One statement of one iteration, or a part of its work.
 
-    `seconds` on the device and `host` on its launching thread; `delay`, `gap`, `meet`
-    and whether it goes over the `network`, or is `copied` by no kernel, are a link's.
-    `alone`: a transfer beside which nothing computes; `between`: one between processes.
-    A `copy` either cuts a part out of an array for others, as soon as it can, or puts
-    one in place, when the array is read.  `inside` is what the bodies of control flow
-    come to.
+    Attributes:
+        seconds: on the device; 0 for another name of a value that is there.
+        host: seconds on the launching thread.
+        after: the numbers of the tasks that it waits for.
+        delay: seconds between its operands and its start; a link's.
+        gap: seconds after a transfer that it queued behind; a link's.
+        meet: seconds more for each device, once in a program; a link's.
+        transfer: whether it moves bytes between devices.
+        network: whether those bytes leave the host.
+        copied: whether a copy engine moves them, and no kernel.
+        between: whether they move between processes.
+        alone: whether nothing computes beside this transfer.
+        copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
+            in its place, when the array is read; None is no copy.
+        inside: what the bodies of a control flow statement come to.
     """
 
     seconds: float
@@ -167,6 +176,7 @@ class _Unrolled(Machine):
 
     def loop(self, loop: ir.For) -> None:
         """The stages of the iterations, in the order in which they are issued."""
+        # Stages of an iteration are apart: what it has made waits here in between.
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
         for turn in turns(loop, self.places.memory):
@@ -239,6 +249,7 @@ class _Unrolled(Machine):
             id(var): self.places.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
+        # XLA's scheduler starts a transfer early, so its operands are made first.
         steps = steps_for(stmt, self.mesh, self.at, urgent)
         for step in steps:
             after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
@@ -289,6 +300,7 @@ class _Unrolled(Machine):
         in_loop = self.in_body or self.depth > 0
         if kind == "AllToAll" and not in_loop and not link.beside_compute:
             by_itself = _ALONE * seconds
+            # The rest runs beside what XLA finds for it.
             seconds -= by_itself
             first = Task(
                 seconds=by_itself, host=0.0, after=after, transfer=True, alone=True

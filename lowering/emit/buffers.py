@@ -46,6 +46,7 @@ class Memory:
         self.dtype = dtype
         self.read_whole = read_whole
         self.received = False
+        # Filled when something reads the whole, and not before: pieces cost no copy.
         self.base: Any = None
         self.pieces: list[Piece] = []
 
@@ -73,8 +74,10 @@ class Memory:
         kept: list[Piece] = []
         for piece in self.pieces:
             if overlap(piece.region, region):
+                # Its value is in the base already, or nothing of it is left.
                 if piece.merged or same(piece.region, region):
                     continue
+                # Something was written into it.  It has to be merged before that.
                 piece.current = False
             kept.append(piece)
         self.pieces = [*kept, Piece(region, windows, value, merged=False)]
@@ -94,6 +97,8 @@ class Memory:
         return _converted(self.base, self.dtype)
 
     def _assembled(self, pieces: list[Piece]) -> Any:
+        # Pieces that tile the whole are one `concatenate`: a fusion reads it piece by
+        # piece.  Only a kernel that wants one array has it made.
         whole_pieces = all(piece.current for piece in pieces)
         parts = [(piece.windows, piece.value) for piece in pieces]
         if whole_pieces and (value := joined(self.shape, parts)) is not None:
@@ -134,6 +139,7 @@ class View:
             value = self.memory.assemble()
         if windows:
             value = take(value, merged(windows)).reshape(self.shape)
+            # A second read of this part finds the value: one slice in the program.
             self.memory.remember(self.region, self.windows(), value)
         return value.reshape(self.shape)
 

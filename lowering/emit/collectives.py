@@ -80,8 +80,10 @@ def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
     if extremum := _EXTREMA.get(reducer):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return _widened(x, lambda x: extremum(x, axes))
-        # Between floats, XLA:CPU and NCCL pass over what is no number.
+        # XLA:CPU and NCCL ignore NaN in a maximum of floats; `jnp.max` does not.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
+    # `lax` has no collective for the others.  In the order of the ranks, so that all
+    # devices have the same bits.
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 
@@ -94,6 +96,7 @@ def _widened(x: Any, reduce: Callable[[Any], Any]) -> Any:
 
 def _ordered(x: Any, reducer: Reducer) -> Any:
     """Integers in the order of floats, with NaN at the end that `reducer` takes."""
+    # float32 holds every narrower float exactly.
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
     ends = jnp.iinfo(bits.dtype)
@@ -125,6 +128,7 @@ def _reduce_scatter(
         return _widened(
             x, lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         )
+    # `lax` scatters sums alone: each device gets all terms of its part.
     return _reduced(_exchange(x, axes, devices, dim), reducer)
 
 

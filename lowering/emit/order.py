@@ -1,8 +1,10 @@
 """Order between the steps of a loop: a stream is a chain of tokens.
 
 XLA keeps no order but that of values.  So the values of one step and the inputs of the
-next go through one `lax.optimization_barrier`, which also keeps XLA from merging the
-chunks' matmuls and collectives back into one (docs/design.md, section 7).
+next go through one `lax.optimization_barrier`.  The barriers also keep XLA from merging
+the chunks' matmuls and collectives back into one, and from making transfers
+synchronous.  Without them a chunked gather and matmul took 4 to 25 % longer than one of
+each (four H200s, JAX 0.11.2).
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class Order:
     received: dict[int, tuple[Any, Values]] = dataclasses.field(
         default_factory=dict[int, tuple[Any, Values]]
     )
-    """By identity, what came on streams outside of loops.
+    """By identity, the values that came on streams outside of loops.
 
-    Each with what had been computed when it was waited for.
+    Each has with it the results that had been computed when it was waited for.
     """
 
     @property
@@ -81,7 +83,7 @@ class Order:
     def after_compute(self, outs: Sequence[Any], added: Sequence[Any] = ()) -> None:
         """The step's results stand for it.
 
-        Sums that XLA has `added` outside of the kernels it may fuse with their readers.
+        XLA may fuse sums that were `added` outside of kernels with their readers.
         """
         if self.active and outs:
             self.chains[self.machine.current] = self.last_compute = tuple(outs)
@@ -91,8 +93,8 @@ class Order:
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside all loops, which is not fused into one inside.
 
-        A sum in the last matmul of a loop would have that wait for the last transfer.
-        What was received is read once all that stood beside it is computed.
+        If XLA fused a sum into the last matmul of a loop, the matmul would wait for the
+        last transfer.  A received value is read once the work beside it is computed.
         """
         return list(ins) if self.active else [self._left(value) for value in ins]
 
@@ -123,7 +125,7 @@ class Order:
         """`sources`, available once the stream gets there.
 
         Outside of loops, what comes next on the stream comes after the communication
-        was issued.  In loops its barrier would copy what is a part of an array.
+        was issued.  In loops XLA would copy a part of an array for that barrier.
         """
         tied = self._tie(sources, self.chain())
         if not self.depth:
@@ -174,6 +176,8 @@ class Order:
         """The values, once `deps` are there."""
         own = {id(value) for value in values}
         others = _distinct(map(self.latest, deps))
+        # None is an accumulator that something was added to since.  To wait for its old
+        # value would keep it alive, and XLA would copy it.
         others = [d for d in others if d is not None and id(d) not in own]
         if not (values and others):
             return list(values)

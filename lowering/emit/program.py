@@ -111,6 +111,7 @@ class _Emitter(Machine):
     def body(self, body: Iterable[ir.Stmt]) -> None:
         for stmt in body:
             scope = self.scopes.name(stmt, tuple(self.loops.values()))
+            # XLA keeps it in the metadata of instructions, where `jhost.profile` reads.
             with jax.named_scope(scope) if scope else nullcontext():
                 self.statement(stmt)
 
@@ -162,6 +163,7 @@ class _Emitter(Machine):
         value = self.value(index)
         if isinstance(value, int):
             return value
+        # Only where ranks differ: XLA reads and writes static slices in place.
         ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
         loops = {LoopIndex(name): i for name, i in self.loops.items()}
         return evaluate(index, {**ranks, **loops})
@@ -169,6 +171,7 @@ class _Emitter(Machine):
     def select(self, stmt: ir.Select) -> None:
         source, size = self.views[stmt.source.name], self.static(stmt.size)
         index = self.value(stmt.index)
+        # The region is known for every rank, the start only for this one.
         region = source.region.select(stmt.dim, index, size, stmt.groups, stmt.drop)
         start = self.index(stmt.index)
         shown = window(source.shape, stmt.dim, start, size, stmt.groups, stmt.drop)
@@ -186,6 +189,9 @@ class _Emitter(Machine):
         for memory, base in zip(placed, bases, strict=True):
             memory.base = base
         ins = self.order.leaving(ins)
+        # Not widened here: XLA then writes what is narrow, and widens it where it adds.
+        # With this, ring attention over 32,768 tokens on two devices moves 0.4 GB to
+        # combine its chunks, and 1.5 without.
         outs = evaluate_unit(stmt.unit, ins, self.site(stmt.chunk), widen=False)
         found = self.combined(stmt, outs)
         for buffer, value in zip(stmt.outs, found, strict=True):
@@ -263,6 +269,7 @@ class _Emitter(Machine):
             value = with_signs(value, source, stmt)
         self.write(stmt.out, value)
         if not self.order.depth:
+            # Kept by the memory, since other names may reach it later.
             self.views[stmt.out.name].memory.received = True
         self.order.issued(stmt.name, [value])
 
@@ -272,6 +279,8 @@ class _Emitter(Machine):
         outermost = not self.order.depth
         if outermost:
             self.made = made_in(stmt)
+        # Unrolled: XLA schedules a loop's body by itself, and nothing would overlap
+        # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
         for turn in turns(stmt, self.memory):
@@ -294,6 +303,7 @@ class _Emitter(Machine):
 
         def run(body: Program, *args: jax.Array) -> tuple[jax.Array, ...]:
             from_0 = self.sums_from_0
+            # With an order of its own: XLA schedules each body by itself.
             return _Emitter(body, self.scopes, sums_from_0=from_0).run(args)
 
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)

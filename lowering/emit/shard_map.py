@@ -44,6 +44,7 @@ def shard_map(
             mesh=mesh,
             in_specs=tuple(itertools.compress(in_specs, sized)),
             out_specs=out_specs,
+            # The passes know what varies; JAX's types for it would want casts.
             check_vma=False,
         )(*itertools.compress(args, sized))
 

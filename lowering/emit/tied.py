@@ -1,9 +1,9 @@
 """Which operands of a step in a loop wait for the step before it.
 
-What waits goes through a barrier, and XLA copies a part of an array before it goes
-through one, where a kernel could read it in place.  So what the loop makes or receives
-waits, and parts of what was there before do only for a matmul that would else wait for
-nothing.
+An operand that waits goes through a barrier.  XLA copies a part of an array before a
+barrier, where a kernel could read it in place.  So only values that the loop makes or
+receives wait.  Parts of older arrays wait only for a matmul that would otherwise wait
+for nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def tied(
     """
     waiting = set(made)
     every = frozenset(range(len(unit.invars)))
+    # A matmul with no operand that waits could run in any step's place, and XLA would
+    # merge it with those of other steps.
     for reads in _contractions(unit) or [every]:
         if waiting.isdisjoint(reads):
             waiting |= (parts & reads) or reads

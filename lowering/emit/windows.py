@@ -98,6 +98,7 @@ def put(value: Any, windows: Sequence[Window], part: Any) -> Any:
         part = put(take(value, [first]), rest, part)
     split = value.reshape(first.split_shape)
     starts = _index_scalars(first.split_starts)
+    # No start is negative.  JAX would otherwise compare and select at each.
     updated = lax.dynamic_update_slice(
         split, part.reshape(first.split_sizes), starts, allow_negative_indices=False
     )

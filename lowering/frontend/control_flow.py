@@ -78,7 +78,7 @@ def _chosen(each: Any, new: Any, old: Any) -> Any:
 
 
 def out_names(eqn: JaxprEqn) -> list[str]:
-    """Names for its results: that of what is handed on in its place, or `y`."""
+    """Names for its results: a carried value's own name in the body, or `y`."""
     match eqn.primitive.name:
         case "scan":
             body, (first, count) = eqn.params["jaxpr"], scan_counts(eqn)

@@ -28,7 +28,7 @@ _HELP: Mapping[type[errors.JhostError], str] = {
 def check_spec(
     spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], uneven: bool = False
 ) -> Iterator[Problem]:
-    """What is wrong with `spec` for a value of `shape`, in words.
+    """Why `spec` does not fit a value of `shape`, in words.
 
     The axes of an `uneven` one need not divide the dims, which are padded.
     """
@@ -45,7 +45,7 @@ def check_spec(
 
 
 def check_axes(spec: Spec, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """What is wrong with the axes that `spec` names, whatever it is for."""
+    """Why the axes that `spec` names fit no value at all."""
     known = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.items()) or "none"
     axes = [axis for dim in spec for axis in dim or ()]
     for axis in axes:

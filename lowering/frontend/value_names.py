@@ -25,9 +25,9 @@ Span: TypeAlias = tuple[int, int, int, int]
 Variables: TypeAlias = Literal["all", "alone", "none"]
 """Which lines name values.
 
-JAX keeps the lines in programs that it derives, but makes other values there as well:
-in a forward program derivatives, so that an equation has to be `alone` on its line for
-its value to be what is assigned; in a backward one cotangents, and nothing is sure.
+JAX keeps the lines in programs that it derives, but makes other values on them as well.
+In a forward program those are derivatives: only an equation that is `alone` on its line
+surely makes the assigned value.  In a backward they are cotangents, and none is sure.
 """
 
 

@@ -43,9 +43,9 @@ class Node:
 
 Group: TypeAlias = Sequence[Node]
 ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
-"""Whether two groups, in each of which all may run as one, may run as one.
+"""Whether two groups may merge; the members of each have merged already.
 
-Convexity is not the predicate's business.
+The predicate need not ask whether the result is convex.
 """
 
 KindOf: TypeAlias = Callable[[Node], Hashable]

@@ -1,9 +1,10 @@
 """The fewest bytes from which values can be computed again.
 
 Most of what a derivative reads is computed element by element from a few other values,
-and it costs less to compute it again than to write and to read it.  What is worth
-keeping is a minimum cut between what cannot be computed again and what is read (Horace
-He, "Min-cut optimal recomputation", PyTorch 2022, `torch/_functorch/partitioners.py`).
+and it costs less to compute it again than to write and to read it.  The values worth
+keeping are a minimum cut between those that cannot be computed again and those that are
+read (Horace He, "Min-cut optimal recomputation", PyTorch 2022,
+`torch/_functorch/partitioners.py`).
 """
 
 from __future__ import annotations

@@ -46,18 +46,28 @@ class StreamRequest(OnLines):
 class StreamChoice(OnLines):
     """What a request for a stream comes to: `choose_pipelines` makes one of each.
 
-    A `pipeline` of None was neither asked for nor chosen: the value takes part in a
-    stream that reaches it.  `chunks` of None are as many as the pipeline has unasked.
-    Where it was found better not to be pipelined, it is `plain`: its loop is not made,
-    whatever stream reaches it.  The loops take turns on `streams` at most, and causal
-    ones are about sequences in `zigzag` order where that can be.  Contractions over all
-    chunks (of a weight's gradient) are added up in the loop, unless `sums` says that
-    they stand elsewhere.  A pipeline that the user named stands even where it gains
-    nothing: `by_name`.  `reason` is that of the choice, with the seconds that each
-    candidate was `predicted` to take, or was `measured` to.
-
-    What is `wished` a function's settings say, and not the mark: where it cannot be, it
-    is left open, and `unmet` says so.  `numbers` are those of the marks in `all_marks`.
+    Attributes:
+        lines: the user's lines, as `model.py:12 (mlp)`.
+        buffer: the name of the marked value.
+        dim: the dim of it that is cut.
+        chunks: how many; None for as many as the pipeline has unasked.
+        pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen,
+            and the value takes part in a stream that reaches it.
+        plain: whether its loop is not made, whatever stream reaches it, because that
+            was found better.
+        by_name: whether the user named the pipeline, which then stands even where it
+            gains nothing.
+        streams: on how many a loop's iterations take turns at most; None for as many
+            as the function says.
+        zigzag: whether causal loops work on sequences in zigzag order where they can.
+        sums: where contractions over all chunks stand, such as weights' gradients.
+        reason: why this was chosen.
+        predicted: each candidate with its predicted seconds, the chosen one first.
+        measured: each candidate with its measured seconds, the chosen one first.
+        wished: which of `chunks` and `pipeline` a function's settings say, and not the
+            mark; what cannot be is left open.
+        unmet: what was wished for and cannot be, with the reason.
+        numbers: the places of the marks among those of the program and its bodies.
     """
 
     buffer: str

@@ -33,7 +33,7 @@ _WHAT_HELPS: Mapping[Reach, str] = {
 
 
 def apart(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
-    """Those of some axes whose devices are not in one process."""
+    """The axes among some whose devices are not in one process."""
     return [axis for axis in axes if reach.get(axis, "process") != "process"]
 
 

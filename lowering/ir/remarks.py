@@ -53,12 +53,11 @@ class StreamReport(OnLines):
     """One stream: what was asked for, what was chosen, and why.
 
     `chunks` is 1 and `pipeline` "off" where it was not pipelined; `extent` is the
-    number of steps that could be cut.  Loops in which nothing `moves` save memory at
-    most.  `predicted` has the seconds that the program (or the body, or the layer that
-    it is in) would take with each choice that was weighed, the best first; of a stream
-    that follows a `jhost.Tuning`, `measured` has those that it took, the chosen one
-    first.
-    `lines` are the user's, of all marks that make up the stream.
+    number of steps that could be cut.  A loop in which nothing `moves` saves memory at
+    most.  `predicted` has each choice that was weighed, with the seconds that the
+    program, body or layer around would take; the best is first.  If the stream follows
+    a `jhost.Tuning`, `measured` has each choice with the seconds that it took; the
+    chosen one is first.  `lines` are the user's, of all marks that make up the stream.
     """
 
     stream: str

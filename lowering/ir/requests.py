@@ -31,7 +31,7 @@ class StreamDefaults:
     unmet: tuple[UnmetWish, ...] = ()
 
     def applied(self, request: StreamRequest, number: int = 0) -> StreamChoice:
-        """What is asked for in all; what is open then is None."""
+        """The request with these settings; what both leave open is None."""
         asked: dict[Wish, Any] = {}
         wished: list[Wish] = []
         for wish in WISHES:
@@ -85,7 +85,7 @@ def stream_choices(program: Program) -> list[StreamChoice]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was measured to be best for a mark; None in both: no pipeline."""
+    """The way that was measured fastest for a mark; no pipeline if both are None."""
 
     pipeline: PipelineKind | None = None
     chunks: int | None = None
@@ -133,7 +133,7 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
-    """What was chosen for two marks of one stream; a plain one says nothing of it."""
+    """The choice for two marks of one stream; a plain mark has no say in it."""
     numbers = (*one.numbers, *other.numbers)
     if one.plain != other.plain:
         said = other if one.plain else one

@@ -270,9 +270,10 @@ class For:
 class Scan:
     """Run `body` `length` times (`lax.scan`).
 
-    The body takes the `consts`, what it handed on (at first `carry`), and a slice of
-    each of `xs`; it gives what it hands on (in the end `carried`), and a slice of each
-    of `ys`.  `xs` and `ys` have a leading dim that the body's values lack.
+    The body takes the `consts`, the carried values, and a slice of each of `xs`.  It
+    gives the carried values, and a slice of each of `ys`.  Carried values begin as
+    `carry`, and end as `carried`.  `xs` and `ys` have a leading dim that the body's
+    values lack.
     """
 
     body: Program
@@ -305,8 +306,9 @@ class Scan:
 class While:
     """Run `body` as long as `condition` gives true (`lax.while_loop`).
 
-    The condition takes `condition_consts` and what is handed on, the body `consts` and
-    that; it gives what it hands on, at first `carry` and in the end `carried`.
+    The condition takes `condition_consts` and the carried values.  The body takes the
+    `consts` and the carried values, and gives the carried values.  They begin as
+    `carry`, and end as `carried`.
     """
 
     condition: Program

@@ -1,6 +1,6 @@
-"""A part of a program as a program of its own, for what is chosen in it.
+"""A part of a program as a program of its own, so that a choice in it can be weighed.
 
-That is a body, or some statements in a row.
+The part is a body, or some statements in a row.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _layouts(
     for stmt in level.program.body:
         values += touched(stmt)[1]
     layouts = {b.name: solution.layouts[level.prefix + b.name] for b in values}
+    # Nothing takes the outermost program's results: it has no `leaves`.
     for result, number in zip(level.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
     yield layouts
@@ -76,6 +77,7 @@ def alone(program: Program, layouts: Mapping[str, Layout]) -> Program:
     """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
     border = {buffer.name for buffer in (*program.params, *program.results)}
+    # The part by itself might prefer other layouts at its border than the whole has.
     marks = (
         ShardMark(buffer=name, spec=layouts[name], where="")
         for name in sorted(border - given)

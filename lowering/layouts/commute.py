@@ -1,4 +1,4 @@
-"""One reduction carried behind one computation: P -> R, C(R) becomes C(P) -> R'."""
+"""Carry one reduction behind one computation: P -> R, C(R) becomes C(P) -> R'."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Body:
             self._fill(place, (stmt,))
 
     def reduction(self, buffer: Buffer) -> Reshard | None:
-        """What makes `buffer` from a partial value, if something does."""
+        """The reduction that makes `buffer` from a partial value, if there is one."""
         stmt = self.makers.get(buffer.name)
         return stmt if stmt is not None and is_reduction(stmt) else None
 
     def only_copy(self, buffer: Buffer) -> Set | Reshard | None:
-        """What alone reads `buffer`, if that is a copy or a reshard."""
+        """The only reader of `buffer`, if that is a copy or a reshard."""
         kept = buffer.name in self.needed or buffer.name in self.marked
         readers = [*self.readers.get(buffer.name, {}).values()]
         if kept or len(readers) != 1:
@@ -77,7 +77,7 @@ class Body:
                     self.replace([(copy, ())])
 
     def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
-        """What stood where something changed after the first `count` changes."""
+        """By place, the statements from before the changes after the first `count`."""
         return dict(reversed(self.changed[count:]))
 
     def take_back(self, count: int) -> None:
@@ -117,7 +117,7 @@ def behind(
     mesh: Mapping[str, int],
     names: Names,
 ) -> list[Change] | None:
-    """What carries the reductions of some operands of `stmt` behind it.
+    """The changes that carry the reductions of some operands behind `stmt`.
 
     None where it does not distribute over them, where another operand is not there in
     the layout that is needed then, or where a value is `fixed` by the user.
@@ -127,6 +127,7 @@ def behind(
         partials = {frozenset(s.source.partial) for s in reductions if s is not None}
         if None in reductions or len(partials) != 1:
             continue
+        # The user constrains the reduced value, so that one has to be there.
         if fixed & {stmt.ins[position].name for position in positions}:
             continue
         (partial,) = partials
@@ -176,6 +177,7 @@ def reduced_last(
     whatever that costs; where it cannot be, some of them may have been.
     """
     maker = body.makers.get(name)
+    # Another reader wants the reduced value.
     if maker is None or len(body.readers.get(name, ())) > 1:
         return None
     if isinstance(maker, Compute):
@@ -244,6 +246,7 @@ class _Carrier:
             copy = self.body.only_copy(out)
             outs.append(partial)
             if copy is not None:
+                # Its only reader moves it anyway, and reduces it in the same step.
                 changes.append((copy, (dataclasses.replace(copy, source=partial),)))
             else:
                 after.append(Reshard(out=out, source=partial))
@@ -258,7 +261,7 @@ class _Carrier:
         return [*changes, (self.stmt, (compute, *after))]
 
     def operand(self, position: int) -> Buffer | None:
-        """What is read then: a partial value, or one that all devices have alike."""
+        """The operand then: a partial value, or one that all devices have alike."""
         buffer, want = self.stmt.ins[position], self.op.required(position, self.axes)
         maker = self.body.makers.get(buffer.name)
         if position in self.positions:
@@ -276,6 +279,7 @@ class _Carrier:
         layout, partial = self.op.produced(position, self.axes)
         reducers = {reducer for _, reducer in (*partial, *self.partial)}
         copy = self.body.only_copy(out)
+        # A sum over one axis and a maximum over another cannot both be put off.
         if len(reducers) > 1 or (out.partial and copy is None):
             return None
         shards = [axes_size(dim.axes, self.mesh) for dim in out.dims]

@@ -1,6 +1,7 @@
-"""Turn every `Reshard` into communications (design section 6).
+"""Turn every `Reshard` into communications.
 
-This is nvFuser's lowering of resharding expressions, a pass of its own.
+The table is in `docs/design.md`, "Communications".  nvFuser lowers its resharding
+expressions in a pass of its own as well.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _Converter:
             return [stmt]
         source, out = stmt.source, stmt.out
         have, want = layout_of(source), layout_of(out)
+        # The same plan as the one that the solver counted.
         plan = plan_reshard(have, want, source.partial, self.mesh)
         statements: list[ir.Stmt] = [] if plan else [ir.Set(out=out, source=source)]
         for number, step in enumerate(plan):

@@ -1,6 +1,6 @@
 """What it costs to move values: the bytes that each device receives.
 
-Work has a price in bytes as well.
+Work has a price too, in the same unit: the bytes that could come while it is done.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Price:
 
     @property
     def in_bytes(self) -> Moved:
-        """With bytes for the work, those that could come in its time."""
+        """The bytes that move, and those that could come while the work is done."""
+        # Work is never hidden, so its bytes count with the exposed ones.
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
         return Moved(exposed, self.moved.hidden, self.moved.communications)
 
@@ -90,8 +91,8 @@ AS_IT_LIES = ("*",)
 class Costs:
     """The costs of resharding the values of one program, of global shapes.
 
-    What is `made_anywhere`, such as a fill, is not moved but made again.  A value of a
-    body is moved as often as the body `repeats`.
+    Values that are `made_anywhere`, such as fills, do not move: they are made again.  A
+    value of a body moves as often as the body `repeats`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The layouts of a program's values as far as they are decided, and what they move.
+"""The layouts decided so far for a program's values, and what they move.
 
-Decisions can be changed one at a time, in any order: what follows from a change is
-added up anew for the values that it bears on, and for no others.
+Decisions can change one at a time, in any order.  A change adds up again only the
+values that it bears on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Decisions:
 
     @property
     def price(self) -> Price:
-        """What all moves, and the work."""
+        """The bytes of all moves, and the work."""
         return Price(self.total, self.flops)
 
     def in_order(self) -> tuple[Assignment, ...]:
@@ -99,6 +99,8 @@ class Decisions:
         if not movers:
             self.moves_of.setdefault(move[0], set()).add(move[1])
             self.total += self._cost(*move)
+        # In the order of the operations: the first that wants a move makes it, and the
+        # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
         if movers[place : place + 1] != [number]:  # it may want a value twice
             movers.insert(place, number)
@@ -116,6 +118,7 @@ class Decisions:
         old = self.layouts.get(name)
         if old == layout:
             return False
+        # Moves from the old layout go out of the total, moves from the new one come in.
         moves = self.moves_of.get(name, ())
         for want in moves:
             self.total -= self._cost(name, want)

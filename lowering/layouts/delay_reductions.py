@@ -1,8 +1,8 @@
 """Keep partial sums partial through linear operations where that saves communication.
 
-`x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction is
-carried behind the operations that distribute over it (`rules/linear.py`), as far as
-the bytes received or the number of communications falls and neither grows.
+`x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction
+moves behind the operations that distribute over it (`rules/linear.py`).  It moves as
+far as bytes received or the number of communications fall, and neither grows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class DelayReductions(EachProgram):
     def change(self, program: Program) -> Program:
         if _reduces(program):
             program = _Delayer(program, streamed_dims(program)).delay()
+        # All constraints are met by now, and no later pass reads them.
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)
 
@@ -62,7 +63,7 @@ def _reduces(program: Program) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cost:
-    """What reshards move and how many communications they are, or a difference."""
+    """The bytes and the number of communications of reshards, or a difference."""
 
     moved: Moved = NOTHING
     communications: int = 0
@@ -81,6 +82,7 @@ class _Cost:
         return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
     def terms(self) -> tuple[int, int, int]:
+        # None of the three may grow.
         return self.moved.exposed, self.moved.all, self.communications
 
 
@@ -107,9 +109,11 @@ class _Delayer:
         while waiting:
             start = heapq.heappop(waiting)
             queued.remove(start)
+            # It was carried on, or went, since it was queued.
             if start not in self.starts([self.body.makers.get(start[1])]):
                 continue
             seen = self.carry(start[1])
+            # What had a say may change later.  Then this one is tried again.
             if not self.body.changed:
                 for name in seen:
                     ended.setdefault(name, set()).add(start)
@@ -146,11 +150,13 @@ class _Delayer:
             last = place
             stmt = next(s for s in body.places[place] if isinstance(s, Compute))
             seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
+            # Tried whatever it costs: it may pay only behind several operations.
             changes = behind(stmt, body, self.fixed, self.mesh, self.names)
             if changes is None:
                 continue
             count = len(body.changed)
             body.replace(changes)
+            # Only the changed places are counted again.
             cost += self.growth(count)
             for name in self.made(count).keys() - reached:
                 reached.add(name)
@@ -158,6 +164,7 @@ class _Delayer:
                     heapq.heappush(waiting, other)
             if cost.improves(least):
                 least, best = cost, len(body.changed)
+        # Back to where it cost least.
         body.take_back(best)
         return seen
 
@@ -169,7 +176,7 @@ class _Delayer:
     # --- What it costs -------------------------------------------------------- #
 
     def growth(self, count: int) -> _Cost:
-        """What the changes after the first `count` add."""
+        """The cost that the changes after the first `count` add."""
         grown = _Cost()
         for place, old in self.body.before(count).items():
             for stmt in self.body.places[place]:

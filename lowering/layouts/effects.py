@@ -1,4 +1,4 @@
-"""What an assignment of an operation means for its operands and results."""
+"""What an assignment of an operation asks of its operands and makes of its results."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Effects:
         self.known: dict[tuple[Operation, Assignment, Hashable], Effect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> Effect:
+        # Wishes are part of the key, as they change from round to round.
         key = op, assignment, self.wishes.about(op.outs)
         if key not in self.known:
             self.known[key] = self.found(op, assignment)
@@ -70,9 +71,10 @@ class Effects:
         return times * op.flops // axes_size(axes, self.costs.mesh)
 
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
-        """What is wanted of an operand; a loop takes the dim that it cuts as it lies.
+        """The layout wanted of an operand.
 
-        Such a value need never be whole, so to lay it out so saves nothing.
+        A loop takes the dim that it cuts as it lies: the value need never be whole, and
+        a reshard would save nothing.
         """
         want = op.required(position, assignment)
         streamed = self.costs.streamed.get(op.ins[position])

@@ -1,7 +1,8 @@
-"""Which dims the user's streams will cut, before layouts are decided.
+"""Which dims the user's streams will cut, planned before layouts are decided.
 
-Streams are planned again when the communications are there.  Here they tell what a
-loop could take in, which is why only a pipeline that was asked for by name counts.
+The plan says what a loop could take in.  Only a pipeline that the user named counts:
+whether another one is made depends on the layouts.  Streams are planned again once the
+communications are there.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ class StreamedDim:
     def hides(self, step: Step) -> bool:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
 
-        A collective pipeline takes in whatever becomes of its chunks.  A p2p pipeline
-        hands shards of the dim on, all of them or what of another dim is for the
-        receiver, which `SplitAllReduces` makes of an all-reduce as well, and takes in
-        collectives that do not mix chunks.
+        A collective pipeline takes in any communication of its chunks.  A p2p pipeline
+        takes in those that move shards of the dim: gathers, scatters, all-to-alls, and
+        all-reduces, which `SplitAllReduces` turns into the first two.  It also takes in
+        collectives over other axes, which mix no chunks.
         """
         if self.pipeline == "collective":
             return True
+        # `SplitAllReduces` makes permutes of it, on whatever dim the stream is.
         if step.kind == "AllReduce":
             return self.moves(step)
         if self.dim in (step.dim, step.source_dim):
             return self.moves(step)
+        # Over other axes all devices are at one step, so no chunks are mixed.
         return bool(self.axes) and not self.axes & set(step.axes)
 
     def moves(self, step: Step) -> bool:
@@ -83,6 +86,7 @@ def one_way_each(
 def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
     """The dims of values that pipelines chosen or asked for will cut, by value."""
     asked = stream_choices(program)
+    # Nothing is cut unasked: with `auto` each candidate comes with its own choice.
     if not any(mark.pipeline in _HIDING for mark in asked):
         return {}
     graph, plan = plan_program(program)

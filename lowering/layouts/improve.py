@@ -1,4 +1,4 @@
-"""Decisions changed with the bytes of the whole program in view."""
+"""Change decisions while the whole program then receives fewer bytes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
         if not better:
             number += 1
         else:
+            # A change may let earlier ones pay, so all are asked again.
             numbers, number = solver.paying(made), 0
     return made
 
 
 def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
-    """What the operation could be assigned to instead.
+    """The other assignments that the operation could have.
 
     No reduction is repeated on more devices for fewer bytes.
     """
     op, current = solver.operations[number], made.assignments[number]
+    # A reduction stays spread over as many axes.  Other work is cheap to repeat.
     least = sum(map(len, current)) if op.reduces else 0
     return [
         candidate
@@ -64,9 +66,11 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
         if new == old:
             continue
         undo.append((other, old))
-        # Those that read the same values may now share what is moved.
+        # Others that read the same values may now share a move.
+        # Readers of the results, and others that read the same operands.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
+            # Each is decided once, in program order, so that a trial ends.
             if reader > other and reader not in waiting:
                 waiting.add(reader)
                 heapq.heappush(order, reader)
@@ -83,11 +87,11 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
 def restarted(solver: Solver, best: Decisions) -> Decisions:
     """`best`, or what comes of a contraction that is spread otherwise, if less.
 
-    All that leads to it has then to be laid out for it, which no change of single
-    decisions finds: that tokens go whole to their experts, say, where sums of parts
-    of them went.
+    All that leads to it then has to be laid out for it.  No change of single decisions
+    finds that: tokens that go whole to their experts, say, and not as partial sums.
     """
     for number, assignment in _restarts(solver, best):
+        # Wishes are the solver's state, and go back where the restart does not win.
         kept = solver.wishes.kept()
         other = solver.settled_with(number, assignment)
         if _is_clearly_better(solver, other, best):
@@ -100,8 +104,8 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
 def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
     """Whether half of the bytes move, of the same parameters, and no work is repeated.
 
-    For less than that, a program that is laid out otherwise throughout would surprise:
-    a sum over the devices, say, where weights are exchanged instead.
+    For a smaller gain, a program laid out differently throughout would surprise: one
+    that exchanges weights, say, instead of summing over the devices.
     """
     return (
         2 * other.total.all <= best.total.all
@@ -125,6 +129,7 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
         op, now = solver.operations[number], best.assignments[number]
         if not op.reduces or len(op.ins) < 2 or op.pinned is not None:
             continue
+        # A contraction that moves little cannot pay for a new start.
         if _moved(solver, op, now, best, op.ins) < best.total.all / _RESTARTS:
             continue
         for assignment in _spread_otherwise(solver, op, now):
@@ -138,7 +143,7 @@ def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
 def _spread_otherwise(
     solver: Solver, op: Operation, now: Assignment
 ) -> Iterator[Assignment]:
-    """With one axis on another factor, of those that mesh axes may cut."""
+    """The assignments with one axis on another factor that mesh axes may cut."""
     followed = map(factors_of, (*op.operands, *op.results))
     factors = sorted(set[int]().union(*followed))
     for axis, factor in itertools.product(solver.mesh, factors):

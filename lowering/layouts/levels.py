@@ -1,8 +1,8 @@
-"""A program with the bodies in it as one list of operations, for their layouts.
+"""A program and the bodies in it as one list of operations, so one solver lays out all.
 
-Where a value crosses into a body, or out of one, stands an operation as well, so that
-what holds outside bears on the inside and the other way round.  A name of a body's
-value has the way to it in front.
+An operation stands wherever a value enters a body or leaves it.  So a layout outside
+bears on the inside, and the other way round.  The name of a value in a body begins with
+the way to that body.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Flattener:
     def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> Crossing:
         """Constants and slices come as they are outside, so that no weight is whole.
 
-        What is carried has one layout, at the start of an iteration and at its end.
+        A carried value has one layout at the start of an iteration and at its end.
         """
         body, first = stmt.body, len(stmt.consts)
         last = first + len(stmt.carry)
@@ -113,11 +113,13 @@ class _Flattener:
                     (prefix + buffer.name, buffer),
                     params[number],
                     stacked_in=number >= last,
+                    # A carried value has a layout of its own, which the solver decides.
                     taking=not first <= number < last,
                 )
             )
             for number, buffer in enumerate(stmt.ins)
         ]
+        # A scan of length 0 is laid out, too.
         level = self.level(body, inner, repeats * max(1, stmt.length))
         leaves = [
             self.add(
@@ -173,6 +175,7 @@ class _Flattener:
                 zip(into_condition, stmt.condition.params, strict=True)
             )
         ]
+        # Nothing says how often a `while` goes round.
         repeats *= ITERATIONS
         asking = self.level(stmt.condition, condition, repeats)
         (asked,) = stmt.condition.results
@@ -199,10 +202,11 @@ class _Flattener:
         )
 
     def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> Crossing:
-        """Where the results of the first branch rest, those of the others rest."""
+        """The results of all branches lie as the first branch's do."""
         levels: list[Level] = []
         enters: list[tuple[int, ...]] = []
         leaves: list[tuple[int, ...]] = []
+        # Every device takes the same branch, so each has to have the index.
         index = (prefix + stmt.index.name, stmt.index)
         chosen_by = self.add(crossing(stmt, index, None))
         for number, branch in enumerate(stmt.branches):
@@ -248,8 +252,8 @@ def crossing(
 ) -> Operation:
     """A value that enters a body or leaves it, under another name if it has one there.
 
-    What is `stacked_in` loses its leading dim, and what is `stacked_out` gains one,
-    which is whole on every device.
+    A value that is `stacked_in` loses its leading dim, and one that is `stacked_out`
+    gains one.  That dim is whole on every device.
     """
     name, buffer = source
     shape = buffer.shape[1:] if stacked_in else buffer.shape

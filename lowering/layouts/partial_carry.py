@@ -1,12 +1,12 @@
 """Sums that a scan carries stay partial in it, and are reduced once behind it.
 
-Gradients of microbatches are added up so: one reduction a step over the axes of data
-parallelism, instead of one a microbatch.  That is legal where the carry is only added
-to, and costs no memory where the reduction leaves the layout as it is.
+Gradients of microbatches are such sums.  They need one reduction a step over the axes
+of data parallelism, instead of one a microbatch.  That is legal where the carry is only
+added to.  It costs no memory where the reduction leaves the layout as it is.
 
-Small sums that a scan stacks, as the gradients of all layers' gains, are reduced once
-as well: what one of them takes is mostly latency.  Larger ones stay in the body, where
-XLA may run them beside other work.
+Small sums that a scan stacks are reduced once as well, such as the gradients of all
+layers' gains: one of them takes little but latency.  Larger ones stay in the body,
+where XLA may run them beside other work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
 
 _LATENCY_BYTES = 2**18
-"""Of an all-reduce of so many bytes the time is latency, on any GPU with NVLink.
+"""An all-reduce of so few bytes takes its latency, on any GPU with NVLink.
 
 On H200s it takes 20 us in the body of a scan, beside nothing, and as much again until
 the last device is there.
@@ -69,6 +69,7 @@ class CarryPartialSums(EachProgram):
                 )
                 body += new
             else:
+                # A sum that begins with zeros may begin with partial zeros.
                 zeros |= _zeros_of(stmt)
                 body.append(stmt)
         remarks = [*program.remarks, *remarks]
@@ -92,6 +93,7 @@ def _summed_behind(stmt: Scan, zeros: Mapping[str, Any], names: Names) -> list[S
     carrying = _with_partial_carry(stmt, zeros)
     for each in _reduced_behind(*carrying, zeros, names) if carrying else [stmt]:
         if isinstance(each, Scan):
+            # Large sums stay in the body, where XLA may run them beside other work.
             wanted = [y for y in each.ys if _is_small(y)]
             each, reshards = _stacking_partial(each, wanted, names)
             result += [each, *reshards]
@@ -121,6 +123,8 @@ def _with_partial_carry(
         if tried is None:
             return None
         left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
+        # Those that are still reduced in the body have gained nothing.  They go back to
+        # the scan inside, and the others are tried again, until all of them gain.
         if not behind & left:
             return tried
         stacked = behind - left  # nothing is gained for the others
@@ -167,6 +171,7 @@ class _Trial:
                 or _is_added_to(stmt.body, param, number)
             )
         }
+        # The body reads the reduced value, and is right if nothing can be put off.
         begun = {each.source.name: each.out for each in self.begun.values()}
         stmts = (replace_buffers(each, begun) for each in stmt.body.body)
         needed = {result.name for result in stmt.body.results}
@@ -181,6 +186,7 @@ class _Trial:
         count, begun = len(self.body.changed), self.begun[number]
         result = self.stmt.body.results[number].name
         mesh = dict(self.stmt.body.mesh.shape)
+        # The undo is by count: `reduced_last` may have changed some statements in vain.
         last = reduced_last(result, self.body, self.fixed, mesh, self.names)
         if (
             last is not None
@@ -317,6 +323,7 @@ def _reduced_behind(
     carry, carried = list(stmt.carry), list(stmt.carried)
     for number, partial in found.items():
         begin, out = carry[number], carried[number]
+        # Each device would add what the sum began with.
         name = names.fresh(f"{out.name}_zeros")
         start = dataclasses.replace(begin, name=name, partial=partial)
         name = names.fresh(f"{out.name}_partial")
@@ -341,7 +348,7 @@ def _added(begin: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _filled(buffer: Buffer, value: Any) -> jax.Array:
-    """By one equation; of a scalar `lax.full` makes a literal, which no unit has."""
+    """The value everywhere, by one equation; of a scalar `lax.full` makes a literal."""
     if buffer.shape:
         return lax.full(buffer.shape, value, buffer.dtype)
     value = np.asarray(value, buffer.dtype)

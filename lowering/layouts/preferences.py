@@ -1,7 +1,7 @@
-"""The layouts that values ought to have: what the user gave, and what consumers want.
+"""The layouts that values should have: the user's constraints, and consumers' wishes.
 
-User constraints are fixed.  Wishes flow backward from them, and from what operations
-are assigned to, through the factors of the operations.
+Constraints are fixed.  Wishes flow backward through the factors of the operations, from
+the constraints and from what operations are assigned to.
 """
 
 from __future__ import annotations
@@ -100,12 +100,13 @@ class Wishes:
                         self.open[name] = self._axes_beside(known)
 
     def suggested(self, op: Operation) -> Assignment:
-        """What the constraints around `op` suggest: its operands' first."""
+        """The assignment that constraints around `op` suggest, its operands' first."""
         if op.pinned is not None:
             return op.pinned
         claims = claims_of(op, self.fixed, self.goals)
         taken: dict[str, int | None] = {}
         for axis, factor in claims:
+            # Operands claim first, and the first claim has the axis.
             taken.setdefault(axis, factor)
         assignment = assignment_of(len(op.sizes), claims, taken)
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)

@@ -88,6 +88,7 @@ class PropagateLayouts:
     known: _Known = dataclasses.field(default_factory=_Known, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
+        # There is one device, and nothing to lay out.
         if not program.mesh.shape:
             return program
         known = self.known.programs.setdefault(id(program.body), [])
@@ -116,6 +117,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
         for name, dim in streamed_dims(each.program).items()
     }
     shardings = shardings_of(level)
+    # The cost model's candidates share statements, and most have equal solutions.
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
         tuple(shardings.items()),
@@ -124,6 +126,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     if key not in known:  # which keeps the statements, so that no others get their ids
         ways = one_way_each(streamed, program.mesh.axis_names)
         solved = [solve_layouts(program, shardings, way) for way in ways]
+        # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], level=level)
 

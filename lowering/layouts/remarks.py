@@ -1,4 +1,4 @@
-"""Why values change their layout, in the user's words: a remark for each that does."""
+"""Why values change their layout, in the user's words: one remark for each change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LayoutRemarks:
         return layout_remark(name, spec_text(have), after, moved, reason, where)
 
     def replication(self, number: int) -> ReplicationReport | None:
-        """That an operation gathers what it can only work on whole, on all devices."""
+        """The remark that an operation needs operands whole, on all devices."""
         op, assignment = (
             self.solution.operations[number],
             self.solution.assignments[number],
@@ -77,7 +77,7 @@ class LayoutRemarks:
         for position, name in enumerate(op.ins):
             have, want = self.solution.layouts[name], op.required(position, assignment)
             for dim, axes in enumerate(have):
-                # What is spread by another dim leaves each device a part of the work.
+                # An axis on another dim still leaves each device a part of the work.
                 lost = set(axes) - spread
                 if lost and op.operands[position][dim] is None:
                     reasons[_whole_reason(op, dim)] = None
@@ -142,7 +142,7 @@ class LayoutRemarks:
         return f"{spec_text(want)} of {type_text(self.solution.costs.buffers[name])}"
 
     def left_whole(self, number: int) -> LayoutReport | None:
-        """That a dim is whole because its axes do not divide it, and nothing moves."""
+        """The remark that a dim is whole because its axes do not divide it."""
         op = self.solution.operations[number]
         reasons = [*self.undivided(op, self.solution.contests[number])]
         if not reasons or not op.outs:

@@ -1,9 +1,9 @@
 """How to get from one layout to another: the communications that move the fewest bytes.
 
-The table is section 6 of `docs/design.md`.  Each mesh axis is handled on its own, so
-any number of axes works, and of the ways that there are the cheapest is searched for.
-Propagation asks what a reshard costs, and
-`convert_to_communications` what it consists of; both use `plan_reshard`.
+The table is in `docs/design.md`, "Communications".  Each mesh axis is handled on its
+own, so any number of axes works.  Dijkstra's search finds the cheapest way.  The solver
+asks what a reshard costs, `convert_to_communications` asks for its steps.  Both use
+`plan_reshard`, so they never disagree.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ _Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[Step, ...]]
 """Bytes, communications, the order of arrival; where that leads, and by what steps."""
 
 
+# Asked for every candidate of every operation, and mostly for the same layouts.
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
     source: Layout,
@@ -139,6 +140,7 @@ def _truncate(layout: Layout, dim: int, length: int) -> Layout:
 
 
 def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+    # An axis shards one dim, and none while something is still partial over it.
     busy = used_axes(source) | {axis for axis, _ in partial}
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]
@@ -206,6 +208,7 @@ def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[S
         common = 0
         while common < min(len(have), len(want)) and have[common] == want[common]:
             common += 1
+        # Axes leave from the minor end, so that the rest keeps its order.
         for kept in range(common, len(have)):
             yield Step(
                 kind="AllGather",

@@ -1,7 +1,7 @@
-"""Layouts written into a program: what one device holds, and what it has to move.
+"""Write decided layouts into a program: local shapes, and what has to move.
 
-Buffers get their local shapes, and where a value must change its layout stands a
-`Reshard`, which `convert_to_communications` turns into communications.
+Where a value changes its layout stands a `Reshard`.  `convert_to_communications` turns
+it into communications.
 """
 
 from __future__ import annotations
@@ -104,11 +104,14 @@ class Rewriter:
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
         self.produced: dict[str, str] = {}
         kept = {self.prefix + result.name for result in self.program.results}
+        # A copy or a result of a fill needs the fill itself.
         kept |= {
             self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
         }
         numbers = (step for step in level.steps if isinstance(step, int))
         makers = (op for op in map(solution.operations.__getitem__, numbers))
+        # Made where they are read, in the layout that is wanted there: no bytes move,
+        # and no device makes more than its part.
         self.fills = {
             op.outs[0]: op
             for op in makers
@@ -225,6 +228,7 @@ class Rewriter:
             for position in range(len(stmt.ins))
         )
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
+        # One remark on a statement is enough: a move says more than a dim left whole.
         if not any(self.remarks[said:]):
             self.remarks.append(self.explain.left_whole(number))
         self.remarks.append(self.explain.replication(number))
@@ -268,6 +272,7 @@ class Rewriter:
         elif (have := layout_of(source := self.buffers[value])) == layout:
             return source
         else:
+            # Named after the last step, as `x_gathered`.
             (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = local_name(value)
             name = self.names.fresh(f"{name}_{_RESHARDED[last.kind]}")

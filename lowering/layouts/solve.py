@@ -1,7 +1,8 @@
 """Decide the layout of every value and the assignment of every operation.
 
-They are settled with each other (`solver.py`), and then changed with the bytes of the
-whole program in view (`improve.py`): single decisions, and whole ways to a contraction.
+`solver.py` settles them with each other.  `improve.py` then changes them with the bytes
+of the whole program in view: first single decisions, then all that leads to one
+contraction.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def _contest(
     """Which claims `assignment` leaves aside, and what following them takes."""
     claims = dict.fromkeys(solver.claims(op, layouts))
     lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
+    # Ranked once more for the user: what the claims that lost would have cost.
     ranked = [
         (candidate, solver.rank(op, candidate, layouts, set()))
         for candidate in (solver.candidates(op, layouts) if lost else ())

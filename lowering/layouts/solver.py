@@ -1,9 +1,9 @@
-"""The layouts of values, and the assignments of operations, settled with each other.
+"""Settle the layouts of values and the assignments of operations with each other.
 
-Wishes flow backward (`preferences.py`), decisions flow forward, and both are repeated
-until nothing changes.  Where two operands claim one mesh axis for different factors,
-the assignment that moves the fewest bytes wins; on a tie, the one that leaves the
-larger operand where it is.
+Wishes flow backward (`preferences.py`) and decisions flow forward, until nothing
+changes.  Two operands may claim one mesh axis for different factors.  Then the
+assignment that receives the fewest bytes wins.  On a tie the larger operand stays where
+it is.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Solver:
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
-        # What is computed again begins with what was kept, not with a copy laid out
-        # otherwise, which would be kept as well.
+        # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
+        # a copy in another layout, beside the value that it keeps.
         self.operations, self.level = flattened(program)
         self.barriers = {
             level.prefix + mark.buffer
@@ -86,9 +86,11 @@ class Solver:
         the other with what follows from the operands.
         """
         by_operands = self.settled_from(self.forward().in_order())
+        # The second start overwrites the wishes of the first.
         kept = self.wishes.kept()
         self.wishes.restart()
         by_constraints = self.settled_from(None)
+        # By moving less, the start from the operands may have devices repeat matmuls.
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
             self.wishes.restore(kept)
@@ -109,6 +111,7 @@ class Solver:
     def settled_with(self, number: int, assignment: Assignment) -> Decisions:
         """Settled from the start, with one operation assigned so."""
         operations, found = self.operations, self.found
+        # Pinned while all else settles around it; what follows may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
         self.found = {}
@@ -151,13 +154,15 @@ class Solver:
     def find_cheapest(
         self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
     ) -> Assignment:
-        """The best of those that spread the work alike, then by all of their bytes.
+        """The best among assignments that share the work over as many axes, by bytes.
 
-        What loops hide does not pay for a reduction that more devices repeat.
+        Of these, the one that moves the fewest bytes, hidden ones too: bytes that loops
+        hide do not pay for a reduction that more devices repeat.
         """
         best: dict[int, tuple[Score, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
+            # Only reductions are work that more devices should not repeat.
             shared = rank.shared if op.reduces else 0
             if shared not in best or rank < best[shared][0]:
                 best[shared] = rank, candidate

@@ -1,10 +1,10 @@
-"""All-reduces in a p2p pipeline, in pieces: one goes back to all beside the next.
+"""All-reduces in a p2p pipeline, in pieces: each total goes back beside the next piece.
 
-An all-reduce is a reduce-scatter and an all-gather by then.  In a loop over all pieces
-and then one that gathers them, nothing would run beside the second.  So the loop over
-pieces is the outer one: an iteration takes a piece of every shard through the steps of
-the p2p pipeline, adds up what came, and sends the total to all, while the next
-iteration computes.  Only the last piece's way back has nothing beside it.
+By now an all-reduce is a reduce-scatter and an all-gather.  If one loop took all pieces
+and a second loop gathered them, nothing would run beside the second.  So the loop over
+pieces is the outer one.  An iteration takes one piece of every shard through the steps
+of the p2p pipeline, adds up the terms, and sends the total to all devices.  Meanwhile
+the next iteration computes.  Only the last piece's way back has nothing beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class AllReduceLoop(P2PLoop):
         super().__init__(dataclasses.replace(work, nodes=rest))
         self.back = tuple(node for node in work.nodes if id(node) in back)
         self.others = self.devices - 1
+        # The streams behind these carry the ways back, so that no step waits for one.
         self.used = min(self.streams, self.others * self.pieces)
 
     def statements(self) -> list[ir.Stmt]:
@@ -45,6 +46,7 @@ class AllReduceLoop(P2PLoop):
             *self.on_own_stream(first),
             self.work_with_others(steps),
             *self.on_own_stream(last),
+            # The device's own term is the first of each total.
             ir.Synchronize(stream=OWN),
             *self.totals(),
             *self.segment(self.back, Constant(0), PIECE, {}),
@@ -73,6 +75,8 @@ class AllReduceLoop(P2PLoop):
 
     def work_with_others(self, body: list[ir.Stmt]) -> ir.For:
         """The steps of a piece, which take turns on streams, and are waited for."""
+        # Counted through all pieces: a piece's first step takes the next stream in
+        # turn, and need not wait for the first step of the piece before.
         number: Index = PIECE * self.others + INDEX
         stream = ir.Stream(index=number % self.used)
         turn = (*on_stream(stream, body), ir.Synchronize(stream=stream))
@@ -126,9 +130,10 @@ def ways_back(
 ) -> dict[int, Node]:
     """The gathers of sums, by identity, that hide nothing themselves; and the sums.
 
-    Where the loop contracts what was gathered, the gather runs beside that.
+    A gather that the loop contracts runs beside that contraction.
     """
     pieces = choice.chunks // axes_size(choice.axes, mesh)
+    # A single piece has no next one whose steps could hide its way back.
     if choice.pipeline != "p2p" or pieces == 1:
         return {}
     nodes = [(graph[number], part) for number, part in choice.parts.items()]

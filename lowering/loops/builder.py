@@ -1,4 +1,4 @@
-"""Lower groups of statements that share a stream to loops, the others to themselves."""
+"""Decides which statements share a loop, and writes each group of them."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ class LoopBuilder:
         """What each node must follow: in a stream, all operands of its barrier too."""
         makers = {b.name: n for n, node in enumerate(self.graph) for b in node.writes}
         before = dependencies(self.graph)
+        # `jax.checkpoint` needs this: what is computed again has to wait for its
+        # cotangent, or it would be kept from the forward on.
         for number, node in enumerate(self.graph):
             if id(node) in self.parts:
                 found = {makers.get(name, number) for name in node.barrier}
@@ -114,6 +116,7 @@ class LoopBuilder:
         """Whether two groups of one stream hand values on chunk by chunk."""
         if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
             return False  # a way back belongs to the loop that makes the sum
+        # The second gather is for work behind the first one's, in a loop of its own.
         if any(gathers_again(node, maker) for maker in one for node in other):
             return False
         return all(self.aligned(maker, user) for maker in one for user in other)
@@ -140,12 +143,14 @@ class LoopBuilder:
         """The statements of all groups, with sums where they are best computed."""
         self.adding = self.groups_that_add(groups)
         for group in groups:
+            # Such a contraction stands where a transfer or a reader takes it.
             if group[0] in self.sums.every:
                 continue
             for node in self.sums.before(group):
                 yield from self.lower((node,))
             yield from self.lower(group)
             self.sums.made(group)
+        # No transfer is left that these could hide.
         for node in self.sums.waiting:
             yield from self.lower((node,))
 
@@ -173,6 +178,7 @@ class LoopBuilder:
     def statements(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
         streamed = id(group[0]) in self.parts
+        # Outside of loops only the pieces of one barrier merge: see `should_merge`.
         if len(group) > 1 and not streamed:
             return [self.barrier(group)]
         loop = self.loop(group) if streamed else None
@@ -181,6 +187,7 @@ class LoopBuilder:
         statements = loop.statements()
         self.streamed |= loop.filled
         if isinstance(loop, ZigzagLoop):
+            # Exchanged back only if somebody reads it in order of position.
             self.out_of_order |= loop.exchanged_back()
         return statements
 
@@ -194,6 +201,7 @@ class LoopBuilder:
         ins = tuple(buffer for node in pieces for buffer in node.reads)
         types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
         name = self.names.fresh("optimization_barrier")
+        # A piece by itself would wait for nothing but its own operand.
         unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)
@@ -226,12 +234,13 @@ class LoopBuilder:
             return AllReduceLoop(work, back)
         if is_causal(work):
             return self.balanced(work)
+        # With more chunks than devices, chunks are what was asked for.
         if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
             return Unchunked(work, self.sums)
         return P2PLoop(work)
 
     def balanced(self, work: Work) -> P2PLoop:
-        """A loop about keys that not all queries see, in the order that it can have."""
+        """A loop over keys that not all queries see, in zigzag order if it can be."""
         dims = dims_in_zigzag_order(work)
         self.notes.append(share_of_work(work, dims))
         if isinstance(dims, str):

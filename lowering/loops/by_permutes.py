@@ -1,7 +1,7 @@
-"""The permutes that a collective outside of loops is made of, and aliases of its parts.
+"""The permutes that replace a collective outside of loops, and aliases of its parts.
 
-At step k a device sends to the one k further on, and its parts are those of the devices
-from itself on: as in loops, see `moves.py`.
+At step k a device sends to the device k ranks further on.  The parts of a whole are
+counted from the device itself on.  Loops do the same: see `moves.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ByPermutes:
     def permute(
         self, stmt: ir.Communicate, source: ir.Buffer, shift: Index
     ) -> ir.Communicate:
-        """What sends `source`, of a collective, to the device `shift` further on."""
+        """A permute of `source`, for a collective, to the device `shift` further on."""
         came = self.names.fresh(f"{stmt.out.name}_came")
         return ir.Communicate(
             name=self.names.fresh("c"),
@@ -48,7 +48,7 @@ class ByPermutes:
     def part(self, stmt: ir.Communicate, step: int) -> ir.Select:
         """An alias of what the device `step` further on has or gets of the whole.
 
-        Of an all-gather that is its result, of a reduce-scatter what it is made of.
+        The whole is an all-gather's result, or a reduce-scatter's operand.
         """
         assert stmt.dim is not None
         whole, of = stmt.out, stmt.source

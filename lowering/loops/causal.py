@@ -1,4 +1,4 @@
-"""Loops over keys that not all queries see, and the steps that nothing comes of."""
+"""Loops over keys that not all queries see: windows, and steps that can be left out."""
 
 from __future__ import annotations
 
@@ -66,13 +66,16 @@ def hidden_steps(work: Work) -> HiddenSteps:
     lefts, rights = list[int](), list[int]()
     for node in work.nodes:
         part, rule = work.part(node), rule_of(node)
+        # Somebody outside of the loop wants this from every device.
         if part.growth >= 1 and any(work.leaves(node.writes[i]) for i in part.writes):
             return HiddenSteps()
         if rule is None:
             continue
         window = window_of(node, work)
+        # It may see all keys.
         if window is None:
             return HiddenSteps()
+        # A window reaches so many shards to each side, the farthest of them in part.
         each = rule.sizes[window.keys] // devices
         for reach, side in ((lefts, window.left), (rights, window.right)):
             reach.append(devices - 1 if side is None else -(-max(side, 0) // each))

@@ -1,6 +1,6 @@
-"""The statements of one stream while they are written as a loop over chunks.
+"""Writes the statements of one stream as a loop over chunks.
 
-What a chunk is depends on the pipeline: see `collective.py` and `p2p.py`.
+The pipeline says what a chunk is: see `collective.py` and `p2p.py`.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class ChunkLoop(abc.ABC):
             else self.accumulator(buffer, reducer in ("sum", "softmax"))
             for i, buffer in enumerate(node.writes)
         ]
+        # The equation is told the accumulator's dtype: a matmul of bfloat16 then gives
+        # float32 itself, and nothing is rounded between the chunks.
         dtypes = [None if i in part.writes else b.dtype for i, b in enumerate(outs)]
         unit_eqn = dataclasses.replace(
             unit_eqn,
@@ -213,6 +215,7 @@ class ChunkLoop(abc.ABC):
 
     def accumulator(self, buffer: ir.Buffer, is_sum: bool) -> ir.Buffer:
         """Where the chunks of a reduced result come together, wide enough for a sum."""
+        # A maximum loses nothing in a narrow type.
         if not is_sum or not is_narrow(buffer):
             self.allocate(buffer)
             return buffer
@@ -226,6 +229,7 @@ class ChunkLoop(abc.ABC):
             lambda x: lax.convert_element_type(x, buffer.dtype),
             jax.ShapeDtypeStruct(wide.shape, wide.dtype),
         )
+        # Rounded once, behind the loop.
         self.after.append(ir.Compute(unit=unit, ins=(wide,), outs=(buffer,)))
         self.sums[buffer.name] = wide
         return wide

@@ -1,8 +1,8 @@
 """The collective pipeline: chunk s is the s-th slice of every device's shard.
 
-The shape is nvFuser's (its pull requests 4217 and 4402): allocations, then a loop that
-makes every stream wait for the current one, then the loop that works, an iteration a
-stream, each of which the current stream waits for.
+The shape is nvFuser's (its pull requests 4217 and 4402).  Allocations come first.  A
+loop then makes every stream wait for the current one.  The next loop works, one
+iteration on each stream, and the current stream waits for each of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class CollectiveLoop(ChunkLoop):
         super().__init__(work)
         self.extent = work.extent
         self.steps = -(-self.extent // work.choice.chunks)
+        # As `torch.chunk` cuts: equal chunks, the last one smaller, maybe fewer than
+        # were asked for.  Loops are unrolled, so a smaller chunk costs nothing.
         self.count = -(-self.extent // self.steps)
 
     def statements(self) -> list[ir.Stmt]:
@@ -37,6 +39,7 @@ class CollectiveLoop(ChunkLoop):
     def window(self, groups: int) -> Cut:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
+        # Every chunk begins and ends at a multiple of this, the smaller last one too.
         grain = math.gcd(self.steps, self.extent)
         return Cut(start, size, self.steps, self.extent, groups, grain)
 

@@ -1,8 +1,8 @@
-"""What is cheap and kept from one loop for a later one is computed there again.
+"""Cheap values that one loop keeps for a later one are computed again there.
 
-In a program with a derivative in it most of what the backward reads is computed element
-by element where the forward is.  XLA computes such values where they are read; what a
-loop makes for another one it has to write, chunk by chunk.
+In a program with a derivative, the forward computes most of what the backward reads,
+element by element.  XLA fuses such values into their readers.  A loop that makes them
+for another loop has to write them to memory, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def with_copies(program: Program) -> tuple[Program, set[str]]:
     Returns:
         The program, and the names of what is to be computed where it is first read.
     """
+    # Without loops XLA itself computes such values where they are read.
     if all(mark.pipeline == "off" for mark in stream_choices(program)):
         return program, set()
     flow = _Flow(program)
@@ -46,8 +47,9 @@ def with_copies(program: Program) -> tuple[Program, set[str]]:
 class _Flow:
     """What reads the values of a program, and which of them are cheap to make.
 
-    The depth of a value is the most work on a way to it: what is computed again is made
-    of values as deep, or of what is `there` or kept anyway.
+    The depth of a value is the largest number of statements that are work on a way to
+    it.  A value is computed again from values of its own depth, and from those that are
+    `there` or kept anyway.
     """
 
     def __init__(self, program: Program) -> None:
@@ -57,9 +59,9 @@ class _Flow:
         self.sizes: dict[str, int] = {}
         self.makers: dict[str, Cheap] = {}
         self.made_by: dict[str, int] = {}
-        # Sets of statements, as integers with a bit for each: all that one needs; those
-        # from which a way to it leads through others that are work; and of those from
-        # which none does, the ones that are as deep.
+        # For each statement, sets of others: integers with a bit for each.  `before`:
+        # all that it needs.  `behind`: those of them that it needs through other work.
+        # `beside`: itself, and those as deep that it needs through no work.
         self.before: list[int] = []
         self.behind: list[int] = []
         self.beside: list[int] = []
@@ -98,11 +100,13 @@ class _Flow:
         return maker is not None and bool(self.behind[number] & self.beside[maker])
 
     def computed_again(self) -> set[str]:
-        """What is computed again behind the work that it goes into."""
+        """The values that are computed again behind the work that they go into."""
         wanted = self._read_behind()
         again: set[str] = set()
+        # Matmuls before and behind read it from memory, so it is written in any case.
         for name in self._read_by_work_on_both_sides():
             self.makers.pop(name, None)  # to keep it takes no time
+        # The deepest first: what a cut keeps is then wanted where it is made.
         for depth in range(max(wanted, default=-1), -1, -1):
             here = wanted.get(depth, set())
             made_of = self._made_of(here, depth)
@@ -117,7 +121,7 @@ class _Flow:
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:
-        """By depth, the values that are read behind work that they go into."""
+        """The values that are read behind work that they go into, by depth."""
         found: dict[int, set[str]] = {}
         for number, stmt in enumerate(self.body):
             for name in (buffer.name for buffer in touched(stmt)[0]):
@@ -126,7 +130,7 @@ class _Flow:
         return found
 
     def _read_by_work_on_both_sides(self) -> set[str]:
-        """What is written to memory for work before and behind what it goes into."""
+        """The values that work reads both before and behind the work they go into."""
         sides: tuple[set[str], set[str]] = set(), set()
         for number, stmt in enumerate(self.body):
             for buffer in touched(stmt)[0] if _takes_long(stmt) else ():
@@ -134,9 +138,9 @@ class _Flow:
         return sides[False] & sides[True]
 
     def _made_of(self, names: Iterable[str], depth: int) -> dict[str, list[str]]:
-        """The operands of what is cheap of `names`, and those of these.
+        """The operands of the cheap values among `names`, and the operands of these.
 
-        That is as far as they are at `depth`, or made of params without work.
+        Only values at `depth` count, and those made of params without work.
         """
         found: dict[str, list[str]] = {}
         waiting = list(names)
@@ -149,7 +153,7 @@ class _Flow:
         return found
 
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
-        """What it takes to keep a value for those deeper than `depth`."""
+        """The bytes that it takes to keep a value for those deeper than `depth`."""
         own = self.depths[name]
         if name in self.there or (own < depth and name in wanted.get(own, ())):
             return 0
@@ -204,7 +208,7 @@ def _with_copies(
 ) -> tuple[Program, set[str]]:
     """`program` with a copy behind the maker of each value that is computed `again`.
 
-    What is only read behind work is computed there, and needs no copy.
+    A value that is only read behind work is computed there, and needs no copy.
     """
     names, here = Names.of(program), _read_before(program, flow, again)
     copies: dict[str, Buffer] = {}
@@ -216,10 +220,12 @@ def _with_copies(
         if not is_cheap(stmt) or (out := made_by(stmt)).name not in again:
             body.append(replace_buffers(stmt, behind))
             continue
+        # Something reads it before that work as well: it gets a copy of its own.
         if out.name in here:
             body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)
+        # `sink_cheap.py` then puts it where it is first read.
         late.add(out.name)
         body.append(renamed(stmt, {n: copies[n] for n in copied}, out))
     return dataclasses.replace(program, body=tuple(body)), late
@@ -228,7 +234,7 @@ def _with_copies(
 def _read_before(
     program: Program, flow: _Flow, again: AbstractSet[str]
 ) -> AbstractSet[str]:
-    """What of `again` is read before all work that it goes into as well."""
+    """The names in `again` that are also read before all work they go into."""
     read = {result.name for result in program.results}
     for number in reversed(range(len(program.body))):
         reads, writes = touched(program.body[number])

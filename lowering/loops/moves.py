@@ -1,11 +1,14 @@
 """How chunks of a p2p pipeline move: from their owners, and to them.
 
-At step k device r works on the chunk of device r + k (modulo D).  Gathers: that chunk
-comes from its owner.  Reduce-scatters: the partial result goes to its owner, who adds
-what comes in the order of the steps: its own, then those of r - 1, r - 2, ...
-All-to-alls move their other dim as well: where the streamed dim comes together, the
-owner sends only what of the other dim is device r's; where it is scattered, the owner
-puts what comes where the other dim has the sender's part.  Nothing is added there.
+At step k device r works on the chunk of device r + k (modulo D).
+
+- All-gather: the chunk comes from its owner.
+- Reduce-scatter: the partial result goes to its owner.  The owner adds the terms in the
+  order of the steps: its own, then those of r - 1, r - 2, ...
+- All-to-all: it moves another dim as well.  Where the streamed dim comes together, the
+  owner sends only device r's part of the other dim.  Where the streamed dim is
+  scattered, the owner writes what comes to the sender's place in the other dim.
+  Nothing is added.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class MovingLoop(ChunkLoop):
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
         if groups > 1:
+            # The dim is whole here: the place of the shard in it comes first.
             start = self.rank_after(self.step) * self.extent + start
             extent *= self.devices
         return Cut(start, size, self.steps, extent, grain=grain)
@@ -77,7 +81,7 @@ class MovingLoop(ChunkLoop):
     # --- Communication -------------------------------------------------------- #
 
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
-        """What comes is from the owner of the chunk at hand, and what goes is for it.
+        """Append a transfer from the owner of the chunk at hand, or to it.
 
         At both ends of an all-to-all the other dim is cut: device r sends of it what is
         for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
@@ -133,6 +137,7 @@ class MovingLoop(ChunkLoop):
         part = dataclasses.replace(
             whole, name=name, shape=tuple(shape), dims=tuple(dims)
         )
+        # Device r - k works on r's chunk at step k, so the part is that device's.
         index = self.rank_after(self.devices - self.step) * size
         self.body.append(
             ir.Select(out=part, source=whole, dim=dim, index=index, size=Constant(size))
@@ -142,7 +147,7 @@ class MovingLoop(ChunkLoop):
     # --- The reduce side ------------------------------------------------------ #
 
     def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
-        """Where the part of a sum that comes at this step goes."""
+        """The buffer for the term of a sum that comes at this step."""
         terms = self.terms_of(stmt, source)
         own = self.step == Constant(0)
         term = self.slot(terms, self.step if own else self.hidden.order(self.step))
@@ -174,6 +179,7 @@ class MovingLoop(ChunkLoop):
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.work.names.fresh(f"{stmt.out.name}_terms"),
+                # Steps that are left out send nothing.
                 shape=(self.devices - self.hidden.count, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,
@@ -198,6 +204,7 @@ class MovingLoop(ChunkLoop):
 
     def totals(self) -> list[ir.Stmt]:
         """The terms added up, in the order of the steps."""
+        # In one order on each device, so that a second run gives the same bits.
         self.body = []
         for node in self.work.nodes:
             stmt = node.stmt

@@ -1,4 +1,4 @@
-"""What stands outside of loops: blocks of statements, and which of them are work."""
+"""Blocks of statements outside of loops, and which of them are work."""
 
 from __future__ import annotations
 

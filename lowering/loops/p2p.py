@@ -1,10 +1,10 @@
 """The p2p pipeline: a chunk belongs to one device, and moves from device to device.
 
-Along the mesh axes that shard the streamed dim, device r works at step k on the chunk
-of device r + k (modulo D), which comes from its owner, or whose result goes there (see
-`moves.py`).  The device's own chunk needs no wire.  It stands before the loop, where it
-hides the first receive, or after it, where it hides the last send, or half and half
-(nvFuser's pull requests 4515 and 5618).
+D devices share the streamed dim.  At step k device r works on the chunk of device r + k
+(modulo D): the chunk comes from its owner, or the result goes there (see `moves.py`).
+The device's own chunk needs no transfer.  Before the loop it hides the first receive,
+after the loop the last send.  With both it stands half before and half after (nvFuser's
+pull requests 4515 and 5618).
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class P2PLoop(MovingLoop):
         if not self.receives:
             return (), self.group
         reductions = [i for i, node in enumerate(self.group) if _reduces(node)]
+        # The first half hides the first receive, the second the last send.
         last = max(reductions, default=0)
         return self.group[:last], self.group[last:]
 

@@ -1,8 +1,8 @@
-"""What is cheap to compute is computed where it is first read, if that keeps no more.
+"""Cheap values are computed where they are first read, if that keeps no more bytes.
 
-JAX puts what the backward needs where the forward is: the derivatives of all
-activations come first.  In a program with streams they would join the first loop that
-works on the same rows, and be kept from there to the loop that reads them.
+JAX puts what the backward needs where the forward is, so the derivatives of all
+activations come first.  With streams, they would join the first loop that works on the
+same rows, and would be kept from there to the loop that reads them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ComputeLate(EachProgram):
 def _places(program: Program, late: Container[str]) -> list[int]:
     """For each statement, the one before which it stands, or itself.
 
-    From the last to the first, so that it is known where the readers stand.  What is
-    `late` waits for its readers in any case.
+    It goes from the last statement to the first, so that it knows where the readers
+    stand.  Values that are `late` wait for their readers in any case.
     """
     end = len(program.body)
     first = {result.name: end for result in program.results}
@@ -58,6 +58,7 @@ def _places(program: Program, late: Container[str]) -> list[int]:
         if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]
+            # Put off, it keeps its operands until then, and not its result.
             if writes[0].name in late or _bytes(kept) <= _bytes(writes):
                 places[number] = reader
         place = places[number]

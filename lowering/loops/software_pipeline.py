@@ -1,11 +1,13 @@
-"""In which order the iterations of a loop are issued, a stage of one at a time.
+"""The order in which the iterations of a loop are issued, one stage at a time.
 
-Iterations that take turns on streams have no order between them, but GPUs have one
-queue for computations.  If each were issued whole, what an iteration computes before a
-communication would wait for all that the one before it computes after its own, and
-nothing would be left to run beside either.  So a loop is cut into stages where a
-communication is waited for with nothing computed since, and the iterations are
-staggered: one is a stage ahead of the next, which hides what is between two stages.
+Iterations that take turns on streams have no order between them, but a GPU has one
+queue for computations.  If each iteration were issued whole, what it computes before a
+communication would wait for all that the iteration before computes after its own.  Then
+nothing would be left to run beside either communication.
+
+So a loop is cut into stages.  A cut is where a communication is waited for and nothing
+was computed since it was sent.  Iterations are staggered: one is a stage ahead of the
+next, whose work hides the communication between two stages.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jhost.lowering.ir.effects import Aliases, touched
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 
 MemoryOf: TypeAlias = Callable[[str], Hashable | None]
-"""What memory a name stands for outside of the loop, or None where it is new in it."""
+"""The memory that a name stands for outside of the loop; None if it is new in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ def turns(loop: ir.For, memory: MemoryOf) -> list[Turn]:
 
 @contextmanager
 def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
-    """`names` with an iteration's `own`, which has those new in it afterwards."""
+    """Adds an iteration's `own` to `names` for a while; then `own` has the new ones.
+
+    The stages of an iteration are apart, and other iterations use the same names.
+    """
     outside = set(names)
     names.update(own)
     yield
@@ -106,6 +111,7 @@ def _stream(loop: ir.For, iteration: int) -> int:
 
 def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
     """Before each wait for what was just sent, with computations before and after."""
+    # Behind the last computation nothing is left that a cut could hide.
     last = max(
         (i for i, stmt in enumerate(work) if isinstance(stmt, ir.Compute)), default=0
     )
@@ -130,7 +136,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 
 
 class _Touches:
-    """What memory from outside the statements of a loop's body touch."""
+    """The memory from outside that the statements of a loop's body touch."""
 
     def __init__(self, loop: ir.For, memory: MemoryOf) -> None:
         self.loop = loop
@@ -150,7 +156,7 @@ class _Touches:
     def of(
         self, body: Sequence[ir.Stmt]
     ) -> tuple[dict[Hashable, set[ir.Select | None]], set[Hashable]]:
-        """By which aliases each memory is touched, and which are written."""
+        """The aliases by which each memory is touched, and the written memories."""
         by: dict[Hashable, set[ir.Select | None]] = {}
         written: set[Hashable] = set()
         for stmt in body:
@@ -182,6 +188,7 @@ class _Touches:
             or not leaves(alias.index) | leaves(alias.size) <= {here}
         ):
             return False
+        # Parts that move on and never overlap need no order between iterations.
         spans = [
             (evaluate(alias.index, {here: i}), evaluate(alias.size, {here: i}))
             for i in range(self.loop.extent)

@@ -1,8 +1,8 @@
 """Turn all-reduces that a p2p pipeline meets into a reduce-scatter and an all-gather.
 
-An all-reduce would mix the chunks that the devices work on at one step.  Its two halves
-move chunks to their owners and back, and the same bytes in all.  Where the devices do
-not divide the streamed dim, it is padded first.
+At one step the devices work on different chunks, and an all-reduce would mix them.  Its
+two halves move chunks to their owners and back.  They receive as many bytes in all.  If
+the devices do not divide the streamed dim, it is padded first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """Sums over devices by permutes, each beside what is computed until it is read.
 
-Nothing of a backward waits for the sum of a weight's gradient over the devices that
-share the rows.  As a collective it would run alone: NCCL's kernels find no
-multiprocessor beside a matmul.  So devices send what they have to one another, and add:
-see `sums_sent.py`.
+The gradient of a weight is summed over the devices that share the rows.  Nothing in the
+backward waits for that sum.  A collective would still run alone: NCCL's kernel starts
+when the running matmul ends, and XLA has the next one wait for it.  So devices send
+their terms to one another by permutes, which copy engines move beside other work, and
+add them: see `sums_sent.py`.
 
-What is sent is waited for when the sums after the next set out: what is computed until
-then stands beside it, and no more than three times as many are kept.
+A sum is waited for when the sums after the next ones set out.  What is computed until
+then hides it, and no more than three times as many are kept.
+
+On two H100s four layers of Llama 8B, data parallel, take 41.9 ms so, 44.2 by
+collectives, and 38.4 without any communication.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
     """
     mesh = dict(program.mesh.shape)
     found: list[ir.Communicate] = []
-    open_ones: dict[str, set[str]] = {}  # what is made of each sum, by its name
+    open_ones: dict[str, set[str]] = {}  # by a sum's name, all made of it
     sums: dict[str, ir.Communicate] = {}
     for block in blocks_of(program):
         read = {b.name for stmt in block for b in touched(stmt)[0]}
@@ -54,6 +58,7 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
             continue
         for name in of:
             del open_ones[name]
+        # All sums that are open here have this block to run beside.
         if works(block):
             found += [sums[name] for name in open_ones]
             open_ones = {}
@@ -77,7 +82,7 @@ def with_sums_later(
 class _Later:
     """A walk through a program, with the sums to come and those under way.
 
-    What is made of a sum, and is no work, is `put_off` until that is there.
+    A statement that reads a sum, and is no work, is `put_off` until the sum is there.
     """
 
     def __init__(self, program: Program, chosen: Container[str]) -> None:
@@ -105,6 +110,7 @@ class _Later:
 
     def block(self, block: Block) -> None:
         read = {buffer.name for stmt in block for buffer in touched(stmt)[0]}
+        # It reads a sum that is not there yet, or a value made of one.
         if not read.isdisjoint(self.missing()):
             if _can_wait(block):
                 self.put_off += block
@@ -123,13 +129,15 @@ class _Later:
     # --- Rounds --------------------------------------------------------------- #
 
     def turn(self) -> None:
-        """Those to come set out; the first of those under way are waited for."""
+        """Send the sums to come, and wait for the first of those under way."""
         first = self.under_way.pop(0) if len(self.under_way) == _AHEAD else []
         self.sent += [each.stmt for each in self.coming]
         self.under_way.append([self.sums.sent(each) for each in self.coming])
         self.coming = []
         left, added = self.sums.added(first)
+        # New sums set out before the wait, which may take a while.
         self.moves(*_sends(self.under_way[-1]), *_waits(first), *added)
+        # All-reduces have another round, which goes with the sums that set out now.
         if left:
             again = [self.sums.sent(each) for each in left]
             self.under_way[-1] += again
@@ -138,10 +146,12 @@ class _Later:
 
     def finish(self) -> None:
         """All sums made, with nothing more beside them."""
+        # No work is left that could hide these, so they stay collectives.
         for each in self.coming:
             self.body += [each.stmt, ir.Wait(communication=each.stmt.name)]
         left = [each for batch in self.under_way for each in batch]
         self.coming, self.under_way = [], []
+        # An all-reduce has a round for each bit of the ranks.
         while left:
             self.moves(*_waits(left))
             left, added = self.sums.added(left)
@@ -151,7 +161,7 @@ class _Later:
         self.resume()
 
     def resume(self) -> None:
-        """What was put off for nothing but sums that are there now."""
+        """Append what was put off, as far as the sums that it waited for are there."""
         waiting, self.put_off = self.put_off, []
         for stmt in waiting:
             read = {buffer.name for buffer in touched(stmt)[0]}

@@ -1,10 +1,10 @@
-"""What a sum over devices is made of outside of loops: permutes, and additions.
+"""The permutes and additions that make a sum over devices outside of loops.
 
-Of a reduce-scatter each device has a part, and gets that of all others.  Of an
-all-reduce it swaps all with one other after the other: in round j with the one whose
-rank differs by bit j (recursive doubling; Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH").  All add the same
-pairs, and have equal bits.
+In a reduce-scatter each device gets all others' terms of its part.  In an all-reduce
+each device swaps all that it has with one other device in each round.  In round j that
+is the device whose rank differs by bit j (recursive doubling; Thakur, Rabenseifner and
+Gropp 2005, "Optimization of Collective Communication Operations in MPICH").  All
+devices add the same pairs, so they have equal bits.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def can_be_sent(stmt: ir.Communicate, mesh: Mapping[str, int]) -> bool:
     tiny = is_narrow(stmt.out) and bits(stmt.out.dtype) <= 8
     if stmt.reducer != "sum" or tiny:
         return False
+    # Each round of doubling pairs all devices only if they are a power of two.
     doubles = axes_size(stmt.axes, mesh).bit_count() == 1
     return stmt.kind == "ReduceScatter" or (stmt.kind == "AllReduce" and doubles)
 
@@ -82,6 +83,7 @@ class Sums(ByPermutes):
         devices, bit = self.devices(each.stmt), 2**each.rounds
         if devices == 2:
             return Constant(1)
+        # Up by the bit where the rank lacks it, else down by it, modulo the devices.
         return (self.rank(each.stmt) // bit) % 2 * (devices - 2 * bit) + bit
 
     def added(self, sums: Sequence[Sum]) -> tuple[list[Sum], list[ir.Stmt]]:
@@ -96,7 +98,7 @@ class Sums(ByPermutes):
         return left, stmts
 
     def sum_of_round(self, each: Sum) -> ir.Buffer:
-        """What a round makes, which in the last one is the result."""
+        """The sum after a round; after the last one, the result."""
         out, devices = each.stmt.out, self.devices(each.stmt)
         last = each.stmt.kind == "ReduceScatter" or 2 ** (each.rounds + 1) == devices
         name = out.name if last else self.names.fresh(f"{out.name}_part")
@@ -124,8 +126,8 @@ class Sums(ByPermutes):
 def _both(widen: bool, here: jax.Array, came: jax.Array) -> jax.Array:
     """Their sum; of narrow floats in float32.
 
-    What is here was sent, and is added as it was sent: XLA may keep it wider than it
-    is, or multiply and add at once, and devices would differ by the last bit.
+    The local term is rounded as the sent one was.  XLA may otherwise keep it wider, or
+    fuse a product with the addition, and devices would differ by the last bit.
     """
     dtype = here.dtype
     here = lax.optimization_barrier(here)

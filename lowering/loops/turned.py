@@ -1,10 +1,14 @@
-"""Which values each device may have in an order of its own, as none asks for another.
+"""Which values each device may hold in a rotated order of its own.
 
-Such a value is made and read by parts, and a device has each of them as much further on
-as any other.  Or it means nothing to what works on all of it where a step stands: what
-that makes is turned as its operands are.  A contraction may reduce the dim: its steps
-come in any order, if the other operand has them in the same one.  A sum of floats that
-several devices hold is the same on all, and so are its steps.
+A value qualifies if nothing asks for the order of position.
+
+- It is made and read in parts, and a device has every part the same distance further on
+  than the first device has it.
+- Or whole-array work reads it for which the place of a step means nothing.  The result
+  is then rotated as the operands are.
+- A contraction may reduce the rotated dim, because its steps come in any order, as long
+  as the other operand has the same one.  An exception is a sum of floats that several
+  devices hold: it must have the same bits on all, so its steps need one order.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ Dims: TypeAlias = Sequence[tuple[Name, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """By which part of a dim each device has a value further on than the first one."""
+    """How far each device has a value rotated, as a part of a dim."""
 
     dim: int
     by: tuple[Fraction, ...]
@@ -52,9 +56,9 @@ class Turn:
 class _Factor:
     """The dims of values that one factor of a computation of whole arrays follows.
 
-    It cuts each into so many `steps`.  Those of a `parallel` factor are turned alike or
-    not at all.  They may be added up in any order where the sum is `spread` over the
-    axes along which devices have another one.  The order of others matters.
+    The factor cuts each dim into `steps`.  Dims of a `parallel` factor are turned alike
+    or not at all.  The steps of a sum may come in any order along axes that the sum is
+    `spread` over, as each device has a sum of its own there.  Others need the order.
     """
 
     dims: Dims
@@ -89,6 +93,8 @@ def turned_values(program: Program) -> set[Name]:
     waiting = [*turns]
     while waiting:
         name = waiting.pop()
+        # One that does not fit is dropped, and all that share work with it are asked
+        # again, until those that are left agree.
         if name in turns and not values.agrees(name, turns):
             for other in values.same.subset(name):
                 turns.pop(other, None)
@@ -99,7 +105,7 @@ def turned_values(program: Program) -> set[Name]:
 class _Values:
     """All values by name, and which are the `same`: stacked by a scan, and in its body.
 
-    Of those in `whole` something touches more than parts, of which no factor is known.
+    Something touches all of those in `whole`, by no factor that is known.
     """
 
     def __init__(self, program: Program) -> None:
@@ -161,13 +167,14 @@ class _Values:
     # --- What may be turned --------------------------------------------------- #
 
     def turns(self) -> dict[Name, Turn]:
-        """By how much each value is turned that has one turn, were all as they wish."""
+        """The turn of each value that has one, if all could be as they wish."""
         found: dict[Name, Turn] = {}
         for names in self.same.subsets():
             parts = [part for name in names for part in self.uses[name].parts]
             if names & self.whole or not any(_axes(select) for select, _ in parts):
                 continue
             turns = set(itertools.chain(*(self.each_turn(*part) for part in parts)))
+            # Loops that rotate a value differently leave it in order of position.
             if len(turns) == 1 and all(select.groups == 1 for select, _ in parts):
                 found |= dict.fromkeys(names, turns.pop())
         self.hand_on(found)
@@ -192,8 +199,10 @@ class _Values:
         return not (parts or names & self.whole)
 
     def each_turn(self, select: ir.Select, loops: Mapping[str, int]) -> Iterator[Turn]:
-        """In each iteration, how much further on a part is than on the first device."""
+        """How far a part is rotated from the first device's, in each iteration."""
         extent = select.source.shape[select.dim]
+        # Evaluated in every iteration on every rank: loops are short, and no algebra
+        # has to show that two expressions are equal.
         for numbers in itertools.product(*map(range, loops.values())):
             at = dict(zip(loops, numbers, strict=True))
             places = self.ranks.everywhere(self.ranks.value(select.index, at)).ravel()
@@ -210,7 +219,7 @@ class _Values:
         )
 
     def beside(self, name: Name) -> set[Name]:
-        """What is computed with a value, from it, or to make it."""
+        """The values that share a factor with a value in some computation."""
         factors = itertools.chain(*self.uses[name].computations)
         return {other for factor in factors for other, _ in factor.dims}
 
@@ -249,6 +258,7 @@ def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
             place = (here, buffer.name), number - len(dims)
             found.setdefault(factor, []).append(place)
             steps[factor] = buffer.shape[number] // dim.scale if dim else 1
+    # The steps of these mean something by where they stand.
     placed = {*rule.counted, *rule.picked, *rule.updates, *_seen(rule.window)}
     parallel, summed = (
         {n for n, r in enumerate(rule.reducers) if r == reducer} - placed
@@ -256,6 +266,7 @@ def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     )
     if not rule.contracts or rule.matmul is not None:
         summed = set[int]()
+    # Sums of integers are equal on all devices, in whatever order they are made.
     exact = all(jnp.issubdtype(out.dtype, jnp.integer) for out in stmt.outs)
     spread = frozenset[str](ranks.sizes) if exact else _spread(stmt.outs)
     return [

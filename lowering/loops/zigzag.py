@@ -1,8 +1,9 @@
-"""Causal attention in a p2p pipeline, with as much to do for every device.
+"""Causal attention in a p2p pipeline, with an equal share of work for every device.
 
-In order of position the queries of the last device see all keys, and those of the first
-only its own.  So the loop is about sequences in zigzag order (`ir/zigzag.py`): what
-follows them is exchanged before it, and what it makes of them is where that is read.
+In order of position the queries of the last device see all keys, and the queries of the
+first device see only its own.  So the loop works on sequences in zigzag order
+(`ir/zigzag.py`).  Its operands are exchanged before the loop.  Its results are
+exchanged where something reads them in order of position.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class ZigzagLoop(P2PLoop):
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
         for buffer in _touched(work):
+            # Once in a program: a later loop finds it in zigzag order.
             if buffer.name in dims and buffer.name not in ordered:
                 name = work.names.fresh(f"{buffer.name}_zigzag")
                 ordered[buffer.name] = dataclasses.replace(buffer, name=name)
@@ -55,7 +57,7 @@ class ZigzagLoop(P2PLoop):
         ]
 
     def exchanged_back(self) -> dict[str, list[ir.Stmt]]:
-        """What brings results into order of position, for those who read them so."""
+        """The statements that bring results into order of position, by name."""
         return {
             buffer.name: [*self.exchange(buffer, dim, back=True)]
             for buffer, dim in self.exchanges
@@ -111,6 +113,7 @@ def _reordered(work: Work, ordered: Mapping[str, ir.Buffer]) -> Work:
         name: [id(new[reader]) if reader in new else reader for reader in found]
         for name, found in work.readers.items()
     }
+    # 0 stands for the caller: exchanges read these outside of the loop.
     readers |= {buffer.name: [0] for buffer in ordered.values()}
     return dataclasses.replace(
         work, nodes=tuple(new.values()), parts=parts, readers=readers
@@ -122,6 +125,7 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
     if isinstance(first, ir.Compute):
         (unit_eqn,) = first.unit.eqns
         if unit_eqn.rule.window is not None:
+            # The mask goes by positions, and those are now in zigzag order.
             unit_eqn = dataclasses.replace(unit_eqn, zigzag=devices)
         unit = dataclasses.replace(first.unit, eqns=(unit_eqn,))
         first = dataclasses.replace(first, unit=unit)
@@ -146,7 +150,7 @@ def _is_triangular(node: Node, work: Work) -> bool:
 
 
 def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
-    """What is said of a causal loop that exchanges some dims, or none for a reason."""
+    """Says how a causal loop shares its work: it exchanges `dims`, or says why not."""
     values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
     devices = axes_size(work.choice.axes, work.mesh)
     if isinstance(dims, str):
@@ -173,6 +177,7 @@ def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
     for node in work.nodes:
         for name, dim in _uses(node, work):
             used.setdefault(name, set()).add(dim)
+    # An exchange moves one dim of a value.
     mixed = [name for name, dims in used.items() if len(dims) > 1]
     if mixed:
         return f"{mixed[0]} is read in several ways"
@@ -197,7 +202,7 @@ def _reason(node: Node, work: Work, made: set[str]) -> str:
 
 
 def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
-    """What a node has from before the loop, or makes for after it, and which dim."""
+    """The values, with a dim each, that a node has from outside or makes for it."""
     part, stmt = work.part(node), node.stmt
     if isinstance(stmt, ir.Communicate):
         if part.growth > 1:

@@ -1,4 +1,4 @@
-"""What the user asked of values, of the values that stand for them once padded."""
+"""Move the user's marks to the padded values that stand for the marked ones."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _streamed(
     mark: StreamRequest | StreamChoice, shape: Sequence[int], others: Sequence[Buffer]
 ) -> dict[str, None]:
     """Where a stream begins: work is on the padded values, if the dim is padded."""
+    # Other padded forms keep the marked dim: the stream begins at this one.
     longer = [other.name for other in others if other.shape[mark.dim] > shape[mark.dim]]
     return dict.fromkeys(longer or [mark.buffer])
 

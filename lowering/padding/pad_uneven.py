@@ -1,8 +1,8 @@
 """Pad the dims that a sharding inside the function does not divide.
 
 `jax.lax.with_sharding_constraint` takes such a sharding inside a jitted function, and
-so does `jhost.shard`.  Every device runs one program, so its parts have one size: the
-dim is padded to the next multiple, and every later pass sees ordinary buffers.
+so does `jhost.shard`.  Every device runs one program, so the parts need one size.  The
+dim is padded to the next multiple, and later passes see ordinary buffers.
 """
 
 from __future__ import annotations
@@ -40,4 +40,5 @@ class PadUneven(EachProgram):
             for dim, axes in enumerate(mark.spec)
             if axes
         ]
+        # A sharding that could not be met by padding is left to jhost.
         return possible_marks(pad_program(program, asks))

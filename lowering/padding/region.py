@@ -1,11 +1,11 @@
 """Which dims to pad where a sharding does not divide them, and to which sizes.
 
-A padded dim is padded wherever it goes: through every operation that carries it as a
-factor, so that between the first of them and the last nothing is padded or cut.  These
-operations are the *region*.  It ends at parameters and results, which keep the user's
-shapes, and where an operation needs the dim whole.  In a program of one device's shapes
-it also ends where a communication moves the dim: padding there is at the end of every
-shard, and together they would have it in between.
+A dim is padded through every operation that carries it as a factor, so that nothing is
+padded or cut between the first of them and the last.  These operations are the
+*region*.  It ends where an operation needs the dim whole, and at parameters and
+results, which keep the user's shapes.  In a program of one device's shapes it also ends
+where a communication moves the dim: each shard has padding at its end, and the whole
+would have it in between.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ class _Growth:
         ]
         self.most = max((ask.devices for ask in self.uneven), default=1)
         self.seeds = {(ask.buffer, ask.dim) for ask in self.uneven}
+        # Union-find: keys that are padded together have one leader.
         self.leaders: dict[Key, Key] = {}
         self.queue: deque[Key] = deque()
 
@@ -229,6 +230,7 @@ class _Growth:
             mapped = op.results[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 return number, mapped.factor
+        # The user's sharding stands on it, but what makes it cannot be padded.
         is_seed = (name, dim) in self.seeds and can_be_padded(self.buffers[name])
         return (name, dim) if is_seed else None
 
@@ -245,8 +247,10 @@ class _Growth:
             followed, lacking = followed or follows, lacking or not follows
         if lacking and (followed or op.reducers[factor] is None):
             return False  # a result that depends on all of it, or does beside others
+        # Positions in the whole depend on its true size.
         if op.fixed or factor in op.counted:
             return False
+        # A merged dim grows by whole steps of its outer factor.
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:
             return False  # padding so few steps would more than double the values
         return all(map(can_be_padded, (*op.reads, *op.writes)))
@@ -279,12 +283,14 @@ class _Growth:
         devices: dict[Key, int] = {}
         for key in self.leaders:
             leader = self.leader(key)
+            # A merged dim has fewer steps than elements: all grow by the same ratio.
             steps[leader] = math.gcd(steps.get(leader, 0), self.steps(key))
         reached = {ask: self.key(ask.buffer, ask.dim) for ask in asks}
         for ask, key in reached.items():
             if key in self.leaders:
                 leader = self.leader(key)
                 devices[leader] = math.lcm(devices.get(leader, 1), ask.devices)
+        # Up to the next multiple that all asks in the group divide.
         grown = {
             leader: Fraction(-(-n // devices[leader]) * devices[leader], n)
             for leader, n in steps.items()

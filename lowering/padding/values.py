@@ -1,8 +1,8 @@
-"""Write the padding of a region into a program: pads, cuts, and masks where it counts.
+"""Write a region's padding into a program: pads, cuts, and masks where it counts.
 
-What enters the region is padded, once for all that read it, and what leaves it is cut.
-In between the padding may hold anything (the logarithm of 0), so where an operation
-reduces the dim, elements that change nothing are put in its place.
+What enters the region is padded, once for all its readers, and what leaves is cut.  In
+between the padding may hold anything, such as the logarithm of 0.  So where an
+operation reduces the dim, the reducer's identity replaces the padding.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class _Padder:
         buffer = op.writes[position]
         shape = self.region.shape(number, op.results[position], buffer.shape)
         made = dataclasses.replace(buffer, shape=shape)
+        # The caller gets the user's shape.
         if made != buffer and buffer.name in self.results:
             made = self.named(made, "padded")
             self.padded[buffer.name] = [made]
@@ -164,10 +165,12 @@ class _Padder:
         """`buffer` with `shape`, made once for all who want the same."""
         kept = self.kept[buffer.name]
         masked = tuple(d for d in reduced if kept.shape[d] > buffer.shape[d])
+        # It has that size already, with padding that no reduction reads.
         if kept.shape == shape and not masked:
             if shape == buffer.shape:
                 self.read_unpadded.add(buffer.name)
             return kept
+        # Anything would do where nothing reduces the dim.
         fill = np.zeros((), buffer.dtype)[()]
         if reducer is not None:
             fill = identity(reducer, buffer.dtype)
@@ -215,6 +218,7 @@ class _Padder:
     ) -> Buffer:
         if out is None:
             out = self.named(dataclasses.replace(value, shape=shape), "cut")
+        # Padding is at the end of each dim.
         first = (0,) * len(shape)
         return self.computed("cut", lambda x: lax.slice(x, first, shape), value, out)
 

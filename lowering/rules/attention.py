@@ -1,7 +1,7 @@
 """Dim rules of cuDNN's attention: batches and groups of heads are worked on apart.
 
-So are queries, and, in loops, keys: what was found in some of them is combined with
-what is in others (`attention_parts.py`).  Features stay whole.
+So are queries.  Loops cut keys as well, and combine the results of two parts of them
+(`attention_parts.py`).  Features stay whole.
 
 JAX binds wrappers, which XLA partitions, around the kernels.  Where all mesh axes are
 manual, as in what jhost emits, a wrapper is lowered to its kernel for the shapes that
@@ -119,7 +119,7 @@ def _heads_first(eqn: JaxprEqn) -> bool:
 
 
 def _is_paged(eqn: JaxprEqn) -> bool:
-    """Whether keys and values are blocks, of which a table says whose they are."""
+    """Whether keys and values lie in blocks that a table gives to sequences."""
     return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
 
 

@@ -49,13 +49,13 @@ class Written:
 
 
 def written_in(eqn: JaxprEqn) -> Iterator[Written]:
-    """Those of an equation; of any but a `shard_map` there are none."""
+    """The collectives that the user wrote in an equation, if it is a `shard_map`."""
     if eqn.primitive.name == "shard_map":
         yield from _in_body(shard_map_of(eqn).body.jaxpr.eqns, 1)
 
 
 def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[Written]:
-    """Those of all branches, of which one is taken."""
+    """The collectives in a body; in all branches, though only one is taken."""
     for eqn in eqns:
         if eqn.primitive.name in _KINDS:
             yield _written(eqn, times)

@@ -1,13 +1,12 @@
 """Dim rules: how an equation's operand and result dims follow one another.
 
-A rule names the *factors* of an equation, its independent indices in the einsum sense
-(`mk,kn->mn` has m and n parallel and k reduced), and maps each dim to a factor or to
-None, which means that the dim must be whole.  Sharding, resharding and streams all
-read this one table; nothing else knows primitives.  The rules themselves stand in
-`elementwise.py`, `shape.py`, `contract.py`, `ragged.py`, `along.py`, `index.py`,
-`gather.py`, `scatter.py`, `random.py`, `attention.py`, `written_attention.py`,
-`partitioning.py` and `shard_map.py`, and are written down with `building.py`;
-`table.py` has them all.
+A rule names the *factors* of an equation: its independent indices in the einsum sense.
+`mk,kn->mn` has m and n parallel and k reduced.  The rule maps each dim to a factor, or
+to None where the dim must be whole.  Padding, layouts and streams all read this one
+table.  The rules themselves stand in `elementwise.py`, `shape.py`, `contract.py`,
+`ragged.py`, `along.py`, `index.py`, `gather.py`, `scatter.py`, `random.py`,
+`attention.py`, `written_attention.py`, `partitioning.py` and `shard_map.py`, and are
+written down with `building.py`; `table.py` has them all.
 """
 
 from __future__ import annotations
@@ -119,20 +118,26 @@ class Window:
 class DimRule:
     """The factors of one equation.
 
-    `sizes` and `reducers` have an entry a factor (a reducer of None: parallel);
-    `operands` and `results` have one map a value.  A reduced factor that a result
-    follows is parallel there.  `rebind` runs the equation on the parts that a `Place`
-    names.  `counted` are the factors whose positions in the whole it asks for,
-    `picked` those of which indices pick single steps, `updates` those along which
-    updates of one value are reduced, and `unsharded` those that loops cut and no mesh
-    axis.  `window` says which factors are those of queries and of keys that not all
-    queries see.  `combine` makes one of two parts' results by "softmax".
-    `opaque` marks the rule of an equation without factors, and `reason` says why it has
-    none, or why dims are whole, where its primitive does not.  `matmul` is of a kernel
-    that multiplies matrices inside: what its work comes to, as batch, m, n and k;
-    `traffic` is what it moves to memory and back in between, in bytes.
-    `pinned` has the mesh axes of each factor where the equation says them itself: no
-    others will do.
+    Attributes:
+        sizes: for each factor, its number of steps in the whole.
+        reducers: for each factor, what reduces it; None where it is parallel.  A
+            reduced factor that some result follows is parallel in that result.
+        operands: for each operand, the factor that each dim follows.
+        results: the same for each result.
+        rebind: runs the equation on the parts that a `Place` names.
+        counted: the factors whose positions in the whole `rebind` asks for.
+        picked: the factors of which indices pick single steps.
+        updates: the factors along which updates of one value are reduced.
+        unsharded: the factors that loops may cut, and no mesh axis.
+        window: which queries see which keys, if not all see all; in positions.
+        combine: makes one result of two parts' results, for the reducer "softmax".
+        opaque: whether the equation has no factors, so that all dims are whole.
+        reason: why it is opaque or why dims are whole, if its primitive does not say.
+        matmul: for a kernel that multiplies matrices inside, the batch, m, n and k that
+            its work comes to.
+        traffic: for such a kernel, the bytes that it moves between its products.
+        pinned: for each factor, the mesh axes that the equation itself asks for; no
+            others will do.
     """
 
     sizes: tuple[int, ...]

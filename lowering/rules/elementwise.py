@@ -138,9 +138,9 @@ CHEAP = frozenset(
 """The elementwise ones that take less time than to read their operands."""
 
 COMPUTED_AGAIN = (CHEAP | VIEWS) - {"name"}
-"""What is rather computed a second time than kept for long.
+"""Primitives whose results are computed a second time rather than kept for long.
 
-What the user named for a policy is not made again of what it was made of.
+A value that the user named for a policy (`checkpoint_name`) is kept.
 """
 
 

@@ -142,6 +142,7 @@ def _compute_part(
     if entered is None or rule.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
+    # Each chunk would take as long as the whole: see `DimRule.unstreamed`.
     if factor in rule.unstreamed:
         return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"
 
@@ -157,6 +158,7 @@ def _compute_part(
     if size % access.groups.numerator:
         return undivided(size)
     reads, written = accesses(operands), accesses(rule.results)
+    # A result without the dim would be made anew by each chunk.
     if rule.reducers[factor] is None and len(written) < len(rule.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Part(stream, size, access.groups, reads, written, factor)
@@ -198,6 +200,7 @@ def _communicate_part(
     A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
     whole is the s-th slice of every shard, and needs no reshape by the user.
     """
+    # 1: as many groups behind the communication as before it.
     growth = ONE
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"

@@ -1,9 +1,9 @@
 """Which statements work in chunks, on which dims, and in how many chunks.
 
-From the values that the user marked, streams propagate along factors, backward and
-forward, through computations and communications, until a dim must be whole, another
-stream is there, or `jhost.serial` stands in the way.  Chunk s of a gathered dim is the
-s-th slice of every device's shard: the dim is then seen as `groups` equal stretches.
+Streams spread from the marked values along factors, backward and forward, through
+computations and communications.  They stop at a dim that must be whole, at another
+stream, and at `jhost.serial`.  Chunk s of a gathered dim is the s-th slice of every
+device's shard, so the plan sees that dim as `groups` equal stretches.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class _Propagation:
         if isinstance(part, Part):
             part = self.admit(node, part)
         if isinstance(part, str):
+            # The first reason stands: that of the nearest mark.
             self.declined.setdefault(number, part)
             return
         self.parts[number] = part
@@ -163,12 +164,14 @@ class _Propagation:
             if buffer.name in self.values:
                 other, there = self.values[buffer.name]
                 access = part.writes.get(position)
+                # A statement works on chunks of one stream alone.
                 if not self.meet(part.stream, access, other, there):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
         own, mark = part.steps, self.marks[stream]
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
+        # In a loop all parts have their chunks' borders at the same steps.
         if steps is not own and steps not in (own, known):
             return "its chunks would begin where others' do not"
         # The chunks of a p2p pipeline are those of all devices together.
@@ -210,12 +213,13 @@ class _Propagation:
         stream, other = self.root(stream), self.root(other)
         if access is None or there is None or access.dim != there.dim:
             return False
-        scale = ONE
+        scale = ONE  # each stream has counted from 1 at its own mark
         if access.groups is not there.groups and access.groups != there.groups:
             scale = access.groups / there.groups
         if stream == other:
             return scale is ONE
         one, second = sorted((stream, other))
+        # Marks that ask for different things stay apart, and the streams end between.
         mark = merge_choices(self.marks[one], self.marks[second])
         if mark is None or not self.rescale(other, scale):
             return False
@@ -272,6 +276,7 @@ class _Propagation:
 
         Those that stand beside one that stays are where the stream ends.
         """
+        # Only now is it known how many groups a gather further on makes of the dim.
         left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
         reached = {
             buffer.name

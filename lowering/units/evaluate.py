@@ -108,7 +108,7 @@ class UnitPlace:
         return first + chunk.start * self._unit(factor, chunk)
 
     def _position(self, factor: int, step: Any) -> Any:
-        """Where a step stands in the whole, of which devices have parts in order."""
+        """The position in the whole of a step, counted over the devices' parts."""
         if not self._is_zigzag(factor):
             return step
         size, devices = self.unit_eqn.rule.sizes[factor], self.unit_eqn.zigzag

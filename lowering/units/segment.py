@@ -75,7 +75,7 @@ class _Segmenter:
             if isinstance(stmt, ir.For):
                 continue
             self.reads.update(buffer.name for buffer in touched(stmt)[0])
-            # What is written through an alias or into an allocation is never local.
+            # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
                 self.kept.add(stmt.out.name)
             elif isinstance(stmt, ir.Allocate):
@@ -155,10 +155,10 @@ def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
 def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
     """The variable of the largest shape, of those that stand for one buffer.
 
-    In the user's equations it has the shape of the whole, and in others, such as
-    barriers and sums of what came, that of the part that a device has.  Rules go by the
-    whole.  But of a dim that an equation of the part knows no factor of, as one that
-    pads it, the size is that of its variable.
+    The user's equations have variables of the whole's shape.  Others, such as barriers
+    and sums of what came, have variables of a device's part.  Rules go by the whole.
+    But a dim may have no factor in an equation of the part, such as one that pads it:
+    then the size is that equation's.
     """
     widest = found[0][0]
     for var, _ in found:

@@ -98,8 +98,8 @@ def mean_overlap(devices: Sequence[DeviceOverlap]) -> DeviceOverlap:
 def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
     """The cost model's numbers.
 
-    What its total is over the computation is exposed communication, and idle time where
-    the total is that of the host.
+    The part of the total that is not computation is exposed communication.  If the host
+    decides the total, it is idle time.
     """
     over = prediction.total - prediction.compute
     exposed = min(over, prediction.communication)

@@ -78,7 +78,7 @@ def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    """What is needed of it; no global state of it is touched."""
+    """The two names that are needed; matplotlib's global state is not touched."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -171,9 +171,9 @@ def _is_asynchronous(instruction: Instruction) -> bool:
 
 
 def _beside(instructions: Sequence[Instruction], position: int) -> list[Instruction]:
-    """What is issued after a start and before its done.
+    """The instructions issued after a start and before its done.
 
-    A start whose done is in the next round of a loop has the rest of this one.
+    If the done is in the next round of a loop, they are the rest of this round.
     """
     start = instructions[position]
     beside: list[Instruction] = []
@@ -233,7 +233,7 @@ def _kernels(
 def _issued(
     module: Module, instructions: Iterable[Instruction]
 ) -> Iterator[Instruction]:
-    """What computes or copies, also in what is called, in order."""
+    """The instructions that compute or copy, also in called computations, in order."""
     for instruction in instructions:
         if instruction.opcode in CONTROL:
             for name in instruction.called:

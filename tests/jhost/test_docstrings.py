@@ -20,10 +20,15 @@ from jax.typing import ArrayLike
 
 import jhost
 from jhost import errors
+from jhost.lowering.cost.rates import Link, Rates
+from jhost.lowering.cost.tasks import Task
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.rules.dim_rule import DimRule
 from jhost.lowering.steps import CommunicationReport
 from jhost.runtime.profile.schedule import ScheduledCommunication
 
 ROWS = CommunicationReport, ScheduledCommunication
+DECISIONS = jhost.Tuning, DimRule, StreamChoice, Task, Rates, Link
 
 MODULES = [
     "jhost",
@@ -50,7 +55,7 @@ def test_modules_say_what_they_are_for(name: str) -> None:
 
 @pytest.mark.parametrize(
     "report",
-    [jhost.Explanation, jhost.Schedule, jhost.OverlapReport, *ROWS],
+    [jhost.Explanation, jhost.Schedule, jhost.OverlapReport, *ROWS, *DECISIONS],
     ids=lambda report: report.__name__,
 )
 def test_help_has_every_field_of_a_report(report: type) -> None:
