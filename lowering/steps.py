@@ -12,13 +12,13 @@ from jhost._jax import NO_LINE, aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-from jhost.lowering.ir.layout import bytes_of, size_in_bytes
+from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.ir.unit_printer import aval_text, type_text
 from jhost.lowering.rules.collectives import Written, written_in
-from jhost.lowering.rules.dim_rule import axes_size, shape_of
+from jhost.lowering.rules.dim_rule import shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,15 +29,13 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
 from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.layout import bytes_of
-from jhost.lowering.ir.machine import Machine
+from jhost.lowering.ir.layout import axes_size, bytes_of
+from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart
 from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
-from jhost.lowering.rules.dim_rule import axes_size
-from jhost.lowering.verify.state import StreamKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

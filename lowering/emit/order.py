@@ -15,8 +15,7 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.ir.machine import Machine
-from jhost.lowering.verify.state import StreamKey
+from jhost.lowering.ir.machine import Machine, StreamKey
 
 Values = tuple[Any, ...]
 

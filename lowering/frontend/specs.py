@@ -11,8 +11,7 @@ from typing import NoReturn, TypeAlias
 
 from jhost import errors
 from jhost._primitives import Spec
-from jhost.lowering.ir.layout import repeated_axes, spec_text
-from jhost.lowering.rules.dim_rule import axes_size
+from jhost.lowering.ir.layout import axes_size, repeated_axes, spec_text
 
 Problem: TypeAlias = tuple[type[errors.JhostError], str]
 

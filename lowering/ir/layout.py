@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from jhost._primitives import Spec
 from jhost.lowering.ir.statements import Buffer, Dim
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.reducers import Reducer
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]
@@ -16,6 +15,14 @@ Layout: TypeAlias = tuple[tuple[str, ...], ...]
 
 Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
 """The mesh axes over which a value has still to be reduced, each with its reducer."""
+
+
+def axes_size(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    """The number of devices along `axes` together."""
+    size = 1
+    for axis in axes:  # most often none or one
+        size *= mesh[axis]
+    return size
 
 
 def replicated(rank: int) -> Layout:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.layout import Layout, Partial
+from jhost.lowering.ir.layout import Layout, Partial, axes_size
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import DimRule, Dims, axes_size, factors_of
+from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
 from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.work import flops_of
 

@@ -15,11 +15,10 @@ from collections.abc import (
 from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.layout import Partial, dims_of, layout_of, local_shape
+from jhost.lowering.ir.layout import Partial, axes_size, dims_of, layout_of, local_shape
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.operation import Assignment, Operation, operation
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.table import distributes
 

@@ -12,11 +12,10 @@ from typing import ClassVar
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.index import Constant, linear_rank
-from jhost.lowering.ir.layout import dims_of, layout_of
+from jhost.lowering.ir.layout import axes_size, dims_of, layout_of
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.reshard import Step, plan_reshard
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

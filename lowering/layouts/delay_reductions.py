@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.layout import layout_of, spec_text
+from jhost.lowering.ir.layout import axes_size, layout_of, spec_text
 from jhost.lowering.ir.marks import (
     BarrierMark,
     Mark,
@@ -34,7 +34,6 @@ from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
 from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
 from jhost.lowering.layouts.reshard import plan_reshard
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

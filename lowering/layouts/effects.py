@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
-from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
 from jhost.lowering.layouts.costs import AS_IT_LIES, NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jhost._jax import NO_LINE, source_line
 from jhost._text import bytes_text
-from jhost.lowering.ir.layout import Layout, layout_of, spec_text, used_axes
+from jhost.lowering.ir.layout import Layout, axes_size, layout_of, spec_text, used_axes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
@@ -19,7 +19,6 @@ from jhost.lowering.layouts.levels import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.layouts.solver import Score
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.work import flops_of
 from jhost.lowering.streams.parts import whole_reason
 

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from jhost.lowering.ir.layout import (
     Layout,
     Partial,
+    axes_size,
     is_layout,
     local_shape,
     size_in_bytes,
@@ -26,7 +27,6 @@ from jhost.lowering.ir.layout import (
     used_axes,
 )
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.reducers import Reducer
 
 StepKind: TypeAlias = Literal[

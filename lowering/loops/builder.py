@@ -10,6 +10,7 @@ from jax import lax
 
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import Group, Node, dependencies
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
@@ -29,7 +30,6 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 from jhost.lowering.units.make import unit_of
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 class ByPermutes:

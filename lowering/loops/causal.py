@@ -7,8 +7,9 @@ import dataclasses
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Index, minimum
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.chunk import Work
-from jhost.lowering.rules.dim_rule import DimRule, Window, axes_size
+from jhost.lowering.rules.dim_rule import DimRule, Window
 
 
 def rule_of(node: Node) -> DimRule | None:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jhost import errors
 from jhost._text import counted
 from jhost.lowering.ir.graph import Node
-from jhost.lowering.ir.layout import layout_of, used_axes
+from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute, PipelineKind
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.parts import Part
 
 DEFAULT_CHUNKS = 4

@@ -24,10 +24,10 @@ from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.causal import hidden_steps
 from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
 from jhost.lowering.loops.collective import chunk_size
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.reducers import COMBINE, Reducer
 from jhost.lowering.streams.parts import Access
 from jhost.lowering.units.make import unit_of

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import Names
 from jhost.lowering.ir.program import Program
@@ -20,7 +21,6 @@ from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
 from jhost.lowering.padding.region import Ask
 from jhost.lowering.padding.values import pad_program
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.streams.plan import plan_program
 
 

@@ -20,10 +20,10 @@ from jax import lax
 from jhost._dtypes import bits
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.by_permutes import ByPermutes
 from jhost.lowering.loops.chunk import is_narrow
 from jhost.lowering.loops.moves import combined
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.units.make import unit_of
 
 

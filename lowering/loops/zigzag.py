@@ -15,6 +15,7 @@ from jhost._text import counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -22,7 +23,7 @@ from jhost.lowering.ir.zigzag import exchanges
 from jhost.lowering.loops.causal import rule_of, window_of
 from jhost.lowering.loops.chunk import Work
 from jhost.lowering.loops.p2p import P2PLoop
-from jhost.lowering.rules.dim_rule import Dims, axes_size
+from jhost.lowering.rules.dim_rule import Dims
 
 
 class ZigzagLoop(P2PLoop):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import (
     BarrierMark,
     Mark,
@@ -16,7 +17,6 @@ from jhost.lowering.ir.marks import (
 )
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 def move_marks(

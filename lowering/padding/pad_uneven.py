@@ -11,12 +11,12 @@ import dataclasses
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.marks import possible_marks
 from jhost.lowering.padding.region import Ask
 from jhost.lowering.padding.values import pad_program
-from jhost.lowering.rules.dim_rule import axes_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
 from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
@@ -34,7 +35,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
 )
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import Dims, axes_size, factors_of
+from jhost.lowering.rules.dim_rule import Dims, factors_of
 from jhost.lowering.rules.reducers import Reducer
 
 Key: TypeAlias = tuple[int, int] | tuple[str, int]

@@ -12,7 +12,7 @@ written down with `building.py`; `table.py` has them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -270,11 +270,3 @@ def part_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...
         size if dim is None else place.size(dim.factor) * dim.scale
         for dim, size in zip(dims, shape, strict=True)
     )
-
-
-def axes_size(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    """The number of devices along `axes` together."""
-    size = 1
-    for axis in axes:  # most often none or one
-        size *= mesh[axis]
-    return size

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from jhost._text import counted
 from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.statements import (
     Communicate,
@@ -20,7 +21,7 @@ from jhost.lowering.ir.statements import (
     Set,
     While,
 )
-from jhost.lowering.rules.dim_rule import Dims, axes_size, shape_of
+from jhost.lowering.rules.dim_rule import Dims, shape_of
 from jhost.lowering.rules.table import reason_of
 
 ONE = Fraction(1)

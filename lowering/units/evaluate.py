@@ -13,8 +13,9 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.statements import Unit, UnitEqn
-from jhost.lowering.rules.dim_rule import Dims, axes_size, part_shape, shape_of
+from jhost.lowering.rules.dim_rule import Dims, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.rules.shard_map import bind_in_place
 from jhost.lowering.units.callbacks import call_once

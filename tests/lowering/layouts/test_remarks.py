@@ -11,11 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.layout import layout_of
+from jhost.lowering.ir.layout import axes_size, layout_of
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Reshard
 from jhost.lowering.layouts.propagate import PropagateLayouts
-from jhost.lowering.rules.dim_rule import axes_size
 from tests.lowering.traced import asked, built, remarks, reshard_bytes
 
 shard = jhost.shard

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jhost.lowering.ir.layout import Layout, Partial, local_shape, replicated, used_axes
+from jhost.lowering.ir.layout import (
+    Layout,
+    Partial,
+    axes_size,
+    local_shape,
+    replicated,
+    used_axes,
+)
 from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
-from jhost.lowering.rules.dim_rule import axes_size
 from jhost.lowering.rules.reducers import Reducer
 from tests.lowering.traced import reshard_bytes
 

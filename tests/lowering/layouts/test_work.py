@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute
 from jhost.lowering.layouts.costs import Moved, Price
-from jhost.lowering.rules.dim_rule import axes_size
 from tests.lowering.on_mesh import on, program_of
 
 _SIZES = st.sampled_from([2048, 4096, 8192, 14336])
