@@ -138,6 +138,8 @@ class DimRule:
         traffic: for such a kernel, the bytes that it moves between its products.
         pinned: for each factor, the mesh axes that the equation itself asks for; no
             others will do.
+        contracts: whether it multiplies and sums, because a reduced factor is in both
+            first operands; that takes as long as a transfer.
     """
 
     sizes: tuple[int, ...]
@@ -157,10 +159,6 @@ class DimRule:
     traffic: Callable[[Place], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
     contracts: bool = dataclasses.field(init=False)
-    """Whether it multiplies and sums: a reduced factor is in both first operands.
-
-    That takes as long as a transfer; what else is computed is soon done.
-    """
 
     def __post_init__(self) -> None:
         # Found once: passes ask for it more often than for anything else.
