@@ -19,6 +19,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jhost._call.config import Config
 from jhost._call.program import derived_program
+from jhost._call.whole import stays_whole
 from jhost._jax import (
     as_weak,
     cached_by_jaxpr,
@@ -107,6 +108,9 @@ def interpreted(
 @cached_by_jaxpr
 def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     # Called from Python, also where a transform has traced the call.
+    if stays_whole(call_jaxpr, config.mesh is not None):
+        held: Any = weakref.ref(call_jaxpr)  # by which this is cached
+        return jax.jit(lambda *args: evaluate(held(), args))
     config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
     compare(program, config)
@@ -182,9 +186,11 @@ def _trace_late(
     """Inside an outer program: XLA compiles it, with that program's options.
 
     Where nobody has told jhost the mesh of a program on several `devices`, XLA places
-    the communications, and would have more of them in loops over chunks.
+    the communications, and would have more of them in loops over chunks.  What JAX has
+    derived may hold references, which stood in bodies before.
     """
-    if config.mesh is None and devices > 1:
+    has_mesh = config.mesh is not None
+    if (not has_mesh and devices > 1) or stays_whole(call_jaxpr, has_mesh):
         return evaluate(call_jaxpr, args)
     program = derived_program(call_jaxpr, config)
     if config.compared:

@@ -15,7 +15,13 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jhost import errors
 from jhost._call.shardings import is_spread
 from jhost._jax import Traced, calls, shard_map_of, source_line
-from jhost.runtime.mesh import AnyMesh, mesh_text, mesh_texts, same_mesh
+from jhost.runtime.mesh import (
+    AnyMesh,
+    context_mesh,
+    mesh_text,
+    mesh_texts,
+    same_mesh,
+)
 
 
 def brought_mesh(
@@ -94,6 +100,23 @@ def _mesh_of(eqn: JaxprEqn) -> AnyMesh | None:
             return eqn.params["config"].mesh
         case _:
             return None
+
+
+def check_context(name: str, mesh: AnyMesh | None) -> None:
+    """Refuses a call under `jax.set_mesh` of other devices, as `jax.jit` does.
+
+    Raises:
+        MeshMismatchError: the mesh that is set is not of the devices of `mesh`.
+    """
+    context = context_mesh()
+    if not isinstance(mesh, Mesh) or not isinstance(context, Mesh):
+        return
+    if list(context.devices.flat) != list(mesh.devices.flat):
+        raise errors.MeshMismatchError(
+            f"{name} is called under jax.set_mesh of other devices than its own, or in "
+            "another order. Call it outside of that, or set a mesh of its devices.",
+            mesh_texts(context, mesh),
+        )
 
 
 def check_devices(name: str, jaxpr: Any, mesh: AnyMesh | None) -> None:

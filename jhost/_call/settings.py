@@ -7,6 +7,8 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, cast, get_args
 
+from jax.sharding import PartitionSpec
+
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._call import shardings
@@ -212,6 +214,23 @@ def _check_shardings(trees: Mapping[str, Any]) -> None:
         raise errors.ArgumentError(
             "jhost.jit takes trees of PartitionSpecs, NamedShardings and None as "
             "shardings.",
+            offenders,
+        )
+    _check_unconstrained(trees)
+
+
+def _check_unconstrained(trees: Mapping[str, Any]) -> None:
+    offenders = [
+        f"{name}_shardings{path}: {spec}"
+        for name, tree in trees.items()
+        for path, spec in shardings.leaves_with_path(shardings.specs(tree))
+        if spec is not None and PartitionSpec.UNCONSTRAINED in spec
+    ]
+    if offenders:
+        raise errors.OptionError(
+            "Unconstrained dims are not allowed in in_shardings and out_shardings of "
+            "jhost.jit, as in those of jax.jit. Give None in place of the whole spec, "
+            "and jhost chooses; or put jhost.shard(x, spec), which takes them, inside.",
             offenders,
         )
 

@@ -17,7 +17,7 @@ from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
 from jhost._call.config import Config
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
-from jhost._call.meshes import brought_mesh, inside_mesh
+from jhost._call.meshes import brought_mesh, check_context, inside_mesh
 from jhost._call.settings import Settings
 from jhost._call.whole import check_takes_arrays
 from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
@@ -313,6 +313,7 @@ class Source:
             ) from error
         explain_refusal(error, self.name, self.settings.compiler_options or {})
         try:
+            check_context(self.name, mesh)
             traced = self.trace(key, args, kwargs)
             self.call_jaxpr(key, traced)  # names what does not fit
             self._check_has_devices(key, self.leaves(args, kwargs))

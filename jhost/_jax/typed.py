@@ -102,11 +102,20 @@ class _Untyped:
         # An equation keeps the context that it is made in, and with it a mesh.
         with _outside_types(eqn, self.mesh):
             new = new_jaxpr_eqn(
-                ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info
+                ins, outs, eqn.primitive, params, self.effects(eqn), eqn.source_info
             )
         self.eqns.append(new)
         for sharding in specs:
             self.env[eqn.outvars[0]] = self.constrained(outs[0], sharding, eqn)
+
+    def effects(self, eqn: JaxprEqn) -> set[Any]:
+        """The effects of an equation, which name the references that they are on."""
+        return {
+            effect.replace(self.read(effect.input))
+            if isinstance(getattr(effect, "input", None), Var)
+            else effect
+            for effect in eqn.effects
+        }
 
     def reshard(self, eqn: JaxprEqn, name: str) -> None:
         """A constraint, but nothing where axes become automatic."""

@@ -8,14 +8,14 @@ through.  Goes away with the support of 0.10.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import jax
 from jax import tree
 from jax.errors import JaxprTypeError
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import ad, batching, partial_eval
 
@@ -45,7 +45,7 @@ def register_call_primitive_rules(prim: Primitive) -> None:
     ad.primitive_jvps[prim] = partial(_jvp, prim)
     _ad.fancy_transposes[prim] = partial(_transpose, prim)
     batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
-    partial_eval.dce_rules[prim] = partial_eval.dce_rules[closed_call_p]
+    partial_eval.dce_rules[prim] = _without_dead_code
 
 
 def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:
@@ -53,14 +53,35 @@ def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:
 
 
 def _abstract_eval(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
-    return call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)
+    return call_jaxpr.out_avals, _effects(call_jaxpr)
+
+
+def _effects(call_jaxpr: Any) -> Any:
+    """The effects of a call, less that of references that live in its program alone.
+
+    JAX 0.10 asks each equation that has it for a rule by which it does without them,
+    which private primitives have.  It makes them values where the program is lowered.
+    """
+    return _core.positional_effects(call_jaxpr) - _effects_of_a_reference()
+
+
+def _without_dead_code(used: Any, eqn: JaxprEqn) -> tuple[Any, JaxprEqn | None]:
+    used_operands, new = partial_eval.dce_rules[closed_call_p](used, eqn)
+    if new is None:
+        return used_operands, None
+    return used_operands, new.replace(effects=new.effects - _effects_of_a_reference())
+
+
+@cache
+def _effects_of_a_reference() -> Any:
+    return jax.make_jaxpr(lambda x: jax.freeze(jax.new_ref(x)))(0.0).effects
 
 
 def _typecheck(_: Any, *atoms: Any, call_jaxpr: Any, **__: Any) -> tuple[Any, Any]:
     pairs = zip(call_jaxpr.in_avals, atoms, strict=True)
     if not all(_core.typecompat(aval, atom.aval) for aval, atom in pairs):
         raise JaxprTypeError("call_jaxpr does not fit its operands")
-    return call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)
+    return call_jaxpr.out_avals, _effects(call_jaxpr)
 
 
 def _jvp(

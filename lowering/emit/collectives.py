@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jhost._dtypes import summed_in
+from jhost._dtypes import bits, summed_in
 from jhost.lowering.ir.ranks import AtRanks, Ranks
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.rules.reducers import COMBINE, Reducer
@@ -36,6 +36,8 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
     axes, devices = stmt.axes, ranks.extent(stmt.axes)
     if x.size == 0:  # StableHLO gathers and scatters no dims of size 0
         return jnp.zeros(_shape_after(stmt, x.shape, devices), x.dtype)
+    if stmt.reducer is None and (carrier := _carrier(x.dtype)) != x.dtype:
+        return communicate(stmt, x.astype(carrier), ranks, shift).astype(x.dtype)
     match stmt.kind:
         case "AllGather":
             return lax.all_gather(x, axes, axis=dim_of(stmt), tiled=True)
@@ -52,6 +54,12 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
             return _permute(x, axes, ranks, list(enumerate(targets)))
         case "SwapAxes":
             return _permute(x, axes, ranks, list(enumerate(swapped_ranks(devices))))
+
+
+def _carrier(dtype: Any) -> Any:
+    """What a dtype is moved as: XLA:CPU (of JAX 0.12) loses elements of 2 bits."""
+    narrow = jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4
+    return summed_in(dtype) if narrow else dtype
 
 
 def swapped_ranks(devices: int) -> list[int]:
@@ -77,13 +85,14 @@ def _shape_after(
 def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
     if reducer == "sum":
         return _widened(x, lambda x: lax.psum(x, axes))
-    if extremum := _EXTREMA.get(reducer):
+    extremum = _EXTREMA.get(reducer)
+    if extremum and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return _widened(x, lambda x: extremum(x, axes))
         # XLA:CPU and NCCL ignore NaN in a maximum of floats; `jnp.max` does not.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
-    # `lax` has no collective for the others.  In the order of the ranks, so that all
-    # devices have the same bits.
+    # `lax` has no collective for the others, and XLA:CPU has none for the order of
+    # complex numbers.  Ranks in their order, so that all devices have the same bits.
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+)
 
 
 def shard_map(
@@ -39,13 +46,24 @@ def shard_map(
                 )
             )
 
-        return jax.shard_map(
+        mapped = jax.shard_map(
             with_empty,
             mesh=mesh,
             in_specs=tuple(itertools.compress(in_specs, sized)),
             out_specs=out_specs,
             # The passes know what varies; JAX's types for it would want casts.
             check_vma=False,
-        )(*itertools.compress(args, sized))
+        )
+        with _inside(mesh):
+            return mapped(*itertools.compress(args, sized))
 
     return call
+
+
+def _inside(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
+    """A context in which `jax.shard_map` takes `mesh`: it refuses another context's."""
+    context = get_abstract_mesh()
+    if context.empty or context.shape_tuple == mesh.shape_tuple:
+        return nullcontext()
+    own = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    return jax.sharding.use_abstract_mesh(own)

@@ -53,6 +53,29 @@ def test_the_mesh_may_be_that_of_set_mesh(make_mesh: MakeMesh, mesh: Mesh) -> No
     np.testing.assert_array_equal(result, expected())
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_its_own_mesh_counts_under_set_mesh_of_another(
+    kind: AxisType, mesh: Mesh
+) -> None:
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS, out_shardings=P("tp"))
+    other = jax.make_mesh((2, 2), ("a", "b"), (kind, kind), devices=jax.devices()[:4])
+    with jax.set_mesh(other):
+        results = f(X, W), jax.jit(lambda x, w: f(x, w) + 0)(X, W)
+        gradient = jax.grad(lambda x: jhost.jit(block, mesh=mesh)(x, W).sum())(X)
+    assert results[0].sharding.is_equivalent_to(NamedSharding(mesh, P("tp")), 2)
+    for result in results:
+        np.testing.assert_array_equal(result, expected())
+    np.testing.assert_allclose(gradient, expected(jnp.ones_like(X)), rtol=1e-6)
+
+
+def test_set_mesh_of_other_devices_is_refused(mesh: Mesh) -> None:
+    f = jhost.jit(block, mesh=mesh, in_shardings=SPECS)
+    with jax.set_mesh(Mesh(jax.devices()[4:], ("tp",))):
+        with pytest.raises(errors.MeshMismatchError, match="called under") as e:
+            f(X, W)
+    assert "mesh(tp=4) on devices 4, 5, 6, 7" in str(e.value)
+
+
 def test_the_mesh_may_be_abstract_until_something_runs(mesh: Mesh) -> None:
     f: Any = jhost.jit(block, in_shardings=SPECS, out_shardings=P("tp"))
     sharded = jax.device_put(X, NamedSharding(mesh, P("tp")))

@@ -209,6 +209,18 @@ def test_shardings_that_are_no_prefix_are_refused_without_a_mesh() -> None:
         given(in_shardings=(None, None))(X, y=X)
 
 
+@pytest.mark.parametrize("name", ["in_shardings", "out_shardings"])
+def test_specs_of_arguments_and_results_leave_no_dim_open(
+    name: Any, mesh: Mesh
+) -> None:
+    spec = P(P.UNCONSTRAINED, "tp")
+    for given in (spec, NamedSharding(mesh, spec)):
+        with pytest.raises(ValueError, match="Unconstrained dims are not allowed"):
+            jhost.jit(f, mesh=mesh, **{name: {"w": given}})
+    with pytest.raises(ValueError, match="Unconstrained dims are not allowed"):
+        jax.jit(f, **{name: NamedSharding(mesh, spec)})
+
+
 # --- What it remembers ------------------------------------------------------------- #
 
 

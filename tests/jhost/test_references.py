@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax._src import error_check  # noqa: TID251 - there is no public one yet
 from jax.experimental import random
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost import errors
@@ -62,6 +62,23 @@ def made_inside(jit: Jit) -> Any:
 
     gradient = jax.grad(lambda x: sine(x).sum())
     return sine(X), gradient(X), jax.vmap(sine)(np.stack([X, -X]))
+
+
+def made_in_a_scan(x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        double, ones = jax.new_ref(x), jax.new_ref(jnp.zeros(4))
+        double[...] *= 2
+        ones[...] += 1
+        return jax.freeze(double) + ones[...].sum(), None
+
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def made_in_a_body(jit: Jit) -> Any:
+    f = jit(made_in_a_scan)
+    gradient = jit(jax.grad(lambda x: made_in_a_scan(x).sum()))
+    around = jax.grad(lambda x: f(x).sum())
+    return f(X), gradient(X), around(X), jax.vmap(f)(np.stack([X, -X]))
 
 
 def in_loops(jit: Jit) -> Any:
@@ -115,7 +132,14 @@ def reported(jit: Jit) -> Any:
     return results
 
 
-PROGRAMS = [closed_over, given_in_a_tree, made_inside, in_loops, in_others]
+PROGRAMS = [
+    closed_over,
+    given_in_a_tree,
+    made_inside,
+    made_in_a_body,
+    in_loops,
+    in_others,
+]
 
 
 @each_jit
@@ -139,6 +163,16 @@ def test_a_reference_may_be_over_the_mesh() -> None:
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P()), 1)
     assert ref[...].sharding.is_equivalent_to(rows, 1)
     assert_close((y, ref[...]), (2 * X, X))
+
+
+def test_a_reference_may_be_made_in_a_body_on_a_mesh_with_explicit_axes() -> None:
+    mesh = jax.make_mesh((4,), ("tp",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    x = jax.device_put(X, NamedSharding(mesh, P("tp")))
+    with jax.set_mesh(mesh):
+        for f in (made_in_a_scan, jax.grad(lambda x: made_in_a_scan(x).sum())):
+            given, wanted = jhost.jit(f)(x), jax.jit(f)(x)
+            np.testing.assert_array_equal(given, wanted)
+            assert given.sharding == wanted.sharding
 
 
 def test_a_stream_and_what_shows_the_program_are_refused() -> None:

@@ -107,6 +107,40 @@ def test_a_maximum_is_no_number_where_one_is_none(dtype: str, reducer: str) -> N
     np.testing.assert_array_equal(given, wanted)
 
 
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min, jnp.prod])
+@pytest.mark.parametrize("out", [P(), P("tp")], ids=["all", "part"])
+def test_complex_numbers_are_reduced_as_jax_orders_them(reduce: Any, out: P) -> None:
+    """By the real part first; XLA:CPU has no collective for their order."""
+    numbers = np.array([[2 + 1j, 1], [2 + 3j, -1j], [0, 4], [2 - 9j, 1 + 1j]])
+    x = numbers.astype(np.complex64)
+
+    def f(x: jax.Array) -> jax.Array:
+        return reduce(x, axis=0)
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: f(x).real.sum())(x)
+
+    given = {"mesh": mesh_of(tp=2), "in_shardings": P("tp")}
+    np.testing.assert_array_equal(jhost.jit(f, out_shardings=out, **given)(x), f(x))
+    np.testing.assert_allclose(jhost.jit(gradient, **given)(x), gradient(x))
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_elements_of_2_bits_are_all_moved(dtype: str) -> None:
+    """Of a gather of them XLA:CPU (of JAX 0.12) gives the first device's alone."""
+    numbers = np.arange(32, dtype=np.int8).reshape(8, 4) % 2
+    x = numbers.astype(getattr(jnp, dtype))
+    given: Any = {"mesh": mesh_of(tp=4), "in_shardings": P("tp")}
+    for f, out in [
+        (lambda x: x, P()),
+        (lambda x: x, P(None, "tp")),
+        (lambda x: x[::-1], P("tp")),
+        (lambda x: jhost.stream(x + 0, axis=0, pipeline="p2p"), P()),
+    ]:
+        result = jhost.jit(f, out_shardings=out, **given)(x)
+        np.testing.assert_array_equal(np.asarray(result).astype(np.int8), f(numbers))
+
+
 @devices
 @reducers
 def test_reduce_scatter(devices: int, reducer: Reducer) -> None:
