@@ -91,8 +91,9 @@ def _all_reduce(x: Any, axes: tuple[str, ...], reducer: Reducer) -> Any:
             return _widened(x, lambda x: extremum(x, axes))
         # XLA:CPU and NCCL ignore NaN in a maximum of floats; `jnp.max` does not.
         return _from_ordered(extremum(_ordered(x, reducer), axes), x.dtype)
-    # `lax` has no collective for the others, and XLA:CPU has none for the order of
-    # complex numbers.  Ranks in their order, so that all devices have the same bits.
+    # `lax` has no collective for the others, and XLA none for the order of complex
+    # numbers: XLA:CPU refuses it, and XLA:GPU (of JAX 0.11) ends the process.  Ranks in
+    # their order, so that all devices have the same bits.
     return _reduced(lax.all_gather(x, axes, axis=0), reducer)
 
 
