@@ -154,6 +154,12 @@ def _broadcast(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     return f", {size}", lambda x: jnp.broadcast_to(x, (size, *shape))
 
 
+def _solve(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
+    """By a matrix that turns rows, which is exact."""
+    turned = np.roll(np.eye(shape[max(0, len(shape) - 2)], dtype=np.float32), 1, 0)
+    return "", lambda x: jnp.linalg.solve(turned, x)
+
+
 def _iota(draw: Any, shape: tuple[int, ...], dim: int) -> Any:
     return f", {dim}", lambda x: x + lax.broadcasted_iota(x.dtype, shape, dim)
 
@@ -264,6 +270,34 @@ def _product(x: Any, y: Any) -> Any:
 _product.defjvps(lambda t, result, x, y: t * (result + np.float32(1)), None)
 
 
+@jax.custom_jvp
+def _scaled(x: Any, y: Any) -> Any:
+    return x * y
+
+
+@functools.partial(_scaled.defjvp, symbolic_zeros=True)
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Told which tangents are zeros, whatever the numbers: those are left out."""
+    result = _scaled(*primals)
+    moving = [
+        tangent * (primal + np.float32(1))
+        for tangent, primal in zip(tangents, primals[::-1], strict=True)
+        if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    ]
+    return result, sum(moving, start=jnp.zeros_like(result))
+
+
+@jax.custom_vjp
+def _of_the_first(x: Any, y: Any) -> Any:
+    return x - y
+
+
+# None is a cotangent of zeros.
+_of_the_first.defvjp(
+    lambda x, y: (_of_the_first(x, y), y), lambda y, ct: (ct * (y + ct), None)
+)
+
+
 @jax.custom_vjp
 def _absolute(x: Any) -> Any:
     return lax.abs(x)
@@ -286,6 +320,7 @@ _power.defvjp(
 FORWARD_RULES: dict[str, Callable[[Any, Any], Any]] = {
     "custom_jvp": lambda x, y: _square(x) * y,
     "custom_jvp of two": _product,
+    "custom_jvp told of zeros": lambda x, y: _scaled(x, lax.stop_gradient(y)) + y,
     "relu": lambda x, y: jax.nn.relu(x) - y,
     "relu6": lambda x, y: jax.nn.relu6(x) + y,
 }
@@ -293,6 +328,7 @@ FORWARD_RULES: dict[str, Callable[[Any, Any], Any]] = {
 REVERSE_RULES: dict[str, Callable[[Any, Any], Any]] = {
     "custom_vjp": lambda x, y: _absolute(x) * y,
     "custom_vjp with a number": lambda x, y: _power(2, x) + y,
+    "custom_vjp of the first": _of_the_first,
 }
 
 # --- What has a gradient ------------------------------------------------------------ #
@@ -317,7 +353,7 @@ SMOOTH = Kinds(
         **FORWARD_RULES,
         **REVERSE_RULES,
     },
-    {name: _ALONE[name] for name in _REARRANGING.split()},
+    {**{name: _ALONE[name] for name in _REARRANGING.split()}, "solve": _solve},
 )
 """What has a gradient, and keeps whole numbers, or halves of them, in floats."""
 

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.extend.random import threefry_prng_impl
 
 from jhost._jax.caches import cached_by_jaxpr
-from jhost._jax.eqns import Atom, ClosedJaxpr, close
+from jhost._jax.eqns import Atom, ClosedJaxpr
 
 
 def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -102,13 +102,15 @@ def with_width(wide: bool) -> Generator[None]:
 
 
 @cached_by_jaxpr
-def _holds_wide(jaxpr: ClosedJaxpr) -> bool:
-    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
-    values = (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars, *made)
+def _holds_wide(jaxpr: Any) -> bool:
+    # On 0.10 some bodies are open, and their constants are nowhere.
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    made = (var for eqn in body.eqns for var in eqn.outvars)
+    values = (*body.constvars, *body.invars, *made)
     return any(getattr(v.aval, "dtype", None) in _WIDE for v in values) or any(
-        _holds_wide(close(body))
-        for eqn in jaxpr.eqns
-        for body in jaxprs_in_params(eqn.params)
+        _holds_wide(inner)
+        for eqn in body.eqns
+        for inner in jaxprs_in_params(eqn.params)
     )
 
 
