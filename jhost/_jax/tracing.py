@@ -174,8 +174,8 @@ def is_tracing(*values: Any) -> bool:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value is a reference to an array, that can be written to."""
-    may_be = isinstance(value, jax.Ref | Tracer)
+    """Whether a value is a reference to an array, or stands for one."""
+    may_be = isinstance(value, jax.Ref | Tracer | jax.ShapeDtypeStruct)
     return may_be and not isinstance(jax.typeof(value), ShapedArray)
 
 

@@ -110,12 +110,13 @@ class _Untyped:
 
     def effects(self, eqn: JaxprEqn) -> set[Any]:
         """The effects of an equation, which name the references that they are on."""
-        return {
-            effect.replace(self.read(effect.input))
-            if isinstance(getattr(effect, "input", None), Var)
-            else effect
-            for effect in eqn.effects
-        }
+
+        def renamed(effect: Any) -> Any:
+            reference = getattr(effect, "input", None)
+            known = isinstance(reference, Var)
+            return effect.replace(self.read(reference)) if known else effect
+
+        return set(map(renamed, eqn.effects))
 
     def reshard(self, eqn: JaxprEqn, name: str) -> None:
         """A constraint, but nothing where axes become automatic."""

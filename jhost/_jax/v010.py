@@ -28,6 +28,7 @@ _ad: Any = import_module("jax._src.interpreters.ad")
 _batching: Any = import_module("jax._src.interpreters.batching")
 _core: Any = import_module("jax._src.core")
 _linear_util: Any = import_module("jax._src.linear_util")
+_dce_rules: Any = partial_eval.dce_rules  # from 0.11 on, of other rules
 
 
 def register_call_primitive_rules(prim: Primitive) -> None:
@@ -45,7 +46,7 @@ def register_call_primitive_rules(prim: Primitive) -> None:
     ad.primitive_jvps[prim] = partial(_jvp, prim)
     _ad.fancy_transposes[prim] = partial(_transpose, prim)
     batching.fancy_primitive_batchers[prim] = partial(_batch, prim)
-    partial_eval.dce_rules[prim] = _without_dead_code
+    _dce_rules[prim] = _without_dead_code
 
 
 def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> Sequence[Any]:
@@ -66,7 +67,7 @@ def _effects(call_jaxpr: Any) -> Any:
 
 
 def _without_dead_code(used: Any, eqn: JaxprEqn) -> tuple[Any, JaxprEqn | None]:
-    used_operands, new = partial_eval.dce_rules[closed_call_p](used, eqn)
+    used_operands, new = _dce_rules[closed_call_p](used, eqn)
     if new is None:
         return used_operands, None
     return used_operands, new.replace(effects=new.effects - _effects_of_a_reference())

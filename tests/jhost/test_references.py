@@ -183,11 +183,13 @@ def test_a_stream_and_what_shows_the_program_are_refused() -> None:
         ref[...] += x
         return x
 
+    of_a_reference = jax.ShapeDtypeStruct((8,), jnp.float32, is_ref=True)
     streamed = jhost.jit(lambda x: jhost.stream(add(x), axis=0), mesh=mesh)
     calls: list[Callable[[], Any]] = [
         lambda: streamed(X),
         lambda: jhost.jit(add, mesh=mesh).lower(X),
         lambda: jhost.jit(add).lower(X),
+        lambda: jhost.jit(lambda r: r[...] + 1).lower(of_a_reference),
         lambda: jhost.explain(jhost.jit(lambda r: r[...] + 1, mesh=mesh), ref),
     ]
     for call in calls:
