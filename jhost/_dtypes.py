@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 
 
 def bits(dtype: Any) -> int:
@@ -36,6 +37,8 @@ def summed_in(dtype: Any) -> np.dtype:
     XLA:CPU (of JAX 0.10 to 0.12) does not wrap sums of int4 round where it adds them up
     itself, and NCCL knows no integers below 8 bits.
     """
+    if jnp.issubdtype(dtype, dtypes.extended):
+        return dtype  # keys, which nobody adds up
     widest = (np.dtype(each) for each in (np.float32, np.int8, np.uint8))
     return next((each for each in widest if holds(each, dtype)), np.dtype(dtype))
 

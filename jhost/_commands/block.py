@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jhost import errors
 from jhost._annotate import stream
 from jhost._api import JitFunction, jit
+from jhost._tuning import Tuning
 from jhost.runtime.devices import ask_for_cpu_devices
 
 Function: TypeAlias = Callable[..., jax.Array]
@@ -115,10 +117,10 @@ class Block:
         return jax.jit(make, out_shardings=self.shardings())(jax.random.key(0))
 
 
-def mlp(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    """The block, for one device; its rows may be worked on in chunks."""
+def mlp(x: jax.Array, w_up: jax.Array, w_down: jax.Array, **asked: Any) -> jax.Array:
+    """The block, for one device; its rows may be worked on in chunks, as `asked`."""
     h = jax.nn.gelu(x @ w_up)
-    return stream(h @ w_down, axis=0)
+    return stream(h @ w_down, axis=0, **asked)
 
 
 def plain(block: Block) -> Function:
@@ -127,10 +129,14 @@ def plain(block: Block) -> Function:
     return jax.jit(mlp, in_shardings=block.shardings(), out_shardings=out)
 
 
-def hosted(block: Block, **options: Any) -> JitFunction[..., jax.Array]:
-    """The block as jhost runs it."""
+def hosted(
+    block: Block, *, tuning: Tuning | None = None, **asked: Any
+) -> JitFunction[..., jax.Array]:
+    """The block as jhost runs it, with `chunks=` and `pipeline=` as `asked`."""
+    # Asked of the mark: those of `jit` are wishes, and a command's are to be followed.
+    function = functools.partial(mlp, **asked)
     specs: Any = {"in_shardings": IN_SPECS, "out_shardings": OUT_SPEC}
-    return jit(mlp, mesh=block.mesh, **specs, **options)
+    return jit(function, mesh=block.mesh, tuning=tuning, **specs)
 
 
 def compute_only(block: Block) -> tuple[Function, tuple[jax.Array, ...]]:

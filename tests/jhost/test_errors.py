@@ -242,10 +242,9 @@ def test_all_streams_on_whole_dims_are_named_at_once() -> None:
 
 def test_a_p2p_pipeline_where_nothing_moves_is_refused(mesh: Mesh) -> None:
     f = jhost.jit(
-        lambda x: jhost.stream(x * 2, axis=0),
+        lambda x: jhost.stream(x * 2, axis=0, pipeline="p2p"),
         mesh=mesh,
         in_shardings=P("tp"),
-        pipeline="p2p",
     )
     with pytest.raises(errors.PipelineError, match=r"axis=0 at test_errors\.py:"):
         f(X)
@@ -253,10 +252,9 @@ def test_a_p2p_pipeline_where_nothing_moves_is_refused(mesh: Mesh) -> None:
 
 def test_more_chunks_than_a_device_has_rows_are_refused(mesh: Mesh) -> None:
     f = jhost.jit(
-        lambda x: jhost.stream(x * 2, axis=0),
+        lambda x: jhost.stream(x * 2, axis=0, chunks=3),
         mesh=mesh,
         in_shardings=P("tp"),
-        chunks=3,
     )
     with pytest.raises(errors.ChunksError, match="3 chunks were asked for"):
         f(X)
