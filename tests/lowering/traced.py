@@ -77,7 +77,8 @@ def plain(fun: Callable[..., Any], *args: Any) -> Any:
     if closed.effects:
         return jax.jit(fun)(*args)
     values = (*closed.consts, *jax.tree.leaves(args))
-    key = str(closed), *map(_contents, values)
+    # In the text of a jaxpr numbers may be drawn in either order.
+    key = jax.threefry_partitionable.value, str(closed), *map(_contents, values)
     if key not in _plain:
         _plain[key] = jax.jit(fun)(*args)
     return jax.tree.unflatten(jax.tree.structure(out), jax.tree.leaves(_plain[key]))
