@@ -103,7 +103,7 @@ def test_what_is_not_looked_up_does_not_leak(
         (jnp.bfloat16, "sum"),
         (np.complex64, "sum"),
         (jnp.float8_e4m3fn, None),  # no collective adds these
-        (jnp.int4, None),
+        (jnp.int4, "sum"),  # as int8
     ],
 )
 def test_lookups_of_any_type(
