@@ -93,9 +93,13 @@ def two_gpus(target: pathlib.Path) -> Mesh:
     return Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
 
 
-def trained(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
+def in_a_scan(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
     """A training step of `examples/llama.py`: its layers are in a scan."""
-    config = llama["Config"](**SIZES, layers=layers)
+    return trained(llama, jit, llama["Config"](**SIZES, layers=layers))
+
+
+def trained(llama: dict[str, Any], jit: Jit, config: Any) -> Step:
+    """The training step of `examples/llama.py` for a `Config` of that script."""
     specs = llama["specs_of"](config)
     step = jit(
         functools.partial(llama["train_step"], config),
@@ -133,7 +137,7 @@ def written_out(llama: dict[str, Any], jit: Jit, layers: int) -> Step:
 
 
 STEPS: dict[str, tuple[Callable[[dict[str, Any], Jit, int], Step], int]] = {
-    "a training step, 4 layers in a scan": (trained, 4),
+    "a training step, 4 layers in a scan": (in_a_scan, 4),
     "gradients of 24 layers written out": (written_out, 24),
 }
 

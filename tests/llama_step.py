@@ -8,16 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 
 @functools.cache
+def _script(folder: str, name: str) -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).parents[1] / folder / name))
+
+
 def example() -> dict[str, Any]:
     """What the script defines."""
-    path = Path(__file__).parents[1] / "examples" / "llama.py"
-    return runpy.run_path(str(path))
+    return _script("examples", "llama.py")
 
 
 def step_of(
@@ -30,14 +31,4 @@ def step_of(
     llama = example()
     axes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
     config = llama["Config"](mesh=axes, **sizes)
-    specs = llama["specs_of"](config)
-    step = jit(
-        functools.partial(llama["train_step"], config),
-        in_shardings=(specs, llama["MICROBATCHES"]),
-        out_shardings=(specs, P()),
-        donate_argnums=0,
-    )
-    state = jax.eval_shape(functools.partial(llama["first_state"], config))
-    rows = config.batch // config.microbatches
-    tokens = (config.microbatches, rows, config.sequence + 1)
-    return step, (state, jax.ShapeDtypeStruct(tokens, np.int32))
+    return _script("benchmarks", "lowering_time.py")["trained"](llama, jit, config)

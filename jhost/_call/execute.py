@@ -68,9 +68,8 @@ def emitted(
 def _run(*args: Any, call_jaxpr: Any, config: Config) -> Sequence[Any]:
     if is_interpreting():
         program = derived_program(call_jaxpr, config)
-        with with_width(is_wide(call_jaxpr)):
-            results, _ = interpreted(program, config, args)
-        return as_weak(results, call_jaxpr.out_avals)
+        results, _ = interpreted(program, config, call_jaxpr, args)
+        return results
     with explained_refusals(config.name, dict(config.compiler_options)):
         return _compiled(call_jaxpr, config)(*args)
 
@@ -97,12 +96,14 @@ def interpreting() -> Generator[None]:
 
 
 def interpreted(
-    program: Program, config: Config, args: Sequence[Any]
+    program: Program, config: Config, call_jaxpr: Any, args: Sequence[Any]
 ) -> tuple[tuple[jax.Array, ...], list[Record]]:
-    """The results of `program` statement by statement, and what ran."""
+    """The results of a jaxpr's `program` statement by statement, and what ran."""
     compare(program, config)
     mesh = program.mesh if config.mesh is None else config.mesh
-    return interpret(program, cast(Mesh, mesh), args)
+    with with_width(is_wide(call_jaxpr)):
+        results, trace = interpret(program, cast(Mesh, mesh), args)
+    return as_weak(results, call_jaxpr.out_avals), trace
 
 
 @cached_by_jaxpr

@@ -27,7 +27,6 @@ from jhost._jax import (
     def_split,
     forget_traces,
     is_tracing,
-    is_wide,
     jit_is_disabled,
     under_outer_trace,
 )
@@ -262,9 +261,8 @@ class JitFunction(Generic[P, R]):
             stages.Lowered,
             host_ir=host_program(call_jaxpr, config),
             config=config,
+            call_jaxpr=call_jaxpr,
             consts=traced.consts,
-            avals=call_jaxpr.out_avals,
-            wide=is_wide(call_jaxpr),
         )
         jitted = self._jitted_alone(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
@@ -284,8 +282,7 @@ class JitFunction(Generic[P, R]):
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         settled = self._source.settled(key, args, kwargs)
-        mesh = settled[0]
-        shardings = {} if mesh is None else self._source.named_shardings(mesh)
+        shardings = self._source.named_shardings(settled[0])
         named = self._source.names_devices(settled, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
         config = dataclasses.replace(self._source.config(settled), compared=compared)
@@ -377,7 +374,7 @@ class JitFunction(Generic[P, R]):
     def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
         """What `jax.jit` makes of it in a program around."""
         settings = self._settings
-        shardings = {} if key[0] is None else self._source.named_shardings(key[0])
+        shardings = self._source.named_shardings(key[0])
         return jax.jit(
             fun,
             static_argnums=settings.static_argnums,

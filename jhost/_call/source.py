@@ -146,8 +146,10 @@ class Source:
         given = (self.settings.in_shardings, self.settings.out_shardings)
         return typed or given != (None, None) or explicit_mesh(()) is not None
 
-    def named_shardings(self, mesh: AnyMesh) -> dict[str, Any]:
-        """The shardings that were given, for JAX's own jit."""
+    def named_shardings(self, mesh: AnyMesh | None) -> dict[str, Any]:
+        """The shardings that were given, for JAX's own jit; none without a mesh."""
+        if mesh is None:
+            return {}
         names = ("in_shardings", "out_shardings")
         trees = {name: getattr(self.settings, name) for name in names}
         problems = [

@@ -13,7 +13,7 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
-from jhost._jax import as_weak, take_over, with_width
+from jhost._jax import take_over
 from jhost.lowering.explain import Explanation, explain_program, is_pipelined
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
@@ -52,16 +52,14 @@ class Lowered(jax.stages.Lowered):
         *,
         host_ir: Program,
         config: Config,
+        call_jaxpr: Any,
         consts: Sequence[Any],
-        avals: Sequence[Any],
-        wide: bool,
     ) -> None:
         take_over(self, lowered)
         self.host_ir = host_ir
         self._config = config
+        self._call_jaxpr = call_jaxpr
         self._consts = consts
-        self._avals = avals
-        self._wide = wide
 
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
@@ -93,9 +91,9 @@ class Lowered(jax.stages.Lowered):
             ['stream[0]', 'stream[1]']
         """
         operands = [*self._consts, *jax.tree.leaves((args, kwargs))]
-        with with_width(self._wide):
-            results, trace = interpreted(self.host_ir, self._config, operands)
-        results = as_weak(results, self._avals)
+        results, trace = interpreted(
+            self.host_ir, self._config, self._call_jaxpr, operands
+        )
         return jax.tree.unflatten(self.out_tree, results), trace
 
     def compile(

@@ -142,9 +142,7 @@ def shardings_given(jitted: Any) -> dict[str, Any]:
     info = jitted._jit_info
     return {
         name: getattr(info, f"{name}_treedef").unflatten(
-            sharding
-            if isinstance(sharding, Sharding | PartitionSpec | Format)
-            else None
+            sharding if isinstance(sharding, _SHARDINGS) else None
             for sharding in getattr(info, f"{name}_leaves")
         )
         for name in ("in_shardings", "out_shardings")

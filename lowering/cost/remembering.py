@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jhost.lowering.ir.bodies import EachProgram, is_alike, with_each_body
-from jhost.lowering.ir.derived import hand_on
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.requests import asked_of_streams
+from jhost.lowering.ir.requests import stream_choices, take_known
 
 
 class FollowingPass(Protocol):
@@ -44,14 +43,10 @@ class _Made:
             return None
         if self.before.marks != program.marks and self.seen != sees():
             return None
-        marks = with_choices(self.after.marks, program.marks)
+        marks = _with_choices(self.after.marks, stream_choices(program))
         made = dataclasses.replace(self.after, marks=marks, remarks=remarks)
-        asked = asked_of_streams(made)
-        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
-        if known is None:
+        if not take_known(made, self.every):
             self.every.append(made)
-        else:
-            hand_on(known, made)
         return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
@@ -77,7 +72,7 @@ class Remembering:
     def apply(self, program: Program) -> Program:
         step = self.step
         if not isinstance(step, EachProgram):
-            if _choices(program.marks):
+            if stream_choices(program):
                 return step.apply(program)
             return self.remembered(program, lambda: None, step.apply)
         return self.remembered(
@@ -98,29 +93,27 @@ class Remembering:
             if (after := each.of(program, sees)) is not None:
                 return after
         after = make(program)
-        if program.body and _keeps_choices(program.marks, after.marks):
+        if program.body and _keeps_choices(program, after):
             known.append(_Made(program, after, sees(), [after]))
         return after
 
 
-def _keeps_choices(before: Sequence[Mark], after: Sequence[Mark]) -> bool:
+def _keeps_choices(before: Program, after: Program) -> bool:
     """Whether each stream mark is there still, once, or none is.
 
     A pass puts at least one in the place of each, or takes all up.
     """
-    return len(_choices(after)) in (0, len(_choices(before)))
+    return len(stream_choices(after)) in (0, len(stream_choices(before)))
 
 
-def with_choices(marks: Sequence[Mark], said: Sequence[Mark]) -> tuple[Mark, ...]:
+def _with_choices(
+    marks: Sequence[Mark], said: Sequence[StreamChoice]
+) -> tuple[Mark, ...]:
     """`marks` where they are, of which those of streams say what others say."""
-    choices = iter(_choices(said))
+    choices = iter(said)
     return tuple(
         dataclasses.replace(next(choices), buffer=mark.buffer, dim=mark.dim)
         if isinstance(mark, StreamChoice)
         else mark
         for mark in marks
     )
-
-
-def _choices(marks: Sequence[Mark]) -> list[StreamChoice]:
-    return [mark for mark in marks if isinstance(mark, StreamChoice)]

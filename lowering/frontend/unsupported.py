@@ -154,8 +154,8 @@ def _check_partitions(
     ]
     if wrong:
         raise errors.OperandsError(
-            f"Mismatch in result shapes. A custom_partitioning in {name} has a "
-            "`partition` whose function, on shards as it wants its operands, gives "
-            "other shapes than shards have as it wants its results.",
+            f"Mismatch in result shapes. The `partition` of a custom_partitioning in "
+            f"{name} says how results are sharded, and gives the function that makes "
+            "their shards. That function makes shards of other shapes.",
             wrong,
         )

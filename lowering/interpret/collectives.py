@@ -35,22 +35,15 @@ def communicate(
     stmt: Communicate, values: OnDevices, ranks: Ranks, shift: AtRanks
 ) -> OnDevices:
     """What each device has in `stmt.out` when it has `values` in `stmt.source`."""
-    targets = _flat(ranks, (ranks.linear(stmt.axes) + shift) % ranks.extent(stmt.axes))
+    numbers = np.arange(ranks.count).reshape(ranks.shape)
+    groups = ranks.in_rows(stmt.axes, numbers).T.tolist()
+    targets = ranks.targets(stmt.axes, shift).T.tolist()
     outs = list(values)
-    for members in groups(ranks, stmt.axes):
-        every = [values[device] for device in members]
-        results = _results(stmt, every, [targets[device] for device in members])
+    for members, there in zip(groups, targets, strict=True):
+        results = _results(stmt, [values[device] for device in members], there)
         for device, result in zip(members, results, strict=True):
             outs[device] = result
     return outs
-
-
-def groups(ranks: Ranks, axes: Sequence[str]) -> list[list[int]]:
-    """The devices along `axes`, the first of them major, for each of the others."""
-    order = [list(ranks.sizes).index(axis) for axis in axes]
-    devices = np.arange(ranks.count).reshape(ranks.shape)
-    first = np.moveaxis(devices, order, range(len(order)))
-    return first.reshape(ranks.extent(axes), -1).T.tolist()
 
 
 def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnDevices:
@@ -79,7 +72,3 @@ def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnD
 def _total(stmt: Communicate, every: OnDevices) -> np.ndarray:
     assert stmt.reducer is not None
     return reduced(stmt.reducer, every)
-
-
-def _flat(ranks: Ranks, value: AtRanks) -> list[int]:
-    return ranks.everywhere(value).ravel().tolist()

@@ -11,14 +11,6 @@ from jhost.lowering.ir.program import Program
 _R = TypeVar("_R")
 
 
-def hand_on(one: Program, other: Program) -> None:
-    """Let a program know what was found out about another, for which it holds as well.
-
-    They differ in what is said of marks, and not in what these ask for.
-    """
-    other.derived.update(one.derived)
-
-
 def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
     """`find`, which is called once for each program.
 

@@ -66,7 +66,14 @@ class Ranks:
         There is a row for each position along `axes`, and in it an entry for each of
         the devices there, which differ by the other axes.
         """
-        every = self.everywhere((self.linear(axes) + shift) % self.extent(axes))
+        shifted = (self.linear(axes) + shift) % self.extent(axes)
+        return self.in_rows(axes, self.everywhere(shifted))
+
+    def in_rows(self, axes: Sequence[str], every: np.ndarray) -> np.ndarray:
+        """What each device has, with a row for each position along `axes`.
+
+        A column has the devices of one group along `axes`.
+        """
         order = [list(self.sizes).index(axis) for axis in axes]
         first = np.moveaxis(every, order, range(len(axes)))
         return first.reshape(self.extent(axes), -1)

@@ -1,4 +1,4 @@
-"""Carry one reduction behind one computation: P -> R, C(R) becomes C(P) -> R'."""
+"""Carry a reduction behind a computation: reduce(C(x)) in the place of C(reduce(x))."""
 
 from __future__ import annotations
 

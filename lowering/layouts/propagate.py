@@ -10,10 +10,9 @@ from collections.abc import Hashable, Mapping
 from typing import ClassVar, TypeAlias
 
 from jhost.lowering.ir.bodies import is_alike
-from jhost.lowering.ir.derived import hand_on
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import asked_of_streams
+from jhost.lowering.ir.requests import take_known
 from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.layouts.hidden_dims import (
     StreamedDim,
@@ -46,13 +45,9 @@ class _LaidOut:
         """Another program laid out, if that is this one but for marks of streams."""
         if not is_alike(self.before, program):
             return None
-        asked = asked_of_streams(program)
-        known = next((e for e in self.every if asked_of_streams(e) == asked), None)
-        if known is not None:
-            hand_on(known, program)
-        elif self.streamed != streamed_dims(program):
-            return None
-        else:
+        if not take_known(program, self.every):
+            if self.streamed != streamed_dims(program):
+                return None
             self.every.append(program)
         added = self.after.remarks[len(self.before.remarks) :]
         return dataclasses.replace(

@@ -100,11 +100,8 @@ class LoopBuilder:
     def should_merge(self, one: Group, other: Group) -> bool:
         """Whether two groups share a loop, or are pieces of a barrier outside loops.
 
-        Nodes of one group are of one kind.
+        Their nodes are of one kind: see `kind_of`.
         """
-        kind = self.kind_of(one[0])
-        if kind is None or kind != self.kind_of(other[0]):
-            return False
         return id(one[0]) not in self.parts or self.should_share_loop(one, other)
 
     def kind_of(self, node: Node) -> str | tuple[str, ...] | None:

@@ -85,7 +85,7 @@ class LowerStreams(EachProgram):
             return program
         graph, plan = plan_program(program)
         mesh = dict(program.mesh.shape)
-        if unmet := unmet_wishes(graph, plan, mesh):
+        if unmet := [*wishes_that_fail(graph, plan, mesh)]:
             return self.change(without_wishes(program, unmet))
         if self.strict:
             check_marks(program, graph, plan, marks)
@@ -167,13 +167,13 @@ def _as_built(choice: Pipelining, graph: Sequence[Node]) -> Pipelining:
 # --- What was wished for ------------------------------------------------------ #
 
 
-def unmet_wishes(
+def wishes_that_fail(
     graph: Sequence[Node], plan: StreamPlan, mesh: Mapping[str, int]
-) -> list[UnmetWish]:
+) -> Iterator[UnmetWish]:
     """What a function's settings say of streams that cannot have it, one of each."""
-    idle = dict(_without_work(graph, plan))
-    found: list[UnmetWish] = []
-    for stream, mark in plan.marks.items():
+    wishing = {stream: mark for stream, mark in plan.marks.items() if mark.wished}
+    idle = dict(_without_work(graph, plan)) if wishing else {}
+    for stream, mark in wishing.items():
         wish, reason = None, idle.get(stream, "")
         if reason:
             wish = _wish_among(mark, "chunks")
@@ -187,8 +187,7 @@ def unmet_wishes(
                 wish = _wish_among(mark, "chunks", "pipeline")
                 reason = _in_short(refusal)
         if wish is not None:
-            found.append(UnmetWish(numbers=mark.numbers, wish=wish, reason=reason))
-    return found
+            yield UnmetWish(numbers=mark.numbers, wish=wish, reason=reason)
 
 
 def _wish_among(mark: StreamChoice, *wishes: Wish) -> Wish | None:

@@ -231,7 +231,7 @@ class MovingLoop(ChunkLoop):
 
 
 def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
-    """The terms combined from the left, sums of what is narrow in a wider dtype."""
+    """The terms combined from the left; narrow dtypes are summed in a wider one."""
     dtype = terms[0].dtype
     if widen and reducer == "sum":
         wide = summed_in(dtype)

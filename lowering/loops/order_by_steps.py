@@ -56,14 +56,13 @@ class OrderBySteps:
         inner = with_each_body(program, lambda body: self.in_order(body, turned))
         if not names:
             return inner
-        place = id(program), names
-        if inner is not program or place not in self.known:
-            body = _statements(inner.body, {}, names)
-            after = dataclasses.replace(inner, body=body)
-            if inner is not program:
-                return after
+        place, is_known = (id(program), names), inner is program
+        if is_known and place in self.known:
+            return self.known[place][1]
+        after = dataclasses.replace(inner, body=_statements(inner.body, {}, names))
+        if is_known:
             self.known[place] = program, after
-        return self.known[place][1]
+        return after
 
 
 def _statements(

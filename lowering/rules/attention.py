@@ -119,7 +119,7 @@ def _heads_first(eqn: JaxprEqn) -> bool:
 
 
 def _is_paged(eqn: JaxprEqn) -> bool:
-    """Whether keys and values lie in blocks that a table gives to sequences."""
+    """Whether keys and values lie in blocks; a table says which sequence has which."""
     return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
 
 

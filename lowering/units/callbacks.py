@@ -19,12 +19,13 @@ from jhost._jax import aval_of, user_context
 from jhost.lowering.rules.dim_rule import bind
 from jhost.lowering.rules.properties import (
     CALLBACKS,
+    CONTROL_FLOW,
     INLINED,
     called_body,
     has_callback,
 )
 
-_HAS_BODIES = frozenset({"cond", "custom_linear_solve", "scan", "while"})
+_HAS_BODIES = CONTROL_FLOW | {"custom_linear_solve"}
 
 
 def call_once(

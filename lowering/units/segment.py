@@ -1,7 +1,7 @@
 """Group computations into units: maximal convex runs between communications.
 
-The merge rule is a predicate that the caller hands in (nvFuser #4145); the default
-keeps communications alone and merges every computation that works on the same chunk.
+Communications stay alone.  Computations that work on the same chunk may merge, and a
+predicate that the caller hands in says which of them do (nvFuser #4145).
 Loop and stream statements are borders: what stands between two of them is segmented
 on its own.
 """
@@ -21,7 +21,6 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import (
     Group,
-    KindOf,
     Node,
     ShouldMerge,
     dependencies,
@@ -33,10 +32,10 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 
 
-def merge_computations(one: Group, other: Group) -> bool:
-    """The default: computations on the same chunk merge, nothing else does."""
-    first, second = chunk_of(one[0]), chunk_of(other[0])  # the others are alike
-    return first is not None and first == second
+def merge_all(one: Group, other: Group) -> bool:
+    """The default: all computations on the same chunk merge."""
+    del one, other
+    return True
 
 
 def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
@@ -56,7 +55,7 @@ class Segment(EachProgram):
 
     name: ClassVar[str] = "segment"
 
-    should_merge: ShouldMerge = merge_computations
+    should_merge: ShouldMerge = merge_all
 
     def change(self, program: Program) -> Program:
         segmenter = _Segmenter(program, self.should_merge)
@@ -66,8 +65,6 @@ class Segment(EachProgram):
 class _Segmenter:
     def __init__(self, program: Program, should_merge: ShouldMerge) -> None:
         self.should_merge = should_merge
-        by_default = should_merge is merge_computations
-        self.kind_of: KindOf = chunk_of if by_default else lambda node: ()
         self.names = Names()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
@@ -102,7 +99,7 @@ class _Segmenter:
     def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         graph = nodes(stmts)
         before = dependencies(graph)
-        for group in merge_groups(graph, before, self.should_merge, self.kind_of):
+        for group in merge_groups(graph, before, self.should_merge, chunk_of):
             computes = [
                 node.stmt for node in group if isinstance(node.stmt, ir.Compute)
             ]

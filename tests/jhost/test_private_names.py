@@ -13,7 +13,7 @@ from pathlib import Path
 import jhost._jax
 
 MOST = 50
-"""It may only become smaller: each of these may go with the next JAX."""
+"""This number may only fall: the next JAX may drop any of these names."""
 
 PUBLIC = (
     "jax",
