@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
@@ -11,11 +11,13 @@ from jax.sharding import AbstractMesh
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
@@ -69,9 +71,11 @@ def passes(
     rates: Rates | None = None,
     device_kind: str = "unknown",
     tuned: Tunings | None = None,
+    reach: Mapping[str, Reach] | None = None,
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
+    `reach` says how far apart they lie along each axis, if they are GPUs.
     `tuned` has what was measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
@@ -106,8 +110,8 @@ def passes(
         ),
         layouts=layouts,
         loops=loops,
-        # The life of what the units make, and how what is sent goes.
-        finish=(InsertDeallocations(), ChoosePermutes(rates)),
+        # The life of what the units make, how what is sent goes, and who orders it.
+        finish=(InsertDeallocations(), ChoosePermutes(rates), LeaveToXla(reach or {})),
     )
 
 

@@ -20,7 +20,7 @@ import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
 from jhost.lowering.ir.marks import Sums
-from tests import sums
+from tests import apart, sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
@@ -75,6 +75,22 @@ def test_random_programs_of_narrow_integers_and_booleans_equal_the_plain_functio
 @given(cases(ROWS, most_steps=4))
 def test_random_lookups_and_updates_equal_the_plain_function(case: Case) -> None:
     assert_case(case)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(WHOLE))
+def test_random_programs_that_xla_partitions_equal_the_plain_function(
+    case: Case,
+) -> None:
+    case.count()
+    expected = by_jax(lambda: case.compiled(jax.jit)(*case.arguments()))
+    with apart.in_processes():
+        try:
+            f = case.compiled(functools.partial(jhost.jit, **case.settings()))
+            result = f(*case.placed())
+        except REFUSALS:
+            return
+    assert_same(result, expected)
 
 
 def assert_case(case: Case) -> None:

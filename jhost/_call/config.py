@@ -26,7 +26,8 @@ class Config:
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
     order to run: not those of `lower`, which one process may call alone.  `role` and
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.
+    names for messages, of a program that JAX has made without any.  A function around
+    it is `left_to_xla`, and this call with it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Config:
     identity: tuple[str, ...] = ()
     role: Role = ""
     batched: bool = False
+    left_to_xla: bool = False
     operands: tuple[str, ...] = ()
 
     @property

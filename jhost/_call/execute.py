@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
 from jhost._call.config import Config
+from jhost._call.left_to_xla import for_xla
 from jhost._call.program import derived_program
 from jhost._call.whole import stays_whole
 from jhost._jax import (
@@ -31,10 +32,11 @@ from jhost._jax import (
     with_width,
 )
 from jhost._primitives import jhost_p
+from jhost.lowering.cost.leave_to_xla import is_left_to_xla
 from jhost.lowering.emit.program import emit
-from jhost.lowering.explain import is_pipelined, puts
+from jhost.lowering.explain import puts
 from jhost.lowering.interpret.program import Record, interpret
-from jhost.lowering.ir.bodies import adds_up, most_under_way
+from jhost.lowering.ir.bodies import adds_up, is_pipelined, most_under_way
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -55,6 +57,9 @@ def emitted(
     """The JAX function of flat arrays that a program stands for, by its jaxpr."""
     avals, wide = call_jaxpr.out_avals, is_wide(call_jaxpr)
     mesh = program.mesh if config.mesh is None else config.mesh
+    if is_left_to_xla(program):
+        held: Any = weakref.ref(call_jaxpr)  # by which results of this are cached
+        return lambda *args: evaluate(for_xla(held(), mesh), args)
     on_mesh = emit(program, mesh)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -142,14 +147,17 @@ def executable_options(program: Program, config: Config) -> dict[str, Any] | Non
 
 
 def _asked(program: Program, config: Config) -> dict[str, Any]:
-    if not is_pipelined(program):
-        return dict(config.compiler_options)
-    wishes = overlap_options(config.mesh, **loops_of(program))
+    loops = loops_of(program)
+    wishes = {} if loops is None else overlap_options(config.mesh, **loops)
     return wishes | dict(config.compiler_options)
 
 
-def loops_of(program: Program) -> Loops:
-    """What XLA's options for `program` depend on."""
+def loops_of(program: Program) -> Loops | None:
+    """What XLA's options for `program` depend on, if it needs any."""
+    if is_left_to_xla(program):
+        return {"left_to_xla": True}
+    if not is_pipelined(program):
+        return None
     return {
         "adds_up": adds_up(program),
         "permuted": permutes(program),
@@ -191,12 +199,14 @@ def _trace_late(
     derived may hold references, which stood in bodies before.
     """
     has_mesh = config.mesh is not None
-    if (not has_mesh and devices > 1) or stays_whole(call_jaxpr, has_mesh):
+    left = config.left_to_xla or (not has_mesh and devices > 1)
+    if left or stays_whole(call_jaxpr, has_mesh):
         return evaluate(call_jaxpr, args)
     program = derived_program(call_jaxpr, config)
     if config.compared:
         compare(program, config)
-    if config.embedded:
+    # XLA's own way needs no options: the program is the one of an outer `jax.jit`.
+    if config.embedded and not is_left_to_xla(program):
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
     return emitted(program, config, call_jaxpr)(*args)

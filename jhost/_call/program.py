@@ -203,6 +203,7 @@ def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> 
         rates=rates_here(devices, config.may_put),
         device_kind=devices.kind,
         tuned=tuned_here(config.tunings, config.mesh),
+        reach=devices.reach if devices.platform == "gpu" else None,
     )
 
 

@@ -14,7 +14,7 @@ from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
 from jhost._jax import take_over
-from jhost.lowering.explain import Explanation, explain_program, is_pipelined
+from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
@@ -186,9 +186,10 @@ class Compiled(jax.stages.Compiled):
 def explained(program: Program, config: Config) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     explanation = explain_program(program)
+    loops = loops_of(program)
     options: tuple[str, ...] = ()
-    if is_pipelined(program):
-        options = options_report(config.name, config.mesh, **loops_of(program))
+    if loops is not None:
+        options = options_report(config.name, config.mesh, **loops)
     notes = (
         *explanation.notes,
         *_notes_of_nothing_marked(explanation, config),
@@ -232,8 +233,8 @@ def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
 
 
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
-    """Why permutes that were asked for hide nothing."""
+    """Why permutes that were asked for hide less than copies."""
     axes = sorted(permutes(program))
     if devices.platform == "gpu" and apart(axes, devices.reach):
         text = apart_text(axes, devices.reach, dict(program.mesh.shape))
-        yield f"a p2p pipeline hides nothing: {text}"
+        yield f"a p2p pipeline hides little here: {text}"

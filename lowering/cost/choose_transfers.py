@@ -70,7 +70,7 @@ class ChooseTransfers(EachProgram):
         rates = self.rates
         if bytes_of(stmt.source) < _LEAST:
             return False
-        # Between processes a permute is an NCCL kernel too, and gains nothing.
+        # Between processes a permute is an NCCL kernel as well.
         if rates is not None and apart(stmt.axes, rates.reach):
             return False
         if rates is None or self.pipeline != "auto":

@@ -39,6 +39,11 @@ def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
             yield from held_statements(body)
 
 
+def is_pipelined(program: Program) -> bool:
+    """Whether streams order anything: loops, or transfers and the sums beside them."""
+    return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
+
+
 def adds_up(program: Program) -> bool:
     """Whether a loop adds to a sum chunk by chunk."""
     stmts = statements(program)

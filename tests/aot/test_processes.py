@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from jhost.runtime.compiler_options import overlap_options
+from jhost.runtime.compiler_options import BETWEEN_PROCESSES, overlap_options
 from jhost.runtime.profile.schedule import ScheduledCommunication, parse_schedule
 from tests.aot.on_h200 import MakeH200s
 
@@ -83,11 +83,11 @@ def test_nothing_across_processes_is_pipelined_unasked(
     assert "one process a host, with all its GPUs" in stream.reason
 
 
-def test_what_is_asked_for_across_processes_is_done_and_said_to_hide_nothing(
+def test_what_is_asked_for_across_processes_is_done_and_said_to_hide_little(
     two_processes: MakeH200s,
 ) -> None:
     asked = compiled(two_processes({"tp": 2, "dp": 2}), pipeline="p2p")
-    (note,) = [n for n in asked.explain().notes if "hides nothing" in n]
+    (note,) = [n for n in asked.explain().notes if "hides little" in n]
     assert "the devices along tp" in note
     assert "symmetric_buffers=True" in str(asked.explain().options)
     pairs = re.findall(
@@ -143,3 +143,38 @@ def test_weights_move_between_processes_beside_loops_within_them(
     hidden = [c for c in moved if c.asynchronous and c.matmuls]
     exposed = [c.kind for c in moved if c not in hidden]
     assert exposed in ([], ["AllReduce"], ["AllGather", "ReduceScatter"])
+
+
+def test_what_is_not_pipelined_between_processes_is_as_jax_jit_has_it(
+    two_processes: MakeH200s,
+) -> None:
+    """With the options that let collectives start early, and a layer's in a scan."""
+    mesh = two_processes({"fsdp": 4})
+
+    def layer(x: jax.Array, weights: Any) -> Any:
+        up, down = (weight.astype(jnp.bfloat16) for weight in weights)
+        return x + jax.nn.relu(x @ up) @ down, None
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    shapes = (2, MODEL, HIDDEN), (2, HIDDEN, MODEL)
+    weights = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    spec = NamedSharding(mesh, P(None, "fsdp"))
+    rows = NamedSharding(mesh, P("fsdp"))
+    how: dict[str, Any] = {
+        "in_shardings": ((spec, spec), rows),
+        "out_shardings": (spec, spec),
+    }
+    ours = jhost.jit(jax.grad(loss), **how).lower(weights, TYPES[0]).compile()
+    assert "XLA partitions this program" in str(ours.explain())
+    theirs = jax.jit(
+        jax.grad(loss), compiler_options=dict(BETWEEN_PROCESSES), **how
+    ).lower(weights, TYPES[0])
+    schedule = parse_schedule(theirs.compile().as_text() or "")
+    told = [
+        [(c.kind, c.bytes, c.matmuls) for c in each.communications]
+        for each in (ours.schedule(), schedule)
+    ]
+    assert told[0] == told[1]

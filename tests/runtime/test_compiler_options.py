@@ -137,7 +137,9 @@ def test_copies_within_a_process_and_symmetric_buffers_between_several(
     many = "xla_gpu_experimental_parallel_collective_overlap_limit"
     for under_way, limit in ((0, 8), (7, 8), (9, 10)):
         found = compiler_options.wanted_options(mesh, under_way=under_way)
-        assert found[many] == limit
+        assert found[many] == (limit if processes == 1 else 16)
+    left = compiler_options.wanted_options(mesh, left_to_xla=True)
+    assert left == compiler_options.BETWEEN_PROCESSES
     if processes == 1:
         put = compiler_options.wanted_options(mesh, permuted=permuted, puts=True)
         assert put == wanted | PUTS

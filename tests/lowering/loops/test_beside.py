@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.explain import count_loops, is_pipelined
+from jhost.lowering.explain import count_loops
+from jhost.lowering.ir.bodies import is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from tests import sums
