@@ -318,7 +318,10 @@ class _Unrolled(Machine):
             between=bool(apart(axes, self.rates.reach)),
             # Outside of loops XLA itself finds what a collective can run beside, but
             # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.
-            alone=(in_loop or kind == "AllReduce") and not link.beside_compute,
+            # A stream there is for what is issued ahead, and waited for late.
+            alone=(in_loop or kind == "AllReduce")
+            and not link.beside_compute
+            and (self.depth > 0 or self.on_default_stream),
         )
         self.add(task, [out])
 

@@ -16,10 +16,11 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import INDEX, on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import Work
+from jhost.lowering.loops.collective import INDEX
 from jhost.lowering.loops.legality import Pipelining
-from jhost.lowering.loops.p2p import OWN, P2PLoop
+from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.streams.parts import Access
 
 PIECE = LoopIndex("p")

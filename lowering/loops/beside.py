@@ -19,10 +19,9 @@ from collections.abc import Iterable, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import Work
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.loops.p2p import OWN
 
 _MOVES = ir.Stream(name="moves")
 """The queue of the transfers."""

@@ -18,10 +18,9 @@ from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import Names
 from jhost.lowering.loops.legality import Pipelining
+from jhost.lowering.schedule.permutes import is_narrow
 from jhost.lowering.streams.parts import Access, Part
 from jhost.lowering.units.make import unit_of
-
-MAIN = ir.Stream(name="main")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +239,6 @@ def with_stream(buffer: ir.Buffer, dim: int, stream: str) -> ir.Buffer:
     dims = list(buffer.dims)
     dims[dim] = ir.Dim(axes=dims[dim].axes, stream=stream)
     return dataclasses.replace(buffer, dims=tuple(dims))
-
-
-def is_narrow(buffer: ir.Buffer) -> bool:
-    """Whether sums of this type are made in a wider one."""
-    return summed_in(buffer.dtype) != buffer.dtype
 
 
 def _scale(buffer: ir.Buffer, access: Access, window: Cut) -> int:

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import INDEX, in_turns, on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import Work
+from jhost.lowering.loops.collective import INDEX, in_turns
 from jhost.lowering.loops.moves import MovingLoop
 from jhost.lowering.streams.parts import Access
-
-OWN = ir.Stream(name="own")
-"""The queue of the device's own chunk, which no transfer waits for."""
 
 
 class P2PLoop(MovingLoop):

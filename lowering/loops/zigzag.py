@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from jhost._text import counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
-from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.remarks import Note
@@ -24,6 +24,7 @@ from jhost.lowering.loops.causal import rule_of, window_of
 from jhost.lowering.loops.chunk import Work
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.rules.dim_rule import Dims
+from jhost.lowering.schedule.permutes import part_of, permute
 
 
 class ZigzagLoop(P2PLoop):
@@ -68,35 +69,24 @@ class ZigzagLoop(P2PLoop):
     def exchange(self, buffer: ir.Buffer, dim: int, back: bool) -> Iterator[ir.Stmt]:
         """A value's halves from order of position to zigzag order, or `back`."""
         ordered = self.ordered[buffer.name]
-        size = buffer.shape[dim] // 2
+        size, names = buffer.shape[dim] // 2, self.work.names
         waits: list[ir.Stmt] = []
         yield ir.Allocate(buffer=buffer if back else ordered)
         for each in exchanges(self.rank, self.devices):
-            half = self.part(buffer, dim, size, Constant(each.half))
-            slot = self.part(ordered, dim, size, each.slot)
-            yield from (half, slot)
-            ends = (slot, half) if back else (half, slot)
-            name = self.work.names.fresh("c")
-            yield ir.Communicate(
-                name=name,
-                kind="CollectivePermute",
-                source=ends[0].out,
-                out=ends[1].out,
-                axes=self.axes,
-                shift=(each.source if back else each.target) - self.rank,
+            half, slot = (
+                part_of(whole, dim, number * size, size, names, called="half")
+                for whole, number in (
+                    (buffer, Constant(each.half)),
+                    (ordered, each.slot),
+                )
             )
-            waits.append(ir.Wait(communication=name))
+            yield from (half, slot)
+            source, out = (slot, half) if back else (half, slot)
+            shift = (each.source if back else each.target) - self.rank
+            move = permute(source.out, out.out, self.axes, shift, names)
+            yield move
+            waits.append(ir.Wait(communication=move.name))
         yield from waits
-
-    def part(self, whole: ir.Buffer, dim: int, size: int, number: Index) -> ir.Select:
-        """An alias of a half."""
-        shape = list(whole.shape)
-        shape[dim] = size
-        name = self.work.names.fresh(f"{whole.name}_half")
-        half = dataclasses.replace(whole, name=name, shape=tuple(shape))
-        return ir.Select(
-            out=half, source=whole, dim=dim, index=number * size, size=Constant(size)
-        )
 
 
 def _touched(work: Work) -> Iterator[ir.Buffer]:

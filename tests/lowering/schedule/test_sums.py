@@ -101,8 +101,8 @@ def test_effects_keep_their_order() -> None:
     assert kinds(program_of(printed, *shapes, **settings)) == ["AllReduce"]
 
 
-def test_what_is_said_to_be_swapped_is() -> None:
-    """The second sum would set out with the product that has the first one made."""
+def test_who_needs_one_sum_waits_for_no_other() -> None:
+    """The second sum is issued with the product that has the first one made."""
 
     def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
         x = jhost.shard(x, P("dp"))
@@ -111,9 +111,9 @@ def test_what_is_said_to_be_swapped_is() -> None:
         return first @ v, second, y @ w
 
     program = lowered(f, (8, 2), (2, 2), (2, 2), dp=2)
-    assert kinds(program) == ["CollectivePermute", "AllReduce"]
+    assert kinds(program) == ["CollectivePermute", "CollectivePermute"]
     (note,) = remarks(program, Note)
-    assert len(note.values) == 1
+    assert len(note.values) == 2
 
 
 # --- Values ------------------------------------------------------------------------ #
