@@ -124,7 +124,7 @@ def _call(
     if arm == "torch_compute":
         shape = job["gathered"]
         placed = None if shape is None else _placed(shape, device)
-        comm = torch_layers.InPlace(placed, job["layer"] == "layer")
+        comm = torch_layers.InPlace(placed, job["layer"] in ("layer", "gelu_layer"))
     elif arm == "torch_async":
         comm = _symmetric(device)
     else:
