@@ -390,6 +390,15 @@ def test_experts_count_their_work_and_their_bytes(
     assert experts.bytes_moved(True) == 4 * one_way
 
 
+def test_a_layer_of_gpt_counts_its_matmuls_and_its_bytes() -> None:
+    listed = cases.all_cases(along_tp(2), small=False)
+    (gpt,) = cases.select(listed, ["nvfuser_layer"])
+    rows, hidden = gpt.operands[0].shape
+    scores = 2 * 2 * rows * rows * hidden
+    assert gpt.flops(False) == (2 * rows * 12 * hidden**2 + scores) // 2
+    assert gpt.bytes_moved(False) == 4 * 2 * rows * hidden // 2
+
+
 def test_attention_is_causal() -> None:
     """The first rows of a sequence do not depend on the last."""
     chosen = case("attention/8b/2048")
