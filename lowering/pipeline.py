@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
@@ -87,6 +88,7 @@ def passes(
         CarryPartialSums(),
         DelayReductions(),
     )
+    transfers = ChooseTransfers(rates, settings.pipeline)
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
@@ -95,7 +97,8 @@ def passes(
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseTransfers(rates, settings.pipeline),
+        ChooseCycles(transfers),
+        transfers,
         Segment(),
         ReceiveEarly(),
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, get_args
 from unittest import mock
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.marks import Sums
 from jhost.lowering.loops import lower_streams
@@ -45,5 +46,11 @@ def moving(way: Way | None) -> Generator[None]:
     asked = {"is_open": yes, "gains": yes}
     if way == "collective":
         asked["way"] = mock.Mock(return_value=way)
-    with mock.patch.multiple(ChooseTransfers, **asked) if way else nullcontext():
+    if way is None:
+        yield
+        return
+    with (
+        mock.patch.multiple(ChooseTransfers, **asked),
+        mock.patch.object(ChooseCycles, "gains", yes),
+    ):
         yield

@@ -124,11 +124,10 @@ def _gathers(blocks: Blocks) -> Iterator[_Candidate]:
 
 
 def _read(blocks: Blocks) -> Iterator[tuple[int, ir.Communicate, int]]:
-    """The gathers that something in the program reads, and cannot wait."""
+    """The gathers, each with the first block that reads it and cannot wait."""
     for number, stmt in blocks.transfers():
-        reader = blocks.reader(number, stmt)
-        if stmt.kind == "AllGather" and reader < len(blocks.all):
-            yield number, stmt, reader
+        if stmt.kind == "AllGather":
+            yield number, stmt, blocks.reader(number, stmt)
 
 
 # --- The walk --------------------------------------------------------------------- #
