@@ -2,6 +2,9 @@
 
 A cycle hides the first gather of an iteration and its last sum.  It carries what they
 bring or take, and its first and last iterations stand outside of the scan.
+
+Within a process it is taken where it is predicted to gain.  Between processes a link
+may be slower than any that was measured, and a cycle is always taken.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import apart
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of, with_cycle
@@ -42,9 +46,15 @@ class ChooseCycles(EachProgram):
 
     def better(self, program: Program, other: Program, cycle: Cycle) -> Program:
         """The `other` program, with a note, if it is asked for or gains."""
-        if self.transfers.pipeline == "auto" and not self.gains(program, other):
+        if self.is_weighed(cycle) and not self.gains(program, other):
             return program
         return dataclasses.replace(other, remarks=(*program.remarks, _said(cycle)))
+
+    def is_weighed(self, cycle: Cycle) -> bool:
+        rates = self.transfers.rates
+        if rates is None or self.transfers.pipeline != "auto":
+            return False
+        return not any(apart(stmt.axes, rates.reach) for stmt in cycle.stmts)
 
     def gains(self, program: Program, other: Program) -> bool:
         rates = self.transfers.rates
