@@ -37,10 +37,11 @@ def stored() -> list[dict[str, Any]]:
 _HOW_TO_READ = """\
 ### Whole steps
 
-Embedding, layers, output weights, loss, clipping, AdamW, donation. *jit by it* and *tuned by
-it*: how many times as fast as these an arm is, by minima / medians. It is *right* if its first
-losses and moments are those of `jit`. `fsdp2` (PyTorch) ran before the others, in processes
-of its own. [What the arms are](../benchmarks/README.md#a-users-whole-training-step).
+Embedding, layers, output weights, loss, clipping, AdamW, donation. *jit by it* and
+*tuned by it*: how many times as fast as these an arm is, by minima / medians. It is
+*right* if its first losses and moments are those of `jit`. `fsdp2` (PyTorch) ran before
+the others, in processes of its own.
+[What the arms are](../benchmarks/README.md#a-users-whole-training-step).
 """
 
 
