@@ -80,6 +80,7 @@ def test_axes_stand_in_one_order_and_layouts_name_those_there_are() -> None:
     assert sizes.axes_of("tp=2,dp=4") == (("dp", 4), ("tp", 2))
     (case,) = sizes.cases_of(["13b"], ["scan"], [4], [8], ["layer"], ["fsdp=2"])
     assert case.mesh_name == "fsdp=2"
+    assert case.with_cudnn().model.attention == "cudnn"
     assert arms.shardings(case)[1][0].params["layers"]["query"] == jax.P(
         None, "fsdp", None
     )
@@ -118,6 +119,7 @@ def test_processes_train_together_and_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     wanted = [*TINY, "--arms", "jit,jhost", "--mesh", "fsdp=2"]
     options = [*wanted, "--processes", "2", "--slow-link", "--json", str(path)]
+    options += ["--trace", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.step", *options],
         cwd=Path(__file__).parents[1],
@@ -133,3 +135,4 @@ def test_processes_train_together_and_one_writes(tmp_path: Path) -> None:
     assert found["environment"]["variables"]["NCCL_P2P_DISABLE"] == "1"
     assert all(checked["right"] for checked in record["checks"].values())
     assert "slow link" in page.title(found, record)
+    assert len(list(tmp_path.glob("tiny-*.xplane.pb.gz"))) == 4

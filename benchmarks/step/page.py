@@ -39,7 +39,7 @@ def stored() -> list[dict[str, Any]]:
 def every() -> str:
     """All that is between the marks of the page: whole steps after those of layers."""
     wholes = whole.stored()
-    return "\n\n".join([measured(), *([whole.measured(wholes)] if wholes else [])])
+    return "\n\n".join([measured(), *([whole.section(wholes)] if wholes else [])])
 
 
 def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:

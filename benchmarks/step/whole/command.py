@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         before = _joined_or_started(arguments, argv, cases)
         on_gpu = jax.default_backend() == "gpu"
+        cases = [case.with_cudnn() for case in cases] if on_gpu else cases
         meshes = [case.mesh() for case in cases]
     except ValueError as error:
         parser.error(str(error))
@@ -115,10 +116,10 @@ def _joined_or_started(
     link = _SLOW_LINK if arguments.slow_link else {}
     if fsdp2.NAME in _arms(arguments):
         effort = _effort(arguments, on_gpu=True)
-        found = {
-            _key(case): {fsdp2.NAME: entry}
-            for case, entry in fsdp2.measured(cases, effort, arguments.time_limit, link)
-        }
+        limit: float | None = arguments.time_limit
+        for case, entry in fsdp2.measured(cases, effort, limit, link):
+            found[_key(case)] = {fsdp2.NAME: entry}
+            print(f"{_key(case)}: {fsdp2.NAME} {entry}", file=sys.stderr)
     before = {"fsdp2": found, "seconds": time.monotonic() - start}
     if arguments.processes == 1:
         return before

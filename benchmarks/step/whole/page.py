@@ -34,6 +34,22 @@ def stored() -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: run["started"])
 
 
+_HOW_TO_READ = """\
+### Whole steps
+
+Embedding, layers, output weights, loss, clipping, AdamW, donation. *jit by it* and
+*tuned by it*: how many times as fast as these an arm is, by minima / medians. It is
+*right* if its first losses and moments are those of `jit`. `fsdp2` (PyTorch) ran before
+the others, in processes of its own.
+[What the arms are](../benchmarks/README.md#a-users-whole-training-step).
+"""
+
+
+def section(runs: Sequence[Mapping[str, Any]]) -> str:
+    """For the page."""
+    return f"{_HOW_TO_READ}\n{measured(runs)}"
+
+
 def measured(runs: Sequence[Mapping[str, Any]]) -> str:
     """A table for each case; of the same arms the last record counts."""
     found: dict[str, dict[tuple[str, ...], list[str]]] = {}
@@ -43,7 +59,7 @@ def measured(runs: Sequence[Mapping[str, Any]]) -> str:
             of_case[tuple(record["arms"])] = _parts(record)
     parts = ["\n".join(map(report.run_line, runs))]
     for name, of_case in found.items():
-        parts += [f"### {name}", *itertools.chain.from_iterable(of_case.values())]
+        parts += [f"#### {name}", *itertools.chain.from_iterable(of_case.values())]
     return "\n\n".join(parts)
 
 
@@ -52,7 +68,7 @@ def title(run: Mapping[str, Any], record: Record) -> str:
     loop = record["loop"].replace("-", " with ")
     cast = "in the layer" if record["cast"] == "layer" else "before the layers"
     return (
-        f"Whole step, {record['model']}, {mesh}, {kind}{_link(run)}: "
+        f"{record['model']}, {mesh}, {kind}{_link(run)}: "
         f"{record['layers']} layers, {loop}, cast {cast}, "
         f"{record['sequences']} sequences of {record['length']}"
     )

@@ -105,6 +105,13 @@ class Case:
         """Of activations within: heads, hidden features or the vocabulary."""
         return P(self.batch or None, None, *self.spec("tp"))
 
+    def with_cudnn(self) -> Case:
+        """With the kernel that there is on GPUs, if it takes heads of this size."""
+        if self.model.head % 64:
+            return self
+        model = dataclasses.replace(self.model, attention="cudnn")
+        return dataclasses.replace(self, model=model)
+
     def mesh(self) -> Mesh:
         """Of the first devices.
 
