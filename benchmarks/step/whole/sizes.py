@@ -14,23 +14,14 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from benchmarks.layers import MODELS, Model
 
-
-def _on_gpus(model: Model) -> Model:
-    """The model with cuDNN's attention."""
-    return dataclasses.replace(model, attention="cudnn")
-
-
 WIDTHS: dict[str, tuple[Model, int]] = {
     "tiny": (
         Model("tiny", hidden=64, ffn=128, heads=8, kv_heads=4, head=8, sequence=32),
         128,
     ),
-    "8b": (_on_gpus(MODELS["8b"]), 128_256),
-    "13b": (
-        _on_gpus(Model("13b", hidden=5120, ffn=13824, heads=40, kv_heads=8)),
-        32_000,
-    ),
-    "70b": (_on_gpus(MODELS["70b"]), 128_256),
+    "8b": (MODELS["8b"], 128_256),
+    "13b": (Model("13b", hidden=5120, ffn=13824, heads=40, kv_heads=8), 32_000),
+    "70b": (MODELS["70b"], 128_256),
 }
 """Models and their vocabularies; `tiny` is for CPUs."""
 
