@@ -1,8 +1,8 @@
 """How far apart the devices along an axis of the mesh lie, and what that means.
 
 Only GPUs that one process owns copy from one to another by copy engine, beside
-matmuls.  All else is a kernel of NCCL's, which needs multiprocessors that a matmul does
-not leave.
+matmuls.  All else is a kernel of NCCL's, which starts when the running matmul has ended
+and leaves it multiprocessors.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def apart(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
 def apart_text(
     axes: Iterable[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
 ) -> str:
-    """Why nothing that moves along such axes of a mesh is hidden, and what helps."""
+    """Why no chunk that moves along such axes of a mesh is hidden, and what helps."""
     names = apart(axes, reach)
     farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
     helps = laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
     return (
-        f"the devices along {' and '.join(names)} are {WHERE[farthest]}, and what "
-        f"moves between processes runs beside no matmul; {helps}"
+        f"the devices along {' and '.join(names)} are {WHERE[farthest]}, and "
+        f"chunks that move between processes run beside no matmul; {helps}"
     )
 
 
