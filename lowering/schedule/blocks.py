@@ -45,6 +45,7 @@ class Block:
         return (
             isinstance(self.stmt, ir.Compute)
             and not self.contracts
+            and not self.stmt.reducer
             and not any(eqn.eqn.effects for eqn in self.stmt.unit.eqns)
         )
 
@@ -117,10 +118,12 @@ class Blocks:
         stmt = self.all[number].stmt
         if isinstance(stmt, ir.Select):
             return True
-        if not isinstance(stmt, ir.Compute) or not all(map(_is_cheap, stmt.unit.eqns)):
-            return False
         # What is written into memory that others write to as well keeps its place.
-        if not all(map(self._is_whole, stmt.outs)):
+        if not all(map(self._is_whole, touched(stmt)[1])):
+            return False
+        if not isinstance(stmt, ir.Compute):
+            return isinstance(stmt, ir.Set)
+        if stmt.reducer or not all(map(_is_cheap, stmt.unit.eqns)):
             return False
         views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
         return views or _bytes(stmt.outs) <= _bytes(stmt.ins)

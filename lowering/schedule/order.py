@@ -70,6 +70,11 @@ def beside_work(
     program: Program, is_open: Callable[[ir.Communicate], bool]
 ) -> list[ir.Communicate]:
     """The gathers and sums, of those that are open, that have work to stand beside."""
+    kinds = ("AllGather", "ReduceScatter", "AllReduce")
+    moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
+    # Most programs that passes ask about have none.
+    if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
+        return []
     return [each.stmt for each in _intervals(Blocks(program), is_open)]
 
 
@@ -87,18 +92,22 @@ def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
 def _intervals(
     blocks: Blocks, is_open: Callable[[ir.Communicate], bool]
 ) -> list[Interval]:
-    """The intervals of sums, in program order, then those of gathers, by reader."""
+    """The intervals of gathers and sums, by reader: who is needed first comes first."""
     found: dict[int, Interval] = {}
-    for number, stmt, reader, working in (*_sums(blocks), *_gathers(blocks)):
+    for number, stmt, reader, working in sorted(
+        (*_gathers(blocks), *_sums(blocks)), key=lambda each: each[0]
+    ):
+        if not is_open(stmt):
+            continue
         behind, along = blocks.before(stmt)
         # What is made of another transfer stays where that one is waited for.
-        if not is_open(stmt) or not found.keys().isdisjoint(behind):
+        if not found.keys().isdisjoint(behind):
             continue
         ready = max(behind, default=-1)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:
             found[number] = Interval(stmt, issue, reader, tuple(along))
-    return [*found.values()]
+    return sorted(found.values(), key=lambda each: each.reader)
 
 
 _Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
@@ -167,7 +168,8 @@ def test_what_is_not_pipelined_between_processes_is_as_jax_jit_has_it(
         "in_shardings": ((spec, spec), rows),
         "out_shardings": (spec, spec),
     }
-    ours = jhost.jit(jax.grad(loss), **how).lower(weights, TYPES[0]).compile()
+    left = jhost.jit(jax.grad(loss), pipeline="off", **how)
+    ours = left.lower(weights, TYPES[0]).compile()
     assert "XLA partitions this program" in str(ours.explain())
     theirs = jax.jit(
         jax.grad(loss), compiler_options=dict(BETWEEN_PROCESSES), **how
@@ -178,3 +180,53 @@ def test_what_is_not_pipelined_between_processes_is_as_jax_jit_has_it(
         for each in (ours.schedule(), schedule)
     ]
     assert told[0] == told[1]
+
+
+# --- Collectives in order -------------------------------------------------------- #
+
+LAYERS, WIDTH = 4, 8192
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    """A scan of layers with float32 masters, each computed again in the backward."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        gate, up, down = weights
+        inner = jax.nn.silu(x @ bfloat16(gate)) * (x @ bfloat16(up))
+        return x + inner @ bfloat16(down)
+
+    y, _ = lax.scan(lambda x, each: (layer(x, each), None), x, weights)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def bfloat16(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("axis", "spec", "kind"),
+    [("fsdp", P(None, "fsdp"), "ReduceScatter"), ("dp", P(), "AllReduce")],
+)
+def test_collectives_between_processes_stand_beside_matmuls(
+    axis: str, spec: P, kind: str, two_processes: MakeH200s
+) -> None:
+    """All but the first gather of an iteration; unasked, forward and backward."""
+    masters = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)] * 3
+    specs = [spec] * 3
+    step = jhost.jit(
+        jax.grad(layers),
+        mesh=two_processes({axis: 4}),
+        in_shardings=(specs, P(axis)),
+        out_shardings=specs,
+    )
+    made = step.lower(masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16))
+    schedule = made.compile().schedule()
+    moved = schedule.communications
+    gathers = [c for c in moved if c.kind == "AllGather"]
+    sums = [c for c in moved if c.kind == kind]
+    assert len(gathers) + len(sums) == len(moved), str(schedule)
+    assert len(sums) == 3, str(schedule)
+    assert len(gathers) == (6 if axis == "fsdp" else 0), str(schedule)
+    assert all(c.asynchronous and c.matmuls for c in sums), str(schedule)
+    assert sum(not c.matmuls for c in gathers) == len(gathers) // 3, str(schedule)
