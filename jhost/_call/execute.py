@@ -19,7 +19,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jhost._call.config import Config
 from jhost._call.program import derived_program
-from jhost._call.whole import stays_whole
+from jhost._call.whole import Whole, stays_whole
 from jhost._jax import (
     as_weak,
     cached_by_jaxpr,
@@ -111,7 +111,8 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     # Called from Python, also where a transform has traced the call.
     if stays_whole(call_jaxpr, config.mesh is not None):
         held: Any = weakref.ref(call_jaxpr)  # by which this is cached
-        return jax.jit(lambda *args: evaluate(held(), args))
+        options = dict(config.compiler_options)
+        return jax.jit(lambda *args: evaluate(held(), args), compiler_options=options)
     config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
     compare(program, config)
@@ -136,13 +137,15 @@ def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
     return jax.jit(traced, compiler_options=options)
 
 
-def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
+def executable_options(
+    program: Program | Whole, config: Config
+) -> dict[str, Any] | None:
     """What XLA is told for `program` alone: jhost's wishes, then the user's."""
     return _asked(program, config) | dump.compiler_options() or None
 
 
-def _asked(program: Program, config: Config) -> dict[str, Any]:
-    if not is_pipelined(program):
+def _asked(program: Program | Whole, config: Config) -> dict[str, Any]:
+    if isinstance(program, Whole) or not is_pipelined(program):
         return dict(config.compiler_options)
     wishes = overlap_options(config.mesh, **loops_of(program))
     return wishes | dict(config.compiler_options)

@@ -16,13 +16,16 @@ from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
 from jhost._call.config import Config
+from jhost._call.execute import is_interpreting
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
 from jhost._call.meshes import brought_mesh, check_context, inside_mesh
+from jhost._call.program import host_program
 from jhost._call.settings import Settings
-from jhost._call.whole import check_takes_arrays
+from jhost._call.whole import Whole, check_takes_arrays, left_whole
 from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import raise_problems
+from jhost.lowering.ir.program import Program
 from jhost.runtime.compiler_options import explain_refusal
 from jhost.runtime.mesh import (
     AnyMesh,
@@ -228,6 +231,19 @@ class Source:
                 donate_argnums=self.settings.donate_argnums,
                 donate_argnames=self.settings.donate_argnames,
             )
+
+    def program(
+        self, key: Key, traced: Traced, named: bool = False
+    ) -> tuple[Program | Whole, Any]:
+        """What jhost makes of the function, and the jaxpr that it makes it of."""
+        if whole := self.left_whole(key, traced):
+            return whole, traced.jaxpr
+        call_jaxpr = self.call_jaxpr(key, traced, named)
+        return host_program(call_jaxpr, self.config(key)), call_jaxpr
+
+    def left_whole(self, key: Key, traced: Traced) -> Whole | None:
+        """Whether `jax.jit` is to compile the function as it is, and why."""
+        return None if is_interpreting() else left_whole(traced.jaxpr, self.config(key))
 
     def call_jaxpr(self, key: Key, traced: Traced, named: bool = False) -> Any:
         """The traced jaxpr with the shardings of operands and results as marks.

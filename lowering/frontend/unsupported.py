@@ -31,11 +31,9 @@ def check_supported(
         MeshMismatchError: a `shard_map` over another mesh.
         OperandsError: a `custom_partitioning` whose shards are not as it says.
     """
-    found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
+    found = left_to_jit(params, eqns, bool(mesh))
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
-    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
     if mesh:
-        found += _exported(eqns)
         found += _shard_maps_in_bodies(eqns)
         found += [f"{_SUMS}, at {source_line(e)}" for e in _mapped(eqns) if _sums(e)]
     if found:
@@ -47,6 +45,15 @@ def check_supported(
     if mesh:
         _check_meshes(name, mesh, eqns)
         _check_partitions(name, mesh, eqns)
+
+
+def left_to_jit(
+    params: Mapping[str, Var], eqns: Sequence[JaxprEqn], has_mesh: bool
+) -> list[str]:
+    """What only `jax.jit` can compile, as part of the whole function, in words."""
+    found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
+    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
+    return [*dict.fromkeys(found + (_exported(eqns) if has_mesh else []))]
 
 
 _REFERENCE = "a reference (jax.new_ref), which is changed where it is"
