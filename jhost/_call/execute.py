@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
+from jhost import errors
 from jhost._call.config import Config
 from jhost._call.program import derived_program
 from jhost._call.whole import Whole, stays_whole
@@ -184,6 +185,23 @@ def compare(program: Program, config: Config) -> None:
     compare_programs(config.name, config.mesh, describe)
 
 
+def check_has_no_options(config: Config) -> None:
+    """Refuses the user's options for a part of a program, where they would be lost.
+
+    So does JAX, as it traces a `jax.jit` in another (`pjit_staging_rule`).
+
+    Raises:
+        CompilerOptionError: there are some.
+    """
+    if options := dict(config.compiler_options):
+        raise errors.CompilerOptionError(
+            "`compiler_options` can only be passed to top-level `jax.jit` and "
+            f"`jhost.jit`. Got compiler_options={options} specified on a nested "
+            f"jhost.jit with name: {config.name}. XLA takes options for a whole "
+            "program: give them to the jit around."
+        )
+
+
 def _trace_late(
     *args: Any, call_jaxpr: Any, config: Config, devices: int
 ) -> Sequence[Any]:
@@ -193,6 +211,8 @@ def _trace_late(
     the communications, and would have more of them in loops over chunks.  What JAX has
     derived may hold references, which stood in bodies before.
     """
+    if config.embedded:
+        check_has_no_options(config)
     has_mesh = config.mesh is not None
     if (not has_mesh and devices > 1) or stays_whole(call_jaxpr, has_mesh):
         return evaluate(call_jaxpr, args)

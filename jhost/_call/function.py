@@ -15,7 +15,11 @@ from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
 from jhost._call.config import Call, Config, derived_params
-from jhost._call.execute import executable_options, is_interpreting
+from jhost._call.execute import (
+    check_has_no_options,
+    executable_options,
+    is_interpreting,
+)
 from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
@@ -64,7 +68,11 @@ class JitFunction(Generic[P, R]):
         self._settings = settings
         self._name = name_of(fun)
         # For where nothing is between devices; and it refuses what JAX does.
-        self._on_one_device = jax.jit(fun, **settings.of_arguments)
+        self._on_one_device = jax.jit(
+            fun,
+            compiler_options=dict(settings.compiler_options or {}),
+            **settings.of_arguments,
+        )
         self._source = Source(fun, settings)
         self._jitted: dict[Key, Any] = {}
         self._uncompared: dict[Key, Any] = {}
@@ -101,7 +109,8 @@ class JitFunction(Generic[P, R]):
             NoMeshError, MeshMismatchError: there is no mesh, or there are several.
             StreamConflictError, StreamDimError, PipelineError, ChunksError: marks that
                 cannot be followed.
-            CompilerOptionError: XLA refuses one of the `compiler_options`.
+            CompilerOptionError: XLA refuses one of the `compiler_options`, or there are
+                some, and the call is part of another program.
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
                 all about to run the same.
             UnsupportedError: a part of JAX that jhost does not take.
@@ -337,8 +346,12 @@ class JitFunction(Generic[P, R]):
         if self._source.left_whole(key, traced):
             fun = for_devices(self._fun, traced.jaxpr, key[0])
             if embedded:  # the program around has no shardings of this function
-                shardings = self._source.named_shardings(key[0])
-                fun = jax.jit(fun, **self._settings.of_arguments, **shardings)
+                fun = jax.jit(
+                    fun,
+                    compiler_options=dict(self._settings.compiler_options or {}),
+                    **self._settings.of_arguments,
+                    **self._source.named_shardings(key[0]),
+                )
             return fun(*args, **kwargs)
         config = dataclasses.replace(
             self._source.config(key), embedded=embedded, compared=compared
@@ -350,6 +363,8 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
+        if inside.get():  # it is inlined, and nobody lowers it by itself
+            check_has_no_options(config)
         if inside.get() and explicit is None:  # the program around has it
             return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, get_abstract_mesh
 
 from jhost import errors
 from jhost._call import shardings
@@ -22,7 +22,13 @@ from jhost._call.meshes import brought_mesh, check_context, inside_mesh
 from jhost._call.program import host_program
 from jhost._call.settings import Settings
 from jhost._call.whole import Whole, check_takes_arrays, left_whole
-from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
+from jhost._jax import (
+    Traced,
+    arg_names,
+    result_paths,
+    static_arguments,
+    trace,
+)
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.ir.program import Program
@@ -36,6 +42,7 @@ from jhost.runtime.mesh import (
     explicit_mesh,
     foreign_arrays,
     mesh_text,
+    mesh_texts,
     resolve_mesh,
 )
 
@@ -191,13 +198,46 @@ class Source:
         """
         mesh = typed_mesh(key[0])
         if mesh is None:
-            return self._automatic(args, kwargs)
+            with self._other_types_explained(key[0], args, kwargs):
+                return self._automatic(args, kwargs)
         try:
             return self._typed(mesh, args, kwargs)
         except Exception:
             with contextlib.suppress(Exception):
                 return self._automatic(args, kwargs)
             raise  # what asks for types in vain without them means those
+
+    @contextmanager
+    def _other_types_explained(
+        self, mesh: AnyMesh | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Generator[None]:
+        """Says so if a function fails because it means types over another mesh.
+
+        Raises:
+            MeshMismatchError: with types over the mesh of the context it can be traced.
+        """
+        try:
+            yield
+        except ValueError as error:
+            context = get_abstract_mesh()
+            if mesh is None or not explicit_axes(context):
+                raise
+            if not self._is_typed_over(context, args, kwargs):
+                raise
+            raise errors.MeshMismatchError(
+                f"Types in {self.name} are of the axes of jax.set_mesh, which are "
+                "explicit, and it runs on another mesh. Let both be one mesh, with "
+                "explicit axes.",
+                mesh_texts(context, mesh),
+            ) from error
+
+    def _is_typed_over(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> bool:
+        """Whether JAX takes the function with types over a mesh."""
+        try:
+            self._typed(mesh, args, kwargs)
+        except Exception:
+            return False
+        return True
 
     def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         types = types_of(self.static.without(args, kwargs))
