@@ -224,11 +224,12 @@ class Source:
                 raise
             if not self._is_typed_over(context, args, kwargs):
                 raise
+            theirs, own = mesh_texts(context, mesh)
             raise errors.MeshMismatchError(
                 f"Types in {self.name} are of the axes of jax.set_mesh, which are "
                 "explicit, and it runs on another mesh. Let both be one mesh, with "
                 "explicit axes.",
-                mesh_texts(context, mesh),
+                [f"of jax.set_mesh: {theirs}", f"the function's: {own}"],
             ) from error
 
     def _is_typed_over(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> bool:

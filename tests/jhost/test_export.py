@@ -47,7 +47,7 @@ def test_an_exported_function_runs_and_is_differentiated(pipeline: str) -> None:
 
 
 def test_what_is_around_a_call_is_exported_with_it() -> None:
-    f = hosted(relu_block, "p2p")
+    f = hosted(relu_block, "p2p", compiler_options=None)
     exported = export.export(jax.jit(lambda *args: f(*args) + 1))(*ARGS)
     assert_same(exported.call(*placed()), relu_block(*ARGS) + 1)
 
