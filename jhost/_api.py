@@ -83,7 +83,8 @@ def jit(
         replication_limit: the bytes that a device may receive for an operation that
             all devices repeat, on values that were spread over them, without a
             `jhost.errors.ReplicationWarning`.
-        compiler_options: XLA options for this function's executables.
+        compiler_options: XLA options for this function's executables.  As for
+            `jax.jit`, a function that is called in another program can have none.
         tuning: what `jhost.tune` measured of this function, once or on several
             arguments; it decides what marks and settings leave open.  One that does
             not hold here is ignored with a warning.

@@ -14,6 +14,7 @@ from jhost._call.arguments import name_of
 from jhost._call.config import Config, plain
 from jhost._call.program import derived_program
 from jhost._call.stages import explained
+from jhost._call.whole import left_whole
 from jhost._primitives import jhost_p
 from jhost.lowering.explain import Explanation, joined
 from jhost.lowering.ir.program import Program
@@ -66,7 +67,8 @@ def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
 
 
 def _explained(call: InnerCall) -> Explanation:
-    explanation = explained(call.program(), call.config)
+    program = left_whole(call.call_jaxpr, call.config) or call.program()
+    explanation = explained(program, call.config)
     return dataclasses.replace(explanation, calls=call.times)
 
 

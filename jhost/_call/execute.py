@@ -17,10 +17,11 @@ import jax
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
+from jhost import errors
 from jhost._call.config import Config
 from jhost._call.left_to_xla import for_xla
 from jhost._call.program import derived_program
-from jhost._call.whole import stays_whole
+from jhost._call.whole import Whole, stays_whole
 from jhost._jax import (
     as_weak,
     cached_by_jaxpr,
@@ -116,7 +117,8 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     # Called from Python, also where a transform has traced the call.
     if stays_whole(call_jaxpr, config.mesh is not None):
         held: Any = weakref.ref(call_jaxpr)  # by which this is cached
-        return jax.jit(lambda *args: evaluate(held(), args))
+        options = dict(config.compiler_options)
+        return jax.jit(lambda *args: evaluate(held(), args), compiler_options=options)
     config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
     compare(program, config)
@@ -141,13 +143,15 @@ def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
     return jax.jit(traced, compiler_options=options)
 
 
-def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
+def executable_options(
+    program: Program | Whole, config: Config
+) -> dict[str, Any] | None:
     """What XLA is told for `program` alone: jhost's wishes, then the user's."""
     return _asked(program, config) | dump.compiler_options() or None
 
 
-def _asked(program: Program, config: Config) -> dict[str, Any]:
-    loops = loops_of(program)
+def _asked(program: Program | Whole, config: Config) -> dict[str, Any]:
+    loops = None if isinstance(program, Whole) else loops_of(program)
     wishes = {} if loops is None else overlap_options(config.mesh, **loops)
     return wishes | dict(config.compiler_options)
 
@@ -189,6 +193,23 @@ def compare(program: Program, config: Config) -> None:
     compare_programs(config.name, config.mesh, describe)
 
 
+def check_has_no_options(config: Config) -> None:
+    """Refuses the user's options for a part of a program, where they would be lost.
+
+    So does JAX, as it traces a `jax.jit` in another (`pjit_staging_rule`).
+
+    Raises:
+        CompilerOptionError: there are some.
+    """
+    if options := dict(config.compiler_options):
+        raise errors.CompilerOptionError(
+            "`compiler_options` can only be passed to top-level `jax.jit` and "
+            f"`jhost.jit`. Got compiler_options={options} specified on a nested "
+            f"jhost.jit with name: {config.name}. XLA takes options for a whole "
+            "program: give them to the jit around."
+        )
+
+
 def _trace_late(
     *args: Any, call_jaxpr: Any, config: Config, devices: int
 ) -> Sequence[Any]:
@@ -198,6 +219,8 @@ def _trace_late(
     the communications, and would have more of them in loops over chunks.  What JAX has
     derived may hold references, which stood in bodies before.
     """
+    if config.embedded:
+        check_has_no_options(config)
     has_mesh = config.mesh is not None
     left = config.left_to_xla or (not has_mesh and devices > 1)
     if left or stays_whole(call_jaxpr, has_mesh):

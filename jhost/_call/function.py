@@ -15,13 +15,17 @@ from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
 from jhost._call.config import Call, Config, derived_params
-from jhost._call.execute import executable_options, is_interpreting
+from jhost._call.execute import (
+    check_has_no_options,
+    executable_options,
+    is_interpreting,
+)
 from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import Key, Source, inside
-from jhost._call.whole import exports_over_devices, over_devices, stays_whole
+from jhost._call.whole import for_devices
 from jhost._jax import (
     Traced,
     def_split,
@@ -64,7 +68,11 @@ class JitFunction(Generic[P, R]):
         self._settings = settings
         self._name = name_of(fun)
         # For where nothing is between devices; and it refuses what JAX does.
-        self._on_one_device = jax.jit(fun, **settings.of_arguments)
+        self._on_one_device = jax.jit(
+            fun,
+            compiler_options=dict(settings.compiler_options or {}),
+            **settings.of_arguments,
+        )
         self._source = Source(fun, settings)
         self._jitted: dict[Key, Any] = {}
         self._uncompared: dict[Key, Any] = {}
@@ -101,7 +109,8 @@ class JitFunction(Generic[P, R]):
             NoMeshError, MeshMismatchError: there is no mesh, or there are several.
             StreamConflictError, StreamDimError, PipelineError, ChunksError: marks that
                 cannot be followed.
-            CompilerOptionError: XLA refuses one of the `compiler_options`.
+            CompilerOptionError: XLA refuses one of the `compiler_options`, or there are
+                some, and the call is part of another program.
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
                 all about to run the same.
             UnsupportedError: a part of JAX that jhost does not take.
@@ -254,12 +263,12 @@ class JitFunction(Generic[P, R]):
         """JAX's stage, with what jhost makes of the function."""
         settled = self._source.settled(key, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
-        named = self._source.names_devices(settled, args, kwargs)
-        call_jaxpr = self._source.call_jaxpr(settled, traced, named)
         config = self._identified(self._source.config(settled), traced, args, kwargs)
+        named = self._source.names_devices(settled, args, kwargs)
+        program, call_jaxpr = self._source.program(settled, traced, named)
         as_lowered = functools.partial(
             stages.Lowered,
-            host_ir=host_program(call_jaxpr, config),
+            program=program,
             config=config,
             call_jaxpr=call_jaxpr,
             consts=traced.consts,
@@ -286,10 +295,7 @@ class JitFunction(Generic[P, R]):
         named = self._source.names_devices(settled, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
         config = dataclasses.replace(self._source.config(settled), compared=compared)
-        options = None
-        if not self._stays_whole(settled, traced):
-            call_jaxpr = self._source.call_jaxpr(settled, traced, named)
-            options = executable_options(host_program(call_jaxpr, config), config)
+        program, _ = self._source.program(settled, traced, named)
 
         # `self` keeps what is made here.  Were that a cycle, arrays that the function
         # closes over would wait for the garbage collector.
@@ -304,7 +310,7 @@ class JitFunction(Generic[P, R]):
         jitted = self._jitted if compared else self._uncompared
         jitted[key] = jax.jit(
             call,
-            compiler_options=options,
+            compiler_options=executable_options(program, config),
             **self._settings.of_arguments,
             **shardings,
         )
@@ -317,7 +323,8 @@ class JitFunction(Generic[P, R]):
         with self._source.explained(key, args, kwargs):
             key = self._source.settled(key, args, kwargs)
             traced = self._source.trace(key, args, kwargs)
-            call_jaxpr = self._source.call_jaxpr(key, traced)
+            whole = self._source.left_whole(key, traced)
+            call_jaxpr = traced.jaxpr if whole else self._source.call_jaxpr(key, traced)
         return Call(call_jaxpr, self._source.config(key), (*traced.consts, *leaves))
 
     def _bind(
@@ -336,9 +343,16 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.settled(key, args, kwargs)
         traced = self._source.trace(key, args, kwargs)
-        if self._stays_whole(key, traced):
-            fun = self._over_devices(key, traced)
-            return (self._whole(fun, key) if embedded else fun)(*args, **kwargs)
+        if self._source.left_whole(key, traced):
+            fun = for_devices(self._fun, traced.jaxpr, key[0])
+            if embedded:  # the program around has no shardings of this function
+                fun = jax.jit(
+                    fun,
+                    compiler_options=dict(self._settings.compiler_options or {}),
+                    **self._settings.of_arguments,
+                    **self._source.named_shardings(key[0]),
+                )
+            return fun(*args, **kwargs)
         config = dataclasses.replace(
             self._source.config(key), embedded=embedded, compared=compared
         )
@@ -349,6 +363,8 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
+        if inside.get():  # it is inlined, and nobody lowers it by itself
+            check_has_no_options(config)
         if inside.get() and explicit is None:  # the program around has it
             return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.
@@ -358,29 +374,6 @@ class JitFunction(Generic[P, R]):
             specs = result_types(traced, given, map(spec_of, program.results))
             call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
-
-    def _stays_whole(self, key: Key, traced: Traced) -> bool:
-        """Whether `jax.jit` is to compile it as it is."""
-        if is_interpreting():
-            return False
-        return stays_whole(traced.jaxpr, key[0] is not None)
-
-    def _over_devices(self, key: Key, traced: Traced) -> Callable[..., R]:
-        """The function, for the devices of the mesh where JAX has to know them."""
-        if key[0] is None or not exports_over_devices(traced.jaxpr):
-            return self._fun
-        return over_devices(self._fun, key[0])
-
-    def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
-        """What `jax.jit` makes of it in a program around."""
-        settings = self._settings
-        shardings = self._source.named_shardings(key[0])
-        return jax.jit(
-            fun,
-            static_argnums=settings.static_argnums,
-            static_argnames=settings.static_argnames,
-            **shardings,
-        )
 
     def _identified(
         self, config: Config, traced: Traced, args: Any, kwargs: Any

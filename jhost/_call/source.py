@@ -10,19 +10,28 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, get_abstract_mesh
 
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
 from jhost._call.config import Config
+from jhost._call.execute import is_interpreting
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
 from jhost._call.meshes import brought_mesh, check_context, inside_mesh
+from jhost._call.program import host_program
 from jhost._call.settings import Settings
-from jhost._call.whole import check_takes_arrays
-from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
+from jhost._call.whole import Whole, check_takes_arrays, left_whole
+from jhost._jax import (
+    Traced,
+    arg_names,
+    result_paths,
+    static_arguments,
+    trace,
+)
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import raise_problems
+from jhost.lowering.ir.program import Program
 from jhost.runtime.compiler_options import explain_refusal
 from jhost.runtime.mesh import (
     AnyMesh,
@@ -33,6 +42,7 @@ from jhost.runtime.mesh import (
     explicit_mesh,
     foreign_arrays,
     mesh_text,
+    mesh_texts,
     resolve_mesh,
 )
 
@@ -188,13 +198,47 @@ class Source:
         """
         mesh = typed_mesh(key[0])
         if mesh is None:
-            return self._automatic(args, kwargs)
+            with self._other_types_explained(key[0], args, kwargs):
+                return self._automatic(args, kwargs)
         try:
             return self._typed(mesh, args, kwargs)
         except Exception:
             with contextlib.suppress(Exception):
                 return self._automatic(args, kwargs)
             raise  # what asks for types in vain without them means those
+
+    @contextmanager
+    def _other_types_explained(
+        self, mesh: AnyMesh | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Generator[None]:
+        """Says so if a function fails because it means types over another mesh.
+
+        Raises:
+            MeshMismatchError: with types over the mesh of the context it can be traced.
+        """
+        try:
+            yield
+        except ValueError as error:
+            context = get_abstract_mesh()
+            if mesh is None or not explicit_axes(context):
+                raise
+            if not self._is_typed_over(context, args, kwargs):
+                raise
+            theirs, own = mesh_texts(context, mesh)
+            raise errors.MeshMismatchError(
+                f"Types in {self.name} are of the axes of jax.set_mesh, which are "
+                "explicit, and it runs on another mesh. Let both be one mesh, with "
+                "explicit axes.",
+                [f"of jax.set_mesh: {theirs}", f"the function's: {own}"],
+            ) from error
+
+    def _is_typed_over(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> bool:
+        """Whether JAX takes the function with types over a mesh."""
+        try:
+            self._typed(mesh, args, kwargs)
+        except Exception:
+            return False
+        return True
 
     def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         types = types_of(self.static.without(args, kwargs))
@@ -228,6 +272,19 @@ class Source:
                 donate_argnums=self.settings.donate_argnums,
                 donate_argnames=self.settings.donate_argnames,
             )
+
+    def program(
+        self, key: Key, traced: Traced, named: bool = False
+    ) -> tuple[Program | Whole, Any]:
+        """What jhost makes of the function, and the jaxpr that it makes it of."""
+        if whole := self.left_whole(key, traced):
+            return whole, traced.jaxpr
+        call_jaxpr = self.call_jaxpr(key, traced, named)
+        return host_program(call_jaxpr, self.config(key)), call_jaxpr
+
+    def left_whole(self, key: Key, traced: Traced) -> Whole | None:
+        """Whether `jax.jit` is to compile the function as it is, and why."""
+        return None if is_interpreting() else left_whole(traced.jaxpr, self.config(key))
 
     def call_jaxpr(self, key: Key, traced: Traced, named: bool = False) -> Any:
         """The traced jaxpr with the shardings of operands and results as marks.

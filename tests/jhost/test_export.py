@@ -47,7 +47,7 @@ def test_an_exported_function_runs_and_is_differentiated(pipeline: str) -> None:
 
 
 def test_what_is_around_a_call_is_exported_with_it() -> None:
-    f = hosted(relu_block, "p2p")
+    f = hosted(relu_block, "p2p", compiler_options=None)
     exported = export.export(jax.jit(lambda *args: f(*args) + 1))(*ARGS)
     assert_same(exported.call(*placed()), relu_block(*ARGS) + 1)
 
@@ -134,7 +134,13 @@ def test_an_exported_program_for_other_devices_is_refused_as_by_jax() -> None:
 def test_an_exported_program_over_devices_with_a_stream_is_refused() -> None:
     f = exported(4, False).call
     streamed = jhost.jit(lambda x: jhost.stream(f(x), axis=0), mesh=mesh_of(tp=4))
-    plain = jhost.jit(lambda x: f(x), mesh=mesh_of(tp=4))
-    for call in (streamed, streamed.lower, plain.lower):
+    for call in (streamed, streamed.lower):
         with pytest.raises(errors.UnsupportedError, match="exported for 4 devices"):
             call(ROW)
+
+
+def test_an_exported_program_over_devices_is_lowered_for_them() -> None:
+    f = jhost.jit(exported(4, False).call, mesh=mesh_of(tp=4), in_shardings=P("tp"))
+    compiled = f.lower(jax.ShapeDtypeStruct(ROW.shape, ROW.dtype)).compile()
+    assert_close(compiled(*jax.device_put((ROW,), compiled.input_shardings[0])), f(ROW))
+    assert "exported for 4 devices" in str(jhost.explain(f, ROW))
