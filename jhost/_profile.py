@@ -67,7 +67,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     _check_arrays(by_name(f.__wrapped__, args, kwargs))
     compiled = f.lower(*args, **kwargs).compile()
     devices, program = devices_of(compiled.mesh), compiled.host_ir
-    call = _caller(compiled, *f.without_static(args, kwargs))
+    call = _caller(compiled, *f.__jhost_source__.static.without(args, kwargs))
     # XLA's CPU devices share their threads: two calls at once would hinder each other.
     wait = devices.platform == "cpu"
     _repeat(call, _WARM_UP, wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary, proxy
 
@@ -14,7 +14,7 @@ import jax
 from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
-from jhost._call.config import Call, Config, derived_params
+from jhost._call.config import Config, derived_params
 from jhost._call.execute import executable_options, is_interpreting
 from jhost._call.explicit import result_types
 from jhost._call.program import host_program
@@ -244,11 +244,13 @@ class JitFunction(Generic[P, R]):
 
     # --- Calls ---------------------------------------------------------------- #
 
-    def without_static(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments that what is compiled takes."""
-        return self._source.static.without(args, kwargs)
+    @property
+    def __jhost_source__(self) -> Source:
+        """The function with its settings: for `tune`, `profile`, `testing`, `explain`.
+
+        As `__jax_array__` it is between libraries' own modules, and no user's.
+        """
+        return self._source
 
     def _staged(self, key: Key, args: Any, kwargs: Any) -> stages.Traced:
         """JAX's stage, with what jhost makes of the function."""
@@ -309,16 +311,6 @@ class JitFunction(Generic[P, R]):
             **shardings,
         )
         return jitted[key]
-
-    def as_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """What a call of the function with these arguments runs, and on what."""
-        leaves = self._source.leaves(args, kwargs)
-        key = self._source.key(leaves)
-        with self._source.explained(key, args, kwargs):
-            key = self._source.settled(key, args, kwargs)
-            traced = self._source.trace(key, args, kwargs)
-            call_jaxpr = self._source.call_jaxpr(key, traced)
-        return Call(call_jaxpr, self._source.config(key), (*traced.consts, *leaves))
 
     def _bind(
         self,

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
-from jhost._call.config import Config
+from jhost._call.config import Call, Config
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
 from jhost._call.meshes import brought_mesh, check_context, inside_mesh
 from jhost._call.settings import Settings
@@ -258,6 +258,16 @@ class Source:
             marked = auto_mesh(mesh)
             marked = marked.abstract_mesh if named else marked
             return shardings.annotate(jaxpr, marked, in_specs, out_specs)
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """What a call of the function with these arguments runs, and on what."""
+        leaves = self.leaves(args, kwargs)
+        key = self.key(leaves)
+        with self.explained(key, args, kwargs):
+            key = self.settled(key, args, kwargs)
+            traced = self.trace(key, args, kwargs)
+            call_jaxpr = self.call_jaxpr(key, traced)
+        return Call(call_jaxpr, self.config(key), (*traced.consts, *leaves))
 
     def specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""

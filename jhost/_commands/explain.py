@@ -208,7 +208,8 @@ def _explained(
 ) -> tuple[Explanation, list[Any]]:
     """The explanation, and the programs if they are asked for."""
     if isinstance(function, JitFunction):
-        call = function.with_options(**options).as_call(tuple(args), {})
+        source = function.with_options(**options).__jhost_source__
+        call = source.call(tuple(args), {})
         program = host_program(call.call_jaxpr, call.config)
         return explained(program, call.config), [program] if host_ir else []
     explanation = explain_around(function, args, {})

@@ -66,7 +66,7 @@ class Case:
         self.args = args
         self.kwargs = kwargs
         self.gradients = gradients
-        self.mesh = f.as_call(args, kwargs).config.mesh
+        self.mesh = f.__jhost_source__.call(args, kwargs).config.mesh
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
@@ -92,7 +92,8 @@ class Case:
         Raises:
             PipelineError: no stream can have it; that of one device, none has.
         """
-        program = derived_program(*f.as_call(self.args, self.kwargs)[:2])
+        call = f.__jhost_source__.call(self.args, self.kwargs)
+        program = derived_program(call.call_jaxpr, call.config)
         remarks = said_remarks(program)
         streams = [each for each in remarks if isinstance(each, StreamReport)]
         wish = f'pipeline="{pipeline}" of jhost.jit cannot be'
