@@ -46,7 +46,6 @@ def jit(
     inline: Inline = False,
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
-    streams: int = 4,
     replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
@@ -79,7 +78,6 @@ def jit(
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
             over devices with work behind them go beside it, by permutes, where that is
             predicted to gain, or with `"p2p"` of the whole function.
-        streams: how many streams the iterations of a loop take turns on.
         replication_limit: the bytes that a device may receive for an operation that
             all devices repeat, on values that were spread over them, without a
             `jhost.errors.ReplicationWarning`.
@@ -93,8 +91,7 @@ def jit(
         arrays of the global shapes and of the dtypes that `f` does.
 
     Raises:
-        OptionError: a pipeline that there is not, fewer than one stream, or a limit
-            below 0.
+        OptionError: a pipeline that there is not, or a limit below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument of another type.
         NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
@@ -121,7 +118,6 @@ def jit(
         inline=inline,
         chunks=chunks,
         pipeline=pipeline,
-        streams=streams,
         replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,

@@ -47,7 +47,7 @@ class Candidate:
         text: the way in words.
         pipeline: "p2p" or "collective"; None for no pipeline.
         chunks: how many; None with no pipeline, or as many as the pipeline has unasked.
-        streams: on how many the loop takes turns; None for those of `jhost.jit`.
+        streams: on how many the loop takes turns; None for jhost's default.
         minimum: seconds of the fastest call.
         median: seconds of the median call.
         predicted: seconds by the cost model; None if it does not know the devices.

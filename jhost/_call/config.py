@@ -26,15 +26,17 @@ class Config:
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
     order to run: not those of `lower`, which one process may call alone.  `role` and
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.
+    names for messages, of a program that JAX has made without any.  `streams` is how
+    many streams a loop's iterations take turns on: no argument of `jhost.jit`, as a GPU
+    has one queue for computations, and `jhost.tune` tries fewer where that may gain.
     """
 
     name: str
     mesh: AnyMesh | None
     chunks: int | Literal["auto"]
     pipeline: Pipeline
-    streams: int
     replication_limit: int
+    streams: int = 4
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()
     embedded: bool = False

@@ -32,7 +32,6 @@ class Settings:
     inline: Inline = False
     chunks: Chunks = "auto"
     pipeline: Pipeline = "auto"
-    streams: int = 4
     replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
@@ -90,7 +89,6 @@ class Options(TypedDict, total=False):
     inline: Inline
     chunks: Chunks
     pipeline: Pipeline
-    streams: int
     replication_limit: int
     compiler_options: Mapping[str, Any] | None
     tuning: Tuning | Sequence[Tuning] | None
@@ -118,12 +116,6 @@ def check(settings: Settings) -> None:
         raise errors.OptionError(
             f"jhost.jit got replication_limit={settings.replication_limit!r}, but "
             "needs a number of bytes, of at least 0."
-        )
-    streams = as_int(settings.streams)
-    if streams is None or streams < 1:
-        raise errors.OptionError(
-            f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
-            "1."
         )
 
 

@@ -172,7 +172,6 @@ class Source:
             mesh=None if key[0] is None else auto_mesh(key[0]),
             chunks=settings.chunks or "auto",
             pipeline=settings.pipeline,
-            streams=settings.streams,
             replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),
             tunings=settings.tunings,

@@ -57,8 +57,8 @@ class StreamChoice(OnLines):
             was found better.
         by_name: whether the user named the pipeline, which then stands even where it
             gains nothing.
-        streams: on how many a loop's iterations take turns at most; None for as many
-            as the function says.
+        streams: on how many a loop's iterations take turns at most; None for jhost's
+            default.
         zigzag: whether causal loops work on sequences in zigzag order where they can.
         sums: where contractions over all chunks stand, such as weights' gradients.
         reason: why this was chosen.
