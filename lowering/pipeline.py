@@ -17,10 +17,10 @@ from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.values import SaidNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.partial_carry import CarryPartialSums
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
@@ -28,7 +28,7 @@ from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.pad_uneven import PadUneven
-from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
 

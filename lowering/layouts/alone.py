@@ -14,7 +14,7 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.levels import Crossing, Level
-from jhost.lowering.layouts.propagate import solve_program
+from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
 
 
