@@ -39,7 +39,7 @@ from jhost._calibrate.chains import (
 )
 from jhost._progress import Progress, no_progress
 from jhost._timing import take_turns
-from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic
+from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, Transfer
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import PUTS
@@ -177,7 +177,7 @@ class Measuring:
         if count > 2:
             yield _IN_PAIRS, 2
 
-    def moved(self) -> Iterator[Moved]:
+    def moved(self) -> Iterator[Transfer]:
         for kinds, count in self.groups():
             mesh = Mesh(np.array(self.devices[:count]), (AXIS,))
             for kind in kinds:
@@ -193,7 +193,7 @@ class Measuring:
         """Whether NCCL makes permutes that are one-sided."""
         return not why_no_puts(self.mesh)
 
-    def puts(self) -> Iterator[Moved]:
+    def puts(self) -> Iterator[Transfer]:
         for size in _SIZES if self.can_put else ():
             held = self.size(size, self.mesh.size)
             yield self.move(self.mesh, "CollectivePermute", held, "put", PUTS)
@@ -205,7 +205,7 @@ class Measuring:
         held: int,
         said: str = "",
         more: Mapping[str, Any] | None = None,
-    ) -> Moved:
+    ) -> Transfer:
         self.bar.step(f"{said or kind} of {held / 1e6:.3g} MB among {mesh.size}")
         step, operands = communicate(kind, mesh.size), [row(mesh, held)]
         chain = chained(step)
@@ -214,7 +214,7 @@ class Measuring:
             chain = beside(step, touch)
             operands.append(small(mesh))
         cost = self.cost(mesh, chain, operands, more=more)
-        return Moved(
+        return Transfer(
             kind=kind,
             devices=mesh.size,
             held=held,

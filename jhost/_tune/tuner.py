@@ -98,9 +98,9 @@ class Tuner:
         """Measures the candidates for some marks alike, and settles on the best."""
         program, chooser = self.plan.program, self.plan.passes.choice
         mark = open_marks(program)[numbers[0]]
-        trial = chooser.trial(program, self.marks, numbers)
-        outcomes = trial.measurable(mark)
-        left_out = list(trial.refusals)
+        evaluation = chooser.evaluation(program, self.marks, numbers)
+        outcomes = evaluation.measurable(mark)
+        left_out = list(evaluation.refusals)
         ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
         ranked = self.ranked(ready)
         if ranked:

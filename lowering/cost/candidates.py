@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
-from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice, Sums
 from jhost.lowering.ir.program import Program
@@ -62,22 +62,22 @@ class Outcome:
     program: Program
 
 
-class Trial:
-    """The candidates for the marks of a part that are alike, the others as they are.
+class Evaluation:
+    """The candidates for the marks of a section that are alike, the others as they are.
 
     Candidates that are `to_measure` include what cannot win by prediction.
     """
 
     def __init__(
         self,
-        part: Part,
+        section: Section,
         following: Sequence[FollowingPass],
         rates: Rates | None,
         *,
         to_measure: bool = False,
     ) -> None:
-        self.part = part
-        self.marks = all_marks(part.program)
+        self.section = section
+        self.marks = all_marks(section.program)
         self.following = following
         self.rates = rates
         self.to_measure = to_measure
@@ -88,7 +88,7 @@ class Trial:
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
         for candidate in self.candidates(mark):
-            if (outcome := self.weigh(candidate)) is not None:
+            if (outcome := self.evaluate(candidate)) is not None:
                 self.outcomes.append(self.with_sums_elsewhere(outcome))
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
@@ -121,12 +121,12 @@ class Trial:
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
         for candidate in self.candidates(mark):
-            if (outcome := self.weigh(candidate)) is not None:
+            if (outcome := self.evaluate(candidate)) is not None:
                 self.outcomes.append(outcome)
             if outcome is not None and candidate.pipeline == "p2p":
-                fewer = self.weigh(dataclasses.replace(candidate, streams=2))
+                fewer = self.evaluate(dataclasses.replace(candidate, streams=2))
                 others = [
-                    self.weigh(dataclasses.replace(candidate, sums=sums))
+                    self.evaluate(dataclasses.replace(candidate, sums=sums))
                     for sums in _SUMS
                 ]
                 self.outcomes += [other for other in (fewer, *others) if other]
@@ -165,7 +165,7 @@ class Trial:
 
     def others_pipelined(self) -> bool:
         """Whether a stream of other marks may reach the value."""
-        others = (m for n, m in enumerate(self.marks) if n not in self.part.numbers)
+        others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
         return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
 
     def hides_too_little(self) -> bool:
@@ -190,13 +190,13 @@ class Trial:
                     return report.chunks
         return None
 
-    def weigh(self, candidate: StreamChoice) -> Outcome | None:
+    def evaluate(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
         marks = list(self.marks)
-        settle(marks, self.part.numbers, candidate)
-        # All of the part is lowered anew, since layouts depend on the choice as well.
-        program = with_marks(self.part.program, marks)
+        settle(marks, self.section.numbers, candidate)
+        # The whole section is lowered anew: layouts depend on the choice as well.
+        program = with_marks(self.section.program, marks)
         text = _text(candidate)
         try:
             for step in self.following:
@@ -222,9 +222,9 @@ class Trial:
         (_, prediction), *_ = by_permutes(
             program,
             rates,
-            in_body=self.part.in_body,
-            in_pieces=self.part.in_pieces,
-            carried=self.part.carried,
+            in_body=self.section.in_body,
+            in_pieces=self.section.in_pieces,
+            carried=self.section.carried,
             followed=True,
         )
         self.predictions.append((program, prediction))
@@ -257,7 +257,7 @@ class Trial:
 
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
-        other = self.weigh(mark)
+        other = self.evaluate(mark)
         if other is None or other.program.body is outcome.program.body:
             return outcome
         if str(other.program) == str(outcome.program):

@@ -10,7 +10,7 @@ from jhost.lowering.cost.kernels import (
     made_by_contraction,
     read_in_place,
 )
-from jhost.lowering.cost.places import Places
+from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import read_whole, touched
 from jhost.lowering.ir.index import Rank, leaves
@@ -27,7 +27,7 @@ class Copies:
     """
 
     def __init__(
-        self, places: Places, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
+        self, places: Writers, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
     ) -> None:
         self.places = places
         self.in_pieces = in_pieces

@@ -54,7 +54,7 @@ def kernels(
     compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
 ) -> list[Kernel]:
     """The kernels of `compute` on one device, in the iteration `at`."""
-    return [step.kernel for step in _Unit(compute, mesh, at).steps()]
+    return [step.kernel for step in _UnitKernels(compute, mesh, at).steps()]
 
 
 def steps_for(
@@ -64,7 +64,7 @@ def steps_for(
     urgent: Set[int],
 ) -> list[Launch]:
     """The kernels in an order in which they can run, what `urgent` needs first."""
-    steps = list(_Unit(compute, mesh, at).steps())
+    steps = list(_UnitKernels(compute, mesh, at).steps())
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
     ordered: dict[int, Launch] = {}
 
@@ -90,7 +90,7 @@ def handed_on(unit: Unit) -> dict[int, int]:
     return found
 
 
-class _Unit:
+class _UnitKernels:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:

@@ -23,8 +23,8 @@ from jhost.lowering.cost.kernels import (
     kernels,
     steps_for,
 )
-from jhost.lowering.cost.places import Places
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
@@ -127,7 +127,7 @@ class _Unrolled(Machine):
         # No device does more than the last one, whose queries see most keys.
         self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
-        self.places = Places()
+        self.places = Writers()
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0

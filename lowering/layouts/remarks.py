@@ -20,7 +20,7 @@ from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.layouts.solver import Score
 from jhost.lowering.rules.work import flops_of
-from jhost.lowering.streams.parts import whole_reason
+from jhost.lowering.streams.participation import whole_reason
 
 
 class _Reason(NamedTuple):

@@ -20,7 +20,7 @@ from jhost.lowering.loops.chunk import MAIN, Work
 from jhost.lowering.loops.collective import INDEX, on_stream
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import OWN, P2PLoop
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.streams.participation import Access
 
 PIECE = LoopIndex("p")
 

@@ -30,7 +30,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
-from jhost.lowering.streams.parts import Part
+from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import unit_of
 
 
@@ -259,7 +259,7 @@ class LoopBuilder:
             notes=tuple(self.notes),
         )
 
-    def part(self, node: Node) -> Part:
+    def part(self, node: Node) -> Participation:
         return self.parts[id(node)]
 
 

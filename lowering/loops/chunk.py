@@ -18,7 +18,7 @@ from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.names import Names
 from jhost.lowering.loops.legality import Pipelining
-from jhost.lowering.streams.parts import Access, Part
+from jhost.lowering.streams.participation import Access, Participation
 from jhost.lowering.units.make import unit_of
 
 MAIN = ir.Stream(name="main")
@@ -34,7 +34,7 @@ class Work:
     """
 
     nodes: Group
-    parts: Mapping[int, Part]
+    parts: Mapping[int, Participation]
     readers: Mapping[str, Sequence[int]]
     stream: str
     extent: int
@@ -43,7 +43,7 @@ class Work:
     streams: int
     names: Names
 
-    def part(self, node: Node) -> Part:
+    def part(self, node: Node) -> Participation:
         return self.parts[id(node)]
 
     def leaves(self, buffer: ir.Buffer) -> bool:

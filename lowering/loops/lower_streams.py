@@ -27,7 +27,7 @@ from jhost.lowering.loops.builder import Built, LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
-from jhost.lowering.streams.parts import Access, part_of
+from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 
@@ -289,7 +289,7 @@ def _made_whole(
             continue
         position = [buffer.name for buffer in node.writes].index(name)
         access = Access(mark.dim, Fraction(1))
-        part = part_of(node, "", True, position, access, mesh)
+        part = participation_of(node, "", True, position, access, mesh)
         if isinstance(part, str):
             yield f"axis={mark.dim} at {mark.where}: {part}"
 

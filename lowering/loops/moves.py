@@ -29,7 +29,7 @@ from jhost.lowering.loops.causal import hidden_steps
 from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
 from jhost.lowering.loops.collective import chunk_size
 from jhost.lowering.rules.reducers import COMBINE, Reducer
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.streams.participation import Access
 from jhost.lowering.units.make import unit_of
 
 

@@ -17,7 +17,7 @@ from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.loops.chunk import MAIN, Work
 from jhost.lowering.loops.collective import INDEX, in_turns, on_stream
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.streams.participation import Access
 
 OWN = ir.Stream(name="own")
 """The queue of the device's own chunk, which no transfer waits for."""

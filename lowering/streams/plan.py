@@ -22,7 +22,13 @@ from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.parts import ONE, Access, Part, part_of, undivided
+from jhost.lowering.streams.participation import (
+    ONE,
+    Access,
+    Participation,
+    participation_of,
+    undivided,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +42,12 @@ class StreamPlan:
     """
 
     marks: Mapping[str, StreamChoice]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, Participation]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
     merged: Sequence[tuple[str, str]] = ()
 
-    def parts_of(self, stream: str) -> dict[int, Part]:
+    def parts_of(self, stream: str) -> dict[int, Participation]:
         """The nodes that join `stream`."""
         return {n: part for n, part in self.parts.items() if part.stream == stream}
 
@@ -104,7 +110,7 @@ class _Propagation:
         self.serial = serial
         self.mesh = mesh
         self.values: dict[str, tuple[str, Access]] = {}
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Participation] = {}
         self.steps: dict[str, Fraction] = {}
         self.offered: dict[str, Fraction] = {}
         self.declined: dict[int, str] = {}
@@ -142,8 +148,8 @@ class _Propagation:
             here = (joined.writes if writes else joined.reads).get(position)
             self.meet(stream, access, joined.stream, here)
             return
-        part = part_of(node, stream, writes, position, access, self.mesh)
-        if isinstance(part, Part):
+        part = participation_of(node, stream, writes, position, access, self.mesh)
+        if isinstance(part, Participation):
             part = self.admit(node, part)
         if isinstance(part, str):
             # The first reason stands: that of the nearest mark.
@@ -156,7 +162,7 @@ class _Propagation:
             for index, new in accesses.items():
                 self.reach(buffers[index], stream, new)
 
-    def admit(self, node: Node, part: Part) -> Part | str:
+    def admit(self, node: Node, part: Participation) -> Participation | str:
         """`part`, unless a result belongs to another stream or is serial."""
         for position, buffer in enumerate(node.writes):
             if buffer.name in self.serial:
@@ -182,7 +188,7 @@ class _Propagation:
             return f"it has {has}, fewer than the {count} chunks asked for"
         return part
 
-    def common_steps(self, stream: str, part: Part) -> Fraction:
+    def common_steps(self, stream: str, part: Participation) -> Fraction:
         """The steps of the loop that borders of all parts can follow."""
         own = part.steps
         return _gcd(self.steps.get(stream, own), own)
@@ -271,7 +277,7 @@ class _Propagation:
             extents[stream] = int(steps) if steps.denominator == 1 else 1
         return StreamPlan(marks, parts, extents, self.declined, self.pairs)
 
-    def without_whole_steps(self, parts: Mapping[int, Part]) -> list[int]:
+    def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
         """The parts that joined before the groups were known, and are not so cut.
 
         Those that stand beside one that stays are where the stream ends.
@@ -290,7 +296,7 @@ class _Propagation:
         return left_out
 
 
-def _common_denominator(parts: Iterable[Part]) -> Fraction:
+def _common_denominator(parts: Iterable[Participation]) -> Fraction:
     """By how much all groups have to be scaled up to be whole."""
     denominators = [
         access.groups.denominator

@@ -27,7 +27,7 @@ from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._tune import tuner
 from jhost._tune.operands import drawn
 from jhost._tuning import Candidate
-from jhost.lowering.cost.candidates import Trial
+from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
@@ -263,7 +263,10 @@ def refused(*_: Any) -> Any:
 
 GOES_WRONG: dict[str, tuple[str, Any]] = {
     "nothing": ("jhost._tune.tuner.WARMUPS", 1),
-    "no candidate lowers": (f"{Trial.__module__}.Trial.measurable", lambda *_: []),
+    "no candidate lowers": (
+        f"{Evaluation.__module__}.Evaluation.measurable",
+        lambda *_: [],
+    ),
     "none compiles": ("jhost._call.execute.emit", refused),
     "none is right": ("jhost._tune.tuner.beyond_tolerance", lambda *_: ["they differ"]),
     "none is hopeless": ("jhost._tune.tuner._HOPELESS", 1e9),
