@@ -12,7 +12,7 @@ from jhost._annotate import Chunks, Pipeline
 from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
-from jhost._jax import Inline, Names, Nums
+from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
 from jhost.lowering.explain import Explanation
 from jhost.runtime.mesh import AnyMesh
@@ -38,10 +38,10 @@ def jit(
     mesh: AnyMesh | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    static_argnums: Nums = None,
-    static_argnames: Names = None,
-    donate_argnums: Nums = None,
-    donate_argnames: Names = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
     keep_unused: bool = False,
     inline: Inline = False,
     chunks: Chunks = "auto",

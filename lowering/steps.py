@@ -17,7 +17,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.ir.unit_printer import aval_text, type_text
-from jhost.lowering.rules.collectives import Written, written_in
+from jhost.lowering.rules.collectives import WrittenCollective, written_in
 from jhost.lowering.rules.dim_rule import shape_of
 
 
@@ -163,7 +163,7 @@ def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step
 
 
 def _as_written(
-    found: Written, where: str, mesh: Mapping[str, int], times: int
+    found: WrittenCollective, where: str, mesh: Mapping[str, int], times: int
 ) -> Step:
     value, most = aval_text(found.source), found.room or found.source
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"

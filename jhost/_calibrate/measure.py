@@ -77,7 +77,7 @@ _ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cost:
+class _Seconds:
     """Seconds of one operation on the devices, and of the host to launch it."""
 
     seconds: float
@@ -128,7 +128,7 @@ class Measuring:
 
     # --- What one device does ------------------------------------------------- #
 
-    def kernel(self) -> _Cost:
+    def kernel(self) -> _Seconds:
         self.bar.step("launches of kernels")
         x, gpu = small(self.mesh), self.devices[0].platform == "gpu"
         more = _ONE_BY_ONE if gpu else {}
@@ -248,7 +248,7 @@ class Measuring:
         *,
         times: int = 1,
         more: Mapping[str, Any] | None = None,
-    ) -> _Cost:
+    ) -> _Seconds:
         """What one more step takes in a chain, which is `times` as long as usual."""
         given = [self.first(mesh), *operands]
         short, long = (
@@ -259,7 +259,7 @@ class Measuring:
         count = times * (_LONG - _SHORT)
         each = (seconds["long"] - seconds["short"]) / count
         # A difference of times, unless noise is all there is of it.
-        return _Cost(
+        return _Seconds(
             seconds=each if each > 0 else seconds["long"] / (times * _LONG),
             host=max(0.0, (_host(long) - _host(short)) / count),
         )

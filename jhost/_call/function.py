@@ -20,10 +20,10 @@ from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
-from jhost._call.source import Key, Source, inside
+from jhost._call.source import CallKey, Source, inside
 from jhost._call.whole import exports_over_devices, over_devices, stays_whole
 from jhost._jax import (
-    Traced,
+    TracedCall,
     def_split,
     forget_traces,
     is_tracing,
@@ -66,8 +66,8 @@ class JitFunction(Generic[P, R]):
         # For where nothing is between devices; and it refuses what JAX does.
         self._on_one_device = jax.jit(fun, **settings.of_arguments)
         self._source = Source(fun, settings)
-        self._jitted: dict[Key, Any] = {}
-        self._uncompared: dict[Key, Any] = {}
+        self._jitted: dict[CallKey, Any] = {}
+        self._uncompared: dict[CallKey, Any] = {}
         self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
@@ -252,7 +252,7 @@ class JitFunction(Generic[P, R]):
         """
         return self._source
 
-    def _staged(self, key: Key, args: Any, kwargs: Any) -> stages.Traced:
+    def _staged(self, key: CallKey, args: Any, kwargs: Any) -> stages.Traced:
         """JAX's stage, with what jhost makes of the function."""
         settled = self._source.settled(key, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
@@ -269,7 +269,7 @@ class JitFunction(Generic[P, R]):
         jitted = self._jitted_alone(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
 
-    def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
+    def _jitted_alone(self, key: CallKey, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use, which one of several processes may call."""
         settled = self._source.settled(key, args, kwargs)
         if len(processes_of(settled[0])) < 2:
@@ -280,7 +280,7 @@ class JitFunction(Generic[P, R]):
         )
 
     def _make_jitted(
-        self, key: Key, args: Any, kwargs: Any, compared: bool = True
+        self, key: CallKey, args: Any, kwargs: Any, compared: bool = True
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         settled = self._source.settled(key, args, kwargs)
@@ -314,7 +314,7 @@ class JitFunction(Generic[P, R]):
 
     def _bind(
         self,
-        key: Key,
+        key: CallKey,
         args: Any,
         kwargs: Any,
         *,
@@ -351,19 +351,19 @@ class JitFunction(Generic[P, R]):
             call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
-    def _stays_whole(self, key: Key, traced: Traced) -> bool:
+    def _stays_whole(self, key: CallKey, traced: TracedCall) -> bool:
         """Whether `jax.jit` is to compile it as it is."""
         if is_interpreting():
             return False
         return stays_whole(traced.jaxpr, key[0] is not None)
 
-    def _over_devices(self, key: Key, traced: Traced) -> Callable[..., R]:
+    def _over_devices(self, key: CallKey, traced: TracedCall) -> Callable[..., R]:
         """The function, for the devices of the mesh where JAX has to know them."""
         if key[0] is None or not exports_over_devices(traced.jaxpr):
             return self._fun
         return over_devices(self._fun, key[0])
 
-    def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
+    def _whole(self, fun: Callable[..., R], key: CallKey) -> Callable[..., R]:
         """What `jax.jit` makes of it in a program around."""
         settings = self._settings
         shardings = self._source.named_shardings(key[0])
@@ -375,7 +375,7 @@ class JitFunction(Generic[P, R]):
         )
 
     def _identified(
-        self, config: Config, traced: Traced, args: Any, kwargs: Any
+        self, config: Config, traced: TracedCall, args: Any, kwargs: Any
     ) -> Config:
         """With all that processes compare, where there are several."""
         if len(processes_of(config.mesh)) < 2:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._call import shardings
-from jhost._jax import Inline, Names, Nums
+from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
 from jhost.runtime.mesh import AnyMesh, mesh_text
 
@@ -24,10 +24,10 @@ class Settings:
     mesh: AnyMesh | None = None
     in_shardings: Any = None
     out_shardings: Any = None
-    static_argnums: Nums = None
-    static_argnames: Names = None
-    donate_argnums: Nums = None
-    donate_argnames: Names = None
+    static_argnums: ArgNums = None
+    static_argnames: ArgNames = None
+    donate_argnums: ArgNums = None
+    donate_argnames: ArgNames = None
     keep_unused: bool = False
     inline: Inline = False
     chunks: Chunks = "auto"
@@ -81,10 +81,10 @@ class Options(TypedDict, total=False):
     mesh: AnyMesh | None
     in_shardings: Any
     out_shardings: Any
-    static_argnums: Nums
-    static_argnames: Names
-    donate_argnums: Nums
-    donate_argnames: Names
+    static_argnums: ArgNums
+    static_argnames: ArgNames
+    donate_argnums: ArgNums
+    donate_argnames: ArgNames
     keep_unused: bool
     inline: Inline
     chunks: Chunks

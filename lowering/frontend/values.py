@@ -11,7 +11,7 @@ from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
 from jhost.lowering.frontend.value_names import Variables, handed_on, value_names
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 
 
 class SaidNames(NamedTuple):
@@ -39,7 +39,7 @@ class Values:
     def __init__(
         self, flat: FlatJaxpr, result_names: Mapping[Var, str], said_names: SaidNames
     ) -> None:
-        self.names = Names()
+        self.names = FreshNames()
         self.body: list[ir.Stmt] = []
         self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()

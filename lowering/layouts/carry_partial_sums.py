@@ -26,7 +26,7 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Partial, size_in_bytes
 from jhost.lowering.ir.marks import ShardMark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Remark
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -56,7 +56,7 @@ class CarryPartialSums(EachProgram):
     def change(self, program: Program) -> Program:
         if not any(isinstance(stmt, Scan) for stmt in program.body):
             return program
-        names, zeros = Names.of(program), dict[str, Any]()
+        names, zeros = FreshNames.of(program), dict[str, Any]()
         body: list[Stmt] = []
         remarks: list[Remark] = []
         mesh = dict(program.mesh.shape)
@@ -87,7 +87,9 @@ def _zeros_of(stmt: Stmt) -> dict[str, Any]:
     return {} if np.any(np.asarray(value)) else {stmt.outs[0].name: value}
 
 
-def _summed_behind(stmt: Scan, zeros: Mapping[str, Any], names: Names) -> list[Stmt]:
+def _summed_behind(
+    stmt: Scan, zeros: Mapping[str, Any], names: FreshNames
+) -> list[Stmt]:
     """A scan, and behind it the reductions of what need not be reduced in it."""
     result: list[Stmt] = []
     carrying = _with_partial_carry(stmt, zeros)
@@ -155,7 +157,7 @@ class _Trial:
 
     def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
         self.stmt, self.partial = stmt, partial
-        self.names = Names.of(stmt.body)
+        self.names = FreshNames.of(stmt.body)
         self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
         self.begun = {
             number: Reshard(
@@ -265,7 +267,7 @@ def _reducing_behind(
     Returns:
         The program, and the names of the stacked values, of all or of those `chosen`.
     """
-    names, behind = Names.of(program), set[str]()
+    names, behind = FreshNames.of(program), set[str]()
     body: list[Stmt] = []
     for stmt in program.body:
         if isinstance(stmt, Scan):
@@ -279,14 +281,14 @@ def _reducing_behind(
 
 
 def _stacking_partial(
-    stmt: Scan, wanted: Sequence[Buffer], names: Names
+    stmt: Scan, wanted: Sequence[Buffer], names: FreshNames
 ) -> tuple[Scan, list[Reshard]]:
     """A scan that stacks partial sums, as far as it can, and their reductions."""
     program = stmt.body
     needed = {result.name for result in program.results}
     body = Body(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
-    inner, mesh = Names.of(program), dict(program.mesh.shape)
+    inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
     results, ys = list(program.results), list(stmt.ys)
     reshards: list[Reshard] = []
     dropped: list[str] = []
@@ -312,7 +314,10 @@ def _stacking_partial(
 
 
 def _reduced_behind(
-    stmt: Scan, found: Mapping[int, Partial], zeros: Mapping[str, Any], names: Names
+    stmt: Scan,
+    found: Mapping[int, Partial],
+    zeros: Mapping[str, Any],
+    names: FreshNames,
 ) -> list[Stmt]:
     """Sums begin with nothing on each device: what they begin with is added behind.
 

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeGuard
 
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import Partial, axes_size, dims_of, layout_of, local_shape
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import Assignment, Operation, operation
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
 from jhost.lowering.rules.reducers import Reducer
@@ -114,7 +114,7 @@ def behind(
     body: Body,
     fixed: AbstractSet[str],
     mesh: Mapping[str, int],
-    names: Names,
+    names: FreshNames,
 ) -> list[Change] | None:
     """The changes that carry the reductions of some operands behind `stmt`.
 
@@ -168,7 +168,7 @@ def reduced_last(
     body: Body,
     fixed: AbstractSet[str],
     mesh: Mapping[str, int],
-    names: Names,
+    names: FreshNames,
 ) -> Reshard | None:
     """The reduction of a sum that is the last thing done to make a value, if it can be.
 
@@ -214,7 +214,7 @@ class _Carrier:
         partial: Partial,
         positions: frozenset[int],
         mesh: Mapping[str, int],
-        names: Names,
+        names: FreshNames,
     ) -> None:
         self.stmt = stmt
         self.body = body

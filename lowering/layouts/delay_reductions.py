@@ -23,17 +23,17 @@ from jhost.lowering.ir.marks import (
     StreamChoice,
     StreamRequest,
 )
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.said import said
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
 from jhost.lowering.layouts.commute import Body, behind, is_reduction
-from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
 from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
 from jhost.lowering.layouts.reshard import plan_reshard
+from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ def _reduces(program: Program) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cost:
+class _ReductionCost:
     """The bytes and the number of communications of reshards, or a difference."""
 
-    moved: Moved = NOTHING
+    moved: TransferBytes = NOTHING
     communications: int = 0
 
-    def __add__(self, other: _Cost) -> _Cost:
+    def __add__(self, other: _ReductionCost) -> _ReductionCost:
         count = self.communications + other.communications
-        return _Cost(self.moved + other.moved, count)
+        return _ReductionCost(self.moved + other.moved, count)
 
-    def __sub__(self, other: _Cost) -> _Cost:
+    def __sub__(self, other: _ReductionCost) -> _ReductionCost:
         count = self.communications - other.communications
-        return _Cost(self.moved - other.moved, count)
+        return _ReductionCost(self.moved - other.moved, count)
 
-    def improves(self, other: _Cost) -> bool:
+    def improves(self, other: _ReductionCost) -> bool:
         """Whether something falls and nothing grows."""
         mine, others = self.terms(), other.terms()
         return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
@@ -90,7 +90,7 @@ class _Delayer:
         self.program = program
         self.mesh = dict(program.mesh.shape)
         self.streamed = streamed
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         given = [m for m in program.marks if not isinstance(m, BarrierMark)]
         fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
         self.fixed = {mark.buffer for mark in fixed}
@@ -141,7 +141,7 @@ class _Delayer:
         body, seen, reached = self.body, {start}, {start}
         waiting = self.readers(start)
         heapq.heapify(waiting)
-        cost, least, best, last = _Cost(), _Cost(), 0, -1
+        cost, least, best, last = _ReductionCost(), _ReductionCost(), 0, -1
         while waiting:
             place = heapq.heappop(waiting)
             if place == last:
@@ -174,9 +174,9 @@ class _Delayer:
 
     # --- What it costs -------------------------------------------------------- #
 
-    def growth(self, count: int) -> _Cost:
+    def growth(self, count: int) -> _ReductionCost:
         """The cost that the changes after the first `count` add."""
-        grown = _Cost()
+        grown = _ReductionCost()
         for place, old in self.body.before(count).items():
             for stmt in self.body.places[place]:
                 grown += self.cost_of(stmt)
@@ -184,16 +184,16 @@ class _Delayer:
                 grown -= self.cost_of(stmt)
         return grown
 
-    def cost_of(self, stmt: Stmt) -> _Cost:
+    def cost_of(self, stmt: Stmt) -> _ReductionCost:
         if not isinstance(stmt, Reshard):
-            return _Cost()
+            return _ReductionCost()
         have, want = layout_of(stmt.source), layout_of(stmt.out)
         partial = stmt.source.partial
         streamed = self.streamed.get(stmt.out.name)
         streamed = streamed or self.streamed.get(stmt.source.name)
         steps = plan_reshard(have, want, partial, self.mesh)
         moved = moved_by(steps, have, self.whole(stmt.source), self.mesh, streamed)
-        return _Cost(moved, sum(step.kind != "Select" for step in steps))
+        return _ReductionCost(moved, sum(step.kind != "Select" for step in steps))
 
     def whole(self, buffer: Buffer) -> Buffer:
         """`buffer` with its global shape."""

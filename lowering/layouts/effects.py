@@ -7,8 +7,13 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import AS_IT_LIES, NOTHING, Costs, Moved
 from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.transfer_bytes import (
+    AS_IT_LIES,
+    NOTHING,
+    ReshardCosts,
+    TransferBytes,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +26,8 @@ class Effect:
 
     wants: tuple[tuple[str, Layout], ...]
     rests: tuple[tuple[str, Layout], ...]
-    cost: Moved
-    more: Moved
+    cost: TransferBytes
+    more: TransferBytes
     settled: bool
     flops: int
 
@@ -30,7 +35,7 @@ class Effect:
 class Effects:
     """The effects of assignments, each found out once while the wishes stay."""
 
-    def __init__(self, wishes: Wishes, costs: Costs) -> None:
+    def __init__(self, wishes: Wishes, costs: ReshardCosts) -> None:
         self.wishes = wishes
         self.costs = costs
         # By the operation itself: an id may be another's after it.

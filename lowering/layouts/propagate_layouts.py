@@ -21,7 +21,7 @@ from jhost.lowering.layouts.hidden_dims import (
 )
 from jhost.lowering.layouts.levels import Level, flattened
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.rewriter import Rewriter, Written
+from jhost.lowering.layouts.rewriter import Interned, Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
 
 Solutions: TypeAlias = dict[Hashable, Solution]
@@ -58,14 +58,14 @@ class _LaidOut:
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class _Shared:
     """What candidates that are as good as alike share.
 
     Solutions, and what was written by them, by identity of a body that is kept.
     """
 
     solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
-    written: Written = dataclasses.field(default_factory=Written)
+    written: Interned = dataclasses.field(default_factory=Interned)
     programs: dict[int, list[_LaidOut]] = dataclasses.field(
         default_factory=dict[int, list[_LaidOut]]
     )
@@ -80,7 +80,9 @@ class PropagateLayouts:
 
     name: ClassVar[str] = "propagate_layouts"
 
-    known: _Known = dataclasses.field(default_factory=_Known, compare=False, repr=False)
+    known: _Shared = dataclasses.field(
+        default_factory=_Shared, compare=False, repr=False
+    )
 
     def apply(self, program: Program) -> Program:
         # There is one device, and nothing to lay out.

@@ -14,11 +14,11 @@ from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
 from jhost.lowering.layouts.levels import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
-from jhost.lowering.layouts.solver import Score
+from jhost.lowering.layouts.solver import AssignmentRank
+from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
 from jhost.lowering.rules.work import flops_of
 from jhost.lowering.streams.participation import whole_reason
 
@@ -207,7 +207,7 @@ def layout_remark(
     name: str,
     before: str,
     after: str,
-    moved: Moved,
+    moved: TransferBytes,
     reason: str,
     where: str,
 ) -> LayoutReport:
@@ -245,17 +245,17 @@ def reduced_behind_remark(
     )
 
 
-def _moved_text(moved: Moved) -> str:
+def _moved_text(moved: TransferBytes) -> str:
     """Bytes a device, and whether a pipeline hides them."""
     if not moved.hidden:
         return f"{bytes_text(moved.exposed)} a device"
     if not moved.exposed:
         return f"{bytes_text(moved.hidden)} a device in a pipeline"
-    hidden = _moved_text(Moved(hidden=moved.hidden))
+    hidden = _moved_text(TransferBytes(hidden=moved.hidden))
     return f"{hidden} and {bytes_text(moved.exposed)} outside it"
 
 
-def _rival_text(rival: Score, chosen: Score) -> str:
+def _rival_text(rival: AssignmentRank, chosen: AssignmentRank) -> str:
     """What would be worse: more bytes, or as many and something else, or work."""
     moved, instead = chosen.moved, rival.moved
     if rival.cost < chosen.cost:

@@ -13,7 +13,7 @@ from jhost._jax import fresh_var
 from jhost.lowering.ir.bodies import with_bodies
 from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.marks import BarrierMark, Mark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -30,10 +30,10 @@ from jhost.lowering.ir.statements import (
 )
 from jhost.lowering.layouts.levels import Crossing, Level, local_name
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.reshard import StepKind, plan_reshard
+from jhost.lowering.layouts.reshard import ReshardKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution
 
-_RESHARDED: Mapping[StepKind, str] = {
+_RESHARDED: Mapping[ReshardKind, str] = {
     "AllGather": "gathered",
     "AllReduce": "reduced",
     "ReduceScatter": "scattered",
@@ -43,7 +43,7 @@ _RESHARDED: Mapping[StepKind, str] = {
 }
 
 
-class Written:
+class Interned:
     """What was written by solutions for one program, of which others may be part."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Rewriter:
         level: Level,
         solution: Solution,
         explain: LayoutRemarks,
-        written: Written,
+        written: Interned,
     ) -> None:
         self.written = written
         self.program, self.prefix = level.program, level.prefix
@@ -98,7 +98,7 @@ class Rewriter:
         self.explain = explain
         self.remarks: list[Remark | None] = []
         self.mesh = dict(self.program.mesh.shape)
-        self.names = Names.of(self.program)
+        self.names = FreshNames.of(self.program)
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}

@@ -18,11 +18,11 @@ from jhost.lowering.ir.operation import (
     Operation,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.costs import Costs, Price
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
 from jhost.lowering.layouts.levels import Level
-from jhost.lowering.layouts.solver import Score, Solver
+from jhost.lowering.layouts.solver import AssignmentRank, Solver
+from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Contest:
     A rival puts an axis on a factor that claimed it in vain; None does not divide.
     """
 
-    rank: Score
-    rivals: Mapping[Claim, Score | None]
+    rank: AssignmentRank
+    rivals: Mapping[Claim, AssignmentRank | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Solution:
     layouts: Mapping[str, Layout]
     assignments: tuple[Assignment, ...]
     contests: tuple[Contest, ...]
-    costs: Costs
-    price: Price
+    costs: ReshardCosts
+    price: LayoutCost
 
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""

@@ -22,29 +22,34 @@ from jhost.lowering.ir.operation import (
     claims_of,
 )
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.levels import buffers_of, flattened, repeats_of
 from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.transfer_bytes import (
+    NOTHING,
+    LayoutCost,
+    ReshardCosts,
+    TransferBytes,
+)
 
 _ROUNDS = 16
 """A wish crosses the whole program in one round; most settle in two or three."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Score:
+class AssignmentRank:
     """How good an assignment is: less is better, and what comes first counts first.
 
     What it costs; then the axes, with a minus, that share the work; then the largest
     operand that must move.
     """
 
-    cost: Moved
+    cost: TransferBytes
     shared: int
     largest: int
-    moved: Moved = dataclasses.field(compare=False)
+    moved: TransferBytes = dataclasses.field(compare=False)
 
 
 class Solver:
@@ -70,7 +75,7 @@ class Solver:
         self.buffers = buffers_of(self.level)
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
         repeats = repeats_of(self.level)
-        self.costs = Costs(self.buffers, self.mesh, streamed, fills, repeats)
+        self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
         self.wishes = Wishes(self.buffers, marks, self.mesh)
         self.effects = Effects(self.wishes, self.costs)
         self.found: dict[Hashable, Assignment] = {}
@@ -159,7 +164,7 @@ class Solver:
         Of these, the one that moves the fewest bytes, hidden ones too: bytes that loops
         hide do not pay for a reduction that more devices repeat.
         """
-        best: dict[int, tuple[Score, Assignment]] = {}
+        best: dict[int, tuple[AssignmentRank, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
             # Only reductions are work that more devices should not repeat.
@@ -204,7 +209,7 @@ class Solver:
         assignment: Assignment,
         layouts: Mapping[str, Layout],
         moves: Container[Move],
-    ) -> Score:
+    ) -> AssignmentRank:
         """How good an assignment is, with the way to what the consumers wish for."""
         effect = self.effects.of(op, assignment)
         moved, largest = effect.cost + effect.more, 0
@@ -213,8 +218,8 @@ class Solver:
                 moved += self.costs.reshard(name, layouts[name], want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
         shared = -sum(len(axes) for axes in assignment)
-        cost = Price(moved, effect.flops).in_bytes
-        return Score(cost, shared, largest, moved)
+        cost = LayoutCost(moved, effect.flops).in_bytes
+        return AssignmentRank(cost, shared, largest, moved)
 
     def paying(self, made: Decisions) -> list[int]:
         """The operations that move something, or whose results are moved."""

@@ -11,7 +11,7 @@ from jax import lax
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import plain_values, stream_choices
@@ -62,7 +62,7 @@ class LoopBuilder:
         self.choices = choices
         self.extents = extents
         self.streams = streams
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.parts = {
             id(graph[number]): part
             for choice in choices.values()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 
 
@@ -21,7 +21,7 @@ class ByPermutes:
 
     def __init__(self, program: Program) -> None:
         self.mesh: Mapping[str, int] = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
 
     def devices(self, stmt: ir.Communicate) -> int:
         """How many take part in a collective."""

@@ -9,7 +9,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Index, minimum
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.chunk import Work
-from jhost.lowering.rules.dim_rule import DimRule, Window
+from jhost.lowering.rules.dim_rule import AttentionWindow, DimRule
 
 
 def rule_of(node: Node) -> DimRule | None:
@@ -20,7 +20,7 @@ def rule_of(node: Node) -> DimRule | None:
     return unit_eqn.rule
 
 
-def window_of(node: Node, work: Work) -> Window | None:
+def window_of(node: Node, work: Work) -> AttentionWindow | None:
     """Which queries see which keys, where a device has both of the same positions."""
     rule = rule_of(node)
     if rule is None or rule.window is None:

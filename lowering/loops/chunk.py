@@ -16,7 +16,7 @@ from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.streams.participation import Access, Participation
 from jhost.lowering.units.make import unit_of
@@ -41,7 +41,7 @@ class Work:
     choice: Pipelining
     mesh: Mapping[str, int]
     streams: int
-    names: Names
+    names: FreshNames
 
     def part(self, node: Node) -> Participation:
         return self.parts[id(node)]

@@ -17,7 +17,7 @@ from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.marks import SerialMark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -210,7 +210,7 @@ def _with_copies(
 
     A value that is only read behind work is computed there, and needs no copy.
     """
-    names, here = Names.of(program), _read_before(program, flow, again)
+    names, here = FreshNames.of(program), _read_before(program, flow, again)
     copies: dict[str, Buffer] = {}
     late: set[str] = set()
     body: list[Stmt] = []

@@ -32,7 +32,7 @@ from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Loops:
+class _LoopGroups:
     """Which nodes of a program share loops, for what its streams were `made`.
 
     They are `built` by which of them are not to be made, as marks say.
@@ -70,8 +70,8 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
-    known: dict[int, list[_Loops]] = dataclasses.field(
-        default_factory=dict[int, "list[_Loops]"], compare=False, repr=False
+    known: dict[int, list[_LoopGroups]] = dataclasses.field(
+        default_factory=dict[int, "list[_LoopGroups]"], compare=False, repr=False
     )
 
     def change(self, program: Program) -> Program:
@@ -131,7 +131,7 @@ class LowerStreams(EachProgram):
             groups = merge_groups(
                 graph, builder.order(), builder.should_merge, builder.kind_of
             )
-            loops = _Loops(program, graph, made, extents, groups)
+            loops = _LoopGroups(program, graph, made, extents, groups)
             known.append(loops)
         builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)
         plain = tuple(map(builder.is_plain, loops.groups))

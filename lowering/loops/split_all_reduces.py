@@ -15,7 +15,7 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import plain_values, stream_choices
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
@@ -68,7 +68,7 @@ class SplitAllReduces(EachProgram):
         if padded is not program:
             program, found = padded, [*self.all_reduces(padded)]
         dims = {stmt.out.name: dim for stmt, dim, _ in found}
-        names = Names.of(program)
+        names = FreshNames.of(program)
         body: list[Stmt] = []
         for node in nodes(program.body):
             stmt = node.stmt
@@ -93,7 +93,7 @@ class SplitAllReduces(EachProgram):
 
 
 def split(
-    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: Names
+    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: FreshNames
 ) -> list[Stmt]:
     """The two halves of an all-reduce, unless its dim could not be padded."""
     devices = axes_size(stmt.axes, mesh)
@@ -114,7 +114,7 @@ def split(
 
 
 def sharded(
-    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: Names
+    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: FreshNames
 ) -> Buffer:
     """A buffer for one device's part of `whole` along `dim`."""
     shape, dims = list(whole.shape), list(whole.dims)

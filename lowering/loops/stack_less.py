@@ -18,7 +18,7 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Dim, Scan, Stmt
@@ -41,7 +41,7 @@ class StackLess(EachProgram):
         return None
 
     def change(self, program: Program) -> Program:
-        names, sliced = Names.of(program), _only_sliced(program)
+        names, sliced = FreshNames.of(program), _only_sliced(program)
         found: list[_Handed] = []
         body: list[Stmt] = []
         for stmt in program.body:
@@ -102,7 +102,7 @@ class _Stacking:
         self.buffers |= {b.name: b for s in body.body for b in touched(s)[1]}
         self.cheap = [stmt for stmt in body.body if is_cheap(stmt)]
 
-    def handed(self, sliced: Container[str], names: Names) -> _Handed | None:
+    def handed(self, sliced: Container[str], names: FreshNames) -> _Handed | None:
         """The scan with as few bytes stacked as it can; None if it is so already."""
         kept, again = self.cut(sliced)
         left_out = {y.name: n for n, y in self.stacked if n in again}
@@ -140,7 +140,7 @@ class _Stacking:
     def size(self, name: str) -> int:
         return bytes_of(self.buffers[name])
 
-    def stack(self, name: str, names: Names) -> Buffer:
+    def stack(self, name: str, names: FreshNames) -> Buffer:
         buffer = self.buffers[name]
         return dataclasses.replace(
             buffer,
@@ -176,7 +176,7 @@ def _without_unread(program: Program) -> tuple[Stmt, ...]:
 
 def _reading(scan: Scan, handed: _Handed) -> Scan:
     """`scan`, which computes again what is no longer stacked for it."""
-    body, names = scan.body, Names.of(scan.body)
+    body, names = scan.body, FreshNames.of(scan.body)
     first = len(scan.consts) + len(scan.carry)
     made: dict[str, Buffer] = {}
     same: dict[str, Buffer] = {}
@@ -226,7 +226,10 @@ def _needed_for(names: Iterable[str], stmts: Sequence[Cheap]) -> list[Cheap]:
 
 
 def _param(
-    whole: Buffer, inside: Buffer, params: list[tuple[Buffer, Buffer]], names: Names
+    whole: Buffer,
+    inside: Buffer,
+    params: list[tuple[Buffer, Buffer]],
+    names: FreshNames,
 ) -> Buffer:
     """The param of a body that `whole` is handed to; one more where there is none."""
     for outer, param in params:

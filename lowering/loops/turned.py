@@ -30,7 +30,7 @@ from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.rules.dim_rule import Window
+from jhost.lowering.rules.dim_rule import AttentionWindow
 
 Name: TypeAlias = tuple[int, str]
 """A buffer's name, behind the identity of the program or body that has it."""
@@ -280,7 +280,7 @@ def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     ]
 
 
-def _seen(window: Window | None) -> tuple[int, ...]:
+def _seen(window: AttentionWindow | None) -> tuple[int, ...]:
     """The factors of which not all steps see all."""
     return (window.queries, window.keys) if window and not window.sees_all else ()
 

@@ -38,7 +38,7 @@ from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import Dims, factors_of
 from jhost.lowering.rules.reducers import Reducer
 
-Key: TypeAlias = tuple[int, int] | tuple[str, int]
+DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
 """What is padded: a factor of the statement of that number, or a dim of a value whose
 maker cannot be padded."""
 
@@ -82,7 +82,7 @@ class PaddedRegion:
     """
 
     statements: tuple[Operands | None, ...]
-    ratios: Mapping[Key, Fraction]
+    ratios: Mapping[DimKey, Fraction]
     asks: Mapping[Ask, tuple[int, int]]
 
     def shape(self, number: int, dims: Dims, shape: Sequence[int]) -> tuple[int, ...]:
@@ -181,8 +181,8 @@ class _Growth:
         self.most = max((ask.devices for ask in self.uneven), default=1)
         self.seeds = {(ask.buffer, ask.dim) for ask in self.uneven}
         # Union-find: keys that are padded together have one leader.
-        self.leaders: dict[Key, Key] = {}
-        self.queue: deque[Key] = deque()
+        self.leaders: dict[DimKey, DimKey] = {}
+        self.queue: deque[DimKey] = deque()
 
     def run(self) -> None:
         for ask in self.uneven:
@@ -196,7 +196,7 @@ class _Growth:
 
     # --- Who is next to whom ---------------------------------------------------- #
 
-    def neighbours(self, key: Key) -> Iterator[Key]:
+    def neighbours(self, key: DimKey) -> Iterator[DimKey]:
         first, second = key
         if isinstance(first, str):
             yield from self.reading(first, second)
@@ -209,21 +209,21 @@ class _Growth:
                     if mapped is not None and mapped.factor == second:
                         yield from self.around(buffer.name, dim)
 
-    def around(self, name: str, dim: int) -> Iterator[Key]:
+    def around(self, name: str, dim: int) -> Iterator[DimKey]:
         """What else is padded with a dim of a value that the region has reached."""
         key = self.key(name, dim)
         if key is not None:
             yield key
             yield from self.reading(name, dim)
 
-    def reading(self, name: str, dim: int) -> Iterator[Key]:
+    def reading(self, name: str, dim: int) -> Iterator[DimKey]:
         for number, position in self.readers.get(name, ()):
             op = self.statements[number]
             mapped = op.operands[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 yield number, mapped.factor
 
-    def key(self, name: str, dim: int) -> Key | None:
+    def key(self, name: str, dim: int) -> DimKey | None:
         """The factor of which a value is made, or itself if it has to be padded."""
         if name in self.makers:
             number, position = self.makers[name]
@@ -258,19 +258,19 @@ class _Growth:
 
     # --- What belongs together ---------------------------------------------------- #
 
-    def join(self, key: Key, other: Key) -> None:
+    def join(self, key: DimKey, other: DimKey) -> None:
         for each in (key, other):
             if each not in self.leaders:
                 self.leaders[each] = each
                 self.queue.append(each)
         self.leaders[self.leader(other)] = self.leader(key)
 
-    def leader(self, key: Key) -> Key:
+    def leader(self, key: DimKey) -> DimKey:
         while self.leaders[key] != key:
             key = self.leaders[key]
         return key
 
-    def steps(self, key: Key) -> int:
+    def steps(self, key: DimKey) -> int:
         first, second = key
         if isinstance(first, str):
             return self.buffers[first].shape[second]
@@ -280,8 +280,8 @@ class _Growth:
 
     def finish(self, asks: Sequence[Ask]) -> PaddedRegion:
         """What belongs together grows alike, so far that all asks are met."""
-        steps: dict[Key, int] = {}
-        devices: dict[Key, int] = {}
+        steps: dict[DimKey, int] = {}
+        devices: dict[DimKey, int] = {}
         for key in self.leaders:
             leader = self.leader(key)
             # A merged dim has fewer steps than elements: all grow by the same ratio.
@@ -297,7 +297,7 @@ class _Growth:
             for leader, n in steps.items()
         }
         ratios = {key: grown[self.leader(key)] for key in self.leaders}
-        told: dict[Key, Ask] = {}
+        told: dict[DimKey, Ask] = {}
         for ask in self.uneven:
             key = reached[ask]
             if key is not None:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost._jax import resized_var
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -44,7 +44,7 @@ class _Padder:
         self.program = program
         self.region = region
         self.mesh = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.results = {result.name for result in program.results}
         self.body: list[Stmt] = []
         self.kept: dict[str, Buffer] = {param.name: param for param in program.params}

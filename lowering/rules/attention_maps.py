@@ -12,12 +12,12 @@ import numpy as np
 from jhost.lowering.rules.attention_parts import Blocks
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
+    AttentionWindow,
     Combine,
     DimRule,
     Dims,
     FactorDim,
     Place,
-    Window,
     part_shape,
 )
 from jhost.lowering.rules.reducers import Reducer
@@ -123,7 +123,9 @@ class Maps:
         assert self.queries is not None
         assert self.keys is not None
         queries, keys = self.queries.factor, self.keys.factor
-        window = Window(queries=queries, keys=keys, left=self.left, right=self.right)
+        window = AttentionWindow(
+            queries=queries, keys=keys, left=self.left, right=self.right
+        )
         return dataclasses.replace(
             made,
             rebind=blocks(

@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost._dtypes import summed_in
 from jhost._jax import aval_of
-from jhost.lowering.rules.dim_rule import Combine, Dims, Place, Window
+from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Place
 
 _MOST_BLOCKS = 64
 
@@ -61,7 +61,7 @@ class Blocks(abc.ABC):
     of the keys make one by `combine`; without, and along queries, they are added up.
     """
 
-    window: Window
+    window: AttentionWindow
     sizes: tuple[int, int]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]

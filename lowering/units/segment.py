@@ -27,7 +27,7 @@ from jhost.lowering.ir.graph import (
     merge_groups,
     nodes,
 )
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 
@@ -65,7 +65,7 @@ class Segment(EachProgram):
 class _Segmenter:
     def __init__(self, program: Program, should_merge: ShouldMerge) -> None:
         self.should_merge = should_merge
-        self.names = Names()
+        self.names = FreshNames()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
         for stmt in ir.walk(program.body):

@@ -15,7 +15,7 @@ from jhost.lowering.ir.statements import (
     Set,
 )
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.verify.state import Known, Root, State
+from jhost.lowering.verify.state import KnownBuffer, Root, State
 
 
 def check_allocate(state: State, stmt: Allocate) -> None:
@@ -58,7 +58,9 @@ def check_select(state: State, stmt: Select) -> None:
     state.define_alias(stmt.out, source, region, tuple(shape))
 
 
-def _check_select_dim(state: State, stmt: Select, source: Known, size: int) -> None:
+def _check_select_dim(
+    state: State, stmt: Select, source: KnownBuffer, size: int
+) -> None:
     rank = len(source.shape)
     if not 0 <= stmt.dim < rank:
         state.fail(f"a dim below {rank}", f"{stmt.dim}", "an alias is along a dim")

@@ -638,9 +638,9 @@ _WRITER = """
 import sys
 from pathlib import Path
 from jhost._tuning import Tuning
-from jhost._tuning_cache import Key, load, store
+from jhost._tuning_cache import CacheKey, load, store
 tuning = Tuning.from_json(Path(sys.argv[1]).read_text())
-key = Key(
+key = CacheKey(
     environment=tuning.environment,
     fingerprints=tuple(p.fingerprint for p in tuning.programs),
 )

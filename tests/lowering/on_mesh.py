@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
 
 
 @contextlib.contextmanager
-def on_streams(count: int) -> Iterator[None]:
+def on_streams(count: int) -> Generator[None]:
     """Iterations take turns on `count` streams, in what is lowered in the block."""
     config = Source.config
     with pytest.MonkeyPatch.context() as patch:
