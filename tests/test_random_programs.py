@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
-from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.marks import SumsPlace
 from tests import sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
@@ -57,7 +57,7 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(WHOLE), st.sampled_from(sums.EVERY), st.booleans())
 def test_random_programs_equal_the_plain_function(
-    case: Case, where: Sums, permutes: bool
+    case: Case, where: SumsPlace, permutes: bool
 ) -> None:
     with sums.standing(where), sums.by_permutes(permutes):
         assert_case(case)
@@ -166,7 +166,7 @@ def leaves_of(results: Any) -> list[Any]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), st.booleans())
 def test_their_gradients_equal_the_plain_functions(
-    case: Case, inside: bool, where: Sums, permutes: bool
+    case: Case, inside: bool, where: SumsPlace, permutes: bool
 ) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()

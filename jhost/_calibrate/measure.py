@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from jhost._calibrate.chains import (
     AXIS,
-    Call,
     Chain,
+    ChainCall,
     behind_matmul,
     beside,
     chained,
@@ -270,7 +270,7 @@ class Measuring:
             self.matrices[mesh] = square(mesh, self.side())
         return self.matrices[mesh]
 
-    def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
+    def medians(self, calls: Mapping[str, ChainCall]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""
         longest = max(_once(call) for call in calls.values())
         count = max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
@@ -283,14 +283,14 @@ def multiprocessors(device: Any, start: Rates) -> int:
     return int(getattr(device, "core_count", start.multiprocessors))
 
 
-def _once(call: Call) -> float:
+def _once(call: ChainCall) -> float:
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
-def _host(call: Call) -> float:
+def _host(call: ChainCall) -> float:
     """Seconds until a call returns, which does not wait for the devices."""
     times: list[float] = []
     for _ in range(_ROUNDS):

@@ -46,7 +46,7 @@ _HOPELESS = 3.0
 WARMUPS, CALLS = 3, 10
 """Calls before the first round, and in a round: as many as keep the devices busy."""
 
-Run: TypeAlias = Callable[[], Any]
+TimedCall: TypeAlias = Callable[[], Any]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class _Ready:
     """A candidate that can be timed."""
 
     outcome: Outcome
-    run: Run
+    run: TimedCall
 
 
 class Tuner:
@@ -138,7 +138,7 @@ class Tuner:
                 ready.append(_Ready(outcome, run))
         return ready
 
-    def runner(self, outcome: Outcome) -> Run:
+    def runner(self, outcome: Outcome) -> TimedCall:
         """A call of the compiled candidate, on operands where it wants them."""
         program, config = self.plan.finish(outcome.program), self.call.config
         operands = _placed(self.call.operands, program, config.mesh)

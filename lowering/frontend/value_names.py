@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 from jhost._jax import Position, file_title, is_transposed, user_position
 from jhost.lowering.rules.properties import IDENTITIES
 
-Span: TypeAlias = tuple[int, int, int, int]
+SourceSpan: TypeAlias = tuple[int, int, int, int]
 """Of an expression: its first line, its last, and the columns there."""
 
 Variables: TypeAlias = Literal["all", "alone", "none"]
@@ -84,7 +84,7 @@ def assigned(position: Position) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _assignments(text: str) -> dict[Span, str]:
+def _assignments(text: str) -> dict[SourceSpan, str]:
     """The variables of a module, by where the expressions assigned to them stand."""
     try:
         tree = ast.parse(text)
@@ -116,6 +116,6 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:
             pass
 
 
-def _span(node: ast.expr | ast.stmt) -> Span:
+def _span(node: ast.expr | ast.stmt) -> SourceSpan:
     last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
     return node.lineno, last, node.col_offset, end

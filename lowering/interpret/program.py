@@ -25,7 +25,7 @@ from jhost.lowering.interpret.arrays import (
 )
 from jhost.lowering.interpret.collectives import communicate
 from jhost.lowering.interpret.compute import combined, compute
-from jhost.lowering.interpret.control_flow import RunBody, control_flow
+from jhost.lowering.interpret.control_flow import RunOnDevices, control_flow
 from jhost.lowering.interpret.memory import ArrayMemory, ArrayView, whole
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
@@ -223,7 +223,7 @@ class _Interpreter(Machine):
         for buffer, values in zip(stmt.outs, outs, strict=True):
             self.write(buffer, values)
 
-    def runner(self) -> RunBody:
+    def runner(self) -> RunOnDevices:
         """Runs bodies of one statement, and records each when it first runs."""
         recorded: list[Program] = []
 

@@ -13,7 +13,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Stmt
-from jhost.lowering.layouts.levels import Crossing, Level
+from jhost.lowering.layouts.flat_bodies import Border, FlatBody
 from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
 
@@ -24,23 +24,23 @@ def layouts_in_whole(program: Program) -> list[Mapping[str, Layout]]:
     Results of bodies lie as what takes them wants them.
     """
     solution = solve_program(program)
-    return list(_layouts(solution, solution.level, ()))
+    return list(_layouts(solution, solution.flat, ()))
 
 
 def _layouts(
-    solution: Solution, level: Level, leaves: Sequence[int]
+    solution: Solution, flat: FlatBody, leaves: Sequence[int]
 ) -> Iterator[Mapping[str, Layout]]:
-    values = [*level.program.params, *level.program.results]
-    for stmt in level.program.body:
+    values = [*flat.program.params, *flat.program.results]
+    for stmt in flat.program.body:
         values += touched(stmt)[1]
-    layouts = {b.name: solution.layouts[level.prefix + b.name] for b in values}
+    layouts = {b.name: solution.layouts[flat.prefix + b.name] for b in values}
     # Nothing takes the outermost program's results: it has no `leaves`.
-    for result, number in zip(level.program.results, leaves, strict=False):
+    for result, number in zip(flat.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
     yield layouts
-    for step in level.steps:
-        if isinstance(step, Crossing):
-            for inner, leaving in zip(step.levels, step.leaves, strict=True):
+    for step in flat.steps:
+        if isinstance(step, Border):
+            for inner, leaving in zip(step.bodies, step.leaves, strict=True):
                 yield from _layouts(solution, inner, leaving)
 
 

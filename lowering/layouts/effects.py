@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
     NOTHING,
@@ -35,7 +35,7 @@ class Effect:
 class Effects:
     """The effects of assignments, each found out once while the wishes stay."""
 
-    def __init__(self, wishes: Wishes, costs: ReshardCosts) -> None:
+    def __init__(self, wishes: Preferences, costs: ReshardCosts) -> None:
         self.wishes = wishes
         self.costs = costs
         # By the operation itself: an id may be another's after it.
@@ -60,9 +60,9 @@ class Effects:
             settled = settled and have == rest and not partial
             rests.append((name, rest))
         wants = [(n, self.wanted(op, i, assignment)) for i, n in enumerate(op.ins)]
-        if op.hands_on:
+        if op.forwards:
             # Its source is moved, once for the copy and for those that want it so.
-            wants, cost = [(op.ins[0], op.handed_on(rests[0][1]))], NOTHING
+            wants, cost = [(op.ins[0], op.forwarded(rests[0][1]))], NOTHING
         flops = self.flops(op, assignment)
         return Effect(tuple(wants), tuple(rests), cost, more, settled, flops)
 

@@ -30,7 +30,7 @@ from jhost.lowering.ir.statements import Buffer
 Kept: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
 
-class Wishes:
+class Preferences:
     """Layouts by buffer name: `fixed` ones, and `goals`, which are all there are."""
 
     def __init__(

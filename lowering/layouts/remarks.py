@@ -14,7 +14,7 @@ from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.layouts.levels import local_name
+from jhost.lowering.layouts.flat_bodies import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Contest, Solution
 from jhost.lowering.layouts.solver import AssignmentRank

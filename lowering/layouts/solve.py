@@ -18,9 +18,9 @@ from jhost.lowering.ir.operation import (
     Operation,
 )
 from jhost.lowering.ir.program import Program
+from jhost.lowering.layouts.flat_bodies import FlatBody
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
-from jhost.lowering.layouts.levels import Level
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
 from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
@@ -44,7 +44,7 @@ class Solution:
     """
 
     operations: tuple[Operation, ...]
-    level: Level
+    flat: FlatBody
     layouts: Mapping[str, Layout]
     assignments: tuple[Assignment, ...]
     contests: tuple[Contest, ...]
@@ -54,8 +54,8 @@ class Solution:
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""
         op = self.operations[number]
-        if op.hands_on:
-            return op.handed_on(self.layouts[op.outs[0]])
+        if op.forwards:
+            return op.forwarded(self.layouts[op.outs[0]])
         return op.required(0, self.assignments[number])
 
 
@@ -77,7 +77,7 @@ def solve_layouts(
     ]
     return Solution(
         operations=solver.operations,
-        level=solver.level,
+        flat=solver.flat,
         layouts=best.layouts,
         assignments=best.in_order(),
         contests=tuple(contests),

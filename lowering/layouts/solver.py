@@ -24,9 +24,9 @@ from jhost.lowering.ir.operation import (
 from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.flat_bodies import buffers_of, flattened, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.levels import buffers_of, flattened, repeats_of
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     NOTHING,
     LayoutCost,
@@ -63,20 +63,20 @@ class Solver:
     ) -> None:
         # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
         # a copy in another layout, beside the value that it keeps.
-        self.operations, self.level = flattened(program)
+        self.operations, self.flat = flattened(program)
         self.barriers = {
-            level.prefix + mark.buffer
-            for level in self.level.walk()
-            for mark in level.program.marks
+            flat.prefix + mark.buffer
+            for flat in self.flat.walk()
+            for mark in flat.program.marks
             if isinstance(mark, BarrierMark)
         }
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
-        self.buffers = buffers_of(self.level)
+        self.buffers = buffers_of(self.flat)
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
-        repeats = repeats_of(self.level)
+        repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
-        self.wishes = Wishes(self.buffers, marks, self.mesh)
+        self.wishes = Preferences(self.buffers, marks, self.mesh)
         self.effects = Effects(self.wishes, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}

@@ -26,7 +26,7 @@ MakeBlocks: TypeAlias = Callable[..., Blocks]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
+class AttentionSizes:
     """What JAX's letters stand for, of queries (T) and keys (S), and their features."""
 
     B: tuple[int, ...]
@@ -48,7 +48,7 @@ class Maps:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: AttentionSizes,
         *,
         heads_first: bool = False,
         batch: Sequence[Reducer | None] | None = None,

@@ -21,7 +21,7 @@ from jhost._attention import written_out
 from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
-from jhost.lowering.rules.attention_maps import Maps, Sizes
+from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import Blocks, weighted
 from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Place, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
@@ -142,7 +142,7 @@ def _maps(
     (*sizes, T, N, H), (*_, S, K, _) = (shape_of(v) for v in eqn.invars[:2])
     *batch, heads = reducers or (None,) * (len(sizes) + 1)
     return Maps(
-        Sizes(tuple(sizes), N, T, K, S, (H, H)),
+        AttentionSizes(tuple(sizes), N, T, K, S, (H, H)),
         batch=batch,
         heads=heads,
         cut=cut,

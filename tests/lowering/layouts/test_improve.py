@@ -16,7 +16,7 @@ from jhost.lowering.explain import explain_program
 from jhost.lowering.ir.layout import dims_of
 from jhost.lowering.ir.statements import Buffer, Dim
 from jhost.lowering.layouts.improve import improved, restarted
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
@@ -113,7 +113,7 @@ def test_wishes_that_are_taken_back_say_nothing_of_the_same_axes_again() -> None
     buffer = Buffer(
         name="x", shape=(2, 2), dtype=np.dtype("float32"), dims=(Dim(),) * 2
     )
-    wishes = Wishes({"x": buffer}, {}, {"x": 2, "y": 2})
+    wishes = Preferences({"x": buffer}, {}, {"x": 2, "y": 2})
     kept = wishes.kept()
     wishes.goals["x"], wishes.open["x"] = ((), ("x",)), frozenset({"x", "y"})
     assert wishes.goal("x", (("x",), ())) == ((), ("x",))
