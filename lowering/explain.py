@@ -23,9 +23,9 @@ from jhost._page import (
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
-from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.steps import (
     CommunicationReport,
     Step,
@@ -170,7 +170,7 @@ def explain_program(program: Program) -> Explanation:
 
 def _explained(program: Program, name: str, times: int) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    remarks, steps = said_remarks(program), steps_of(program, times)
+    remarks, steps = displayed_remarks(program), steps_of(program, times)
     return Explanation(
         name=name,
         loops=count_loops(program),

@@ -14,7 +14,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.frontend.values import SaidNames
+from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
@@ -141,7 +141,7 @@ def lower_jaxpr(
     result_names: Sequence[str],
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
-    said_names: SaidNames | None = None,
+    display_names: DisplayNames | None = None,
 ) -> Program:
     """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
     program = build(
@@ -150,7 +150,7 @@ def lower_jaxpr(
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
-        said_names=said_names,
+        display_names=display_names,
     )
     verify(program, after="build")
     if after_pass is not None:

@@ -96,7 +96,7 @@ class Call(NamedTuple):
     operands: tuple[Any, ...]
 
 
-def plain(config: Config) -> Config:
+def program_config(config: Config) -> Config:
     """What a program depends on: it is the same wherever it is called.
 
     But where it could put: in an outer program it must not.

@@ -21,8 +21,8 @@ from jhost._api import JitFunction
 from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.remarks import Note, StreamReport
-from jhost.lowering.ir.said import said_remarks
 from jhost.runtime.mesh import automatic, mesh_text
 
 
@@ -94,7 +94,7 @@ class Case:
         """
         call = f.__jhost_source__.call(self.args, self.kwargs)
         program = derived_program(call.call_jaxpr, call.config)
-        remarks = said_remarks(program)
+        remarks = displayed_remarks(program)
         streams = [each for each in remarks if isinstance(each, StreamReport)]
         wish = f'pipeline="{pipeline}" of jhost.jit cannot be'
         unmet = [str(n) for n in remarks if isinstance(n, Note) and wish in n.form]

@@ -32,13 +32,13 @@ from jhost.lowering.cost.candidates import GAIN, Outcome, left_out_text
 from jhost.lowering.emit.program import spec_of
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import all_marks, programs
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import marks_alike, open_marks, settle
-from jhost.lowering.ir.said import said
+from jhost.lowering.ir.requests import marks_alike, open_marks, set_choice
 
 _HOPELESS = 3.0
 """A candidate predicted to take that many times the best is not measured."""
@@ -105,7 +105,7 @@ class Tuner:
         ranked = self.ranked(ready)
         if ranked:
             best, _ = ranked[0]
-            settle(self.marks, numbers, best.outcome.mark)
+            set_choice(self.marks, numbers, best.outcome.mark)
         return TunedStream(
             value=_value_text(program, mark.buffer),
             where=mark.where,
@@ -185,7 +185,7 @@ def _value_text(program: Program, name: str) -> str:
         made = (buffer for stmt in ir.walk(each.body) for buffer in written(stmt))
         for buffer in (*each.params, *made):
             if buffer.name == name:
-                return f"{said(each, name)}: {type_text(buffer)}"
+                return f"{display_name(each, name)}: {type_text(buffer)}"
     return name
 
 

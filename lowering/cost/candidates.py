@@ -21,7 +21,7 @@ from jhost.lowering.ir.marks import StreamChoice, SumsPlace
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import apart, apart_text, permutes
 from jhost.lowering.ir.remarks import Prediction, StreamReport
-from jhost.lowering.ir.requests import REFUSALS, settle
+from jhost.lowering.ir.requests import REFUSALS, set_choice
 
 GAIN = 0.97
 """What a pipeline's time must be below, as a share of the time without."""
@@ -147,7 +147,7 @@ class Evaluation:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
             # The simplest first: a later one has to gain to be chosen.
-            yield dataclasses.replace(mark, plain=True)
+            yield dataclasses.replace(mark, unpipelined=True)
         if mark.pipeline is None or mark.pipeline == "collective":
             # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
@@ -194,7 +194,7 @@ class Evaluation:
         """What the program would take with `candidate`; why it cannot be is noted."""
         candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
         marks = list(self.marks)
-        settle(marks, self.section.numbers, candidate)
+        set_choice(marks, self.section.numbers, candidate)
         # The whole section is lowered anew: layouts depend on the choice as well.
         program = with_marks(self.section.program, marks)
         text = _text(candidate)
@@ -243,7 +243,11 @@ class Evaluation:
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
         """The outcome with what loops add up outside of them, where that is faster."""
         mark = outcome.mark
-        if mark.pipeline == "collective" or mark.plain or not adds_up(outcome.program):
+        if (
+            mark.pipeline == "collective"
+            or mark.unpipelined
+            or not adds_up(outcome.program)
+        ):
             return outcome
         for sums in _SUMS:
             outcome = self.if_faster(outcome, dataclasses.replace(mark, sums=sums))
@@ -296,7 +300,7 @@ def left_out_text(candidate: str, why: str) -> str:
 
 def _text(mark: StreamChoice) -> str:
     if mark.pipeline is None:
-        return NOT_PIPELINED if mark.plain else "as the stream that reaches it"
+        return NOT_PIPELINED if mark.unpipelined else "as the stream that reaches it"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     order = "" if mark.zigzag else " in order of position"

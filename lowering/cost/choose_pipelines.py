@@ -27,7 +27,7 @@ from jhost.lowering.ir.requests import (
     Tunings,
     marks_alike,
     open_marks,
-    settle,
+    set_choice,
 )
 
 
@@ -60,10 +60,10 @@ class ChoosePipelines:
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
-                marks[number] = tuned[number].settle(open_ones[number])
+                marks[number] = tuned[number].choice_for(open_ones[number])
             if others := [number for number in group if number not in known]:
                 choice = self.choice(sections, marks, others, following)
-                settle(marks, others, choice)
+                set_choice(marks, others, choice)
         return with_marks(program, marks)
 
     def choice(

@@ -17,8 +17,8 @@ from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.contract import read_in_other_order
 from jhost.lowering.rules.dim_rule import part_shape, shape_of
+from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.rules.work import matmul_of
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 

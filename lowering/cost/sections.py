@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Buffer, Stmt
-from jhost.lowering.layouts.alone import alone, layouts_in_whole, section
+from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.stack_less import StackLess
 
@@ -48,7 +48,7 @@ class Section:
 
 
 def _made(body: Sequence[Stmt]) -> list[Buffer]:
-    return [buffer for stmt in body for buffer in touched(stmt)[1]]
+    return [buffer for stmt in body for buffer in reads_writes(stmt)[1]]
 
 
 def _border(program: Program) -> set[str]:
@@ -69,7 +69,11 @@ class Sections:
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
         self.makers = [
-            {b.name: n for n, stmt in enumerate(each.body) for b in touched(stmt)[1]}
+            {
+                b.name: n
+                for n, stmt in enumerate(each.body)
+                for b in reads_writes(stmt)[1]
+            }
             for each in self.programs
         ]
 
@@ -86,7 +90,7 @@ class Sections:
         layer = self.layer(numbers)
         own = body if layer is None else section(body, layer)
         if place or layer:
-            own = alone(own, self.layouts[place])
+            own = with_fixed_border(own, self.layouts[place])
         return Section(
             program=own,
             numbers=[n for n, m in enumerate(own.marks) if any(m is a for a in alike)],

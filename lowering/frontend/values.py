@@ -14,7 +14,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
 
 
-class SaidNames(NamedTuple):
+class DisplayNames(NamedTuple):
     """What messages call params and results; None where a result has no own name.
 
     Which of the user's `variables` name the values between, `value_names` says.
@@ -37,15 +37,18 @@ class Values:
     """Buffers for the variables of a jaxpr, and the statements that make them."""
 
     def __init__(
-        self, flat: FlatJaxpr, result_names: Mapping[Var, str], said_names: SaidNames
+        self,
+        flat: FlatJaxpr,
+        result_names: Mapping[Var, str],
+        display_names: DisplayNames,
     ) -> None:
         self.names = FreshNames()
         self.body: list[ir.Stmt] = []
         self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()
         self.result_names = handed_on(flat.eqns, result_names)
-        self.value_names = said_names.of(flat)
-        self.said: dict[str, str] = {}
+        self.value_names = display_names.of(flat)
+        self.display_names: dict[str, str] = {}
 
     def params(
         self, invars: Sequence[Var], names: Sequence[str]
@@ -79,7 +82,7 @@ class Values:
             dtype=aval.dtype,
             dims=(ir.Dim(),) * len(aval.shape),
         )
-        self.said[buffer.name] = self.value_names[var]
+        self.display_names[buffer.name] = self.value_names[var]
         return buffer
 
     def set(self, source: ir.Buffer, var: Var, name: str | None = None) -> ir.Buffer:

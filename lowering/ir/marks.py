@@ -74,7 +74,7 @@ class StreamChoice(OnLines):
     dim: int
     chunks: int | None
     pipeline: PipelineKind | None
-    plain: bool = False
+    unpipelined: bool = False
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True

@@ -11,8 +11,8 @@ from jhost.lowering.ir.layout import Layout, Partial, axes_size
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
+from jhost.lowering.rules.flops import flops_of
 from jhost.lowering.rules.reducers import Reducer
-from jhost.lowering.rules.work import flops_of
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""

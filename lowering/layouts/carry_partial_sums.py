@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, size_in_bytes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.names import FreshNames
@@ -31,7 +31,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Remark
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
-from jhost.lowering.layouts.commute import Body, is_reduction, reduced_last
+from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
 from jhost.lowering.layouts.remarks import reduced_behind_remark
 from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
@@ -178,7 +178,7 @@ class _Trial:
         stmts = (replace_buffers(each, begun) for each in stmt.body.body)
         needed = {result.name for result in stmt.body.results}
         marked = {mark.buffer for mark in stmt.body.marks}
-        self.body = Body([*self.begun.values(), *stmts], needed, marked)
+        self.body = Rewrite([*self.begun.values(), *stmts], needed, marked)
         marks = (m for m in stmt.body.marks if isinstance(m, ShardMark))
         self.fixed = {mark.buffer for mark in marks}
         self.kept = [number for number in self.begun if self.stays_partial(number)]
@@ -212,7 +212,7 @@ class _Trial:
             results[number] = dataclasses.replace(last.source, partial=self.partial)
             params[len(self.stmt.consts) + number] = self.begun[number].source
         whole = {each.out.name: self.params[n] for n, each in self.begun.items()}
-        stmts = itertools.chain(*self.body.places)
+        stmts = itertools.chain(*self.body.slots)
         body = with_statements(
             body, [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)]
         )
@@ -224,7 +224,7 @@ def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
     """Whether that result is a param with something added to it, and nothing else."""
     readers: dict[str, list[Stmt]] = {}
     for stmt in body.body:
-        for buffer in touched(stmt)[0]:
+        for buffer in reads_writes(stmt)[0]:
             readers.setdefault(buffer.name, []).append(stmt)
     value = param
     while reading := readers.get(value.name, []):
@@ -286,7 +286,7 @@ def _stacking_partial(
     """A scan that stacks partial sums, as far as it can, and their reductions."""
     program = stmt.body
     needed = {result.name for result in program.results}
-    body = Body(program.body, needed, {mark.buffer for mark in program.marks})
+    body = Rewrite(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
     inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
     results, ys = list(program.results), list(stmt.ys)
@@ -307,7 +307,7 @@ def _stacking_partial(
         dropped.append(name)
     if not reshards:
         return stmt, []
-    stmts = [s for s in itertools.chain(*body.places) if not _makes(s, dropped)]
+    stmts = [s for s in itertools.chain(*body.slots) if not _makes(s, dropped)]
     program = with_statements(program, stmts)
     program = dataclasses.replace(program, results=tuple(results))
     return dataclasses.replace(stmt, body=program, ys=tuple(ys)), reshards

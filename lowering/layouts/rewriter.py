@@ -57,7 +57,7 @@ class Interned:
         """
         known = self.bodies.setdefault((flat.prefix, id(flat.program.body)), [])
         for other in known:
-            if other == program and other.said is program.said:
+            if other == program and other.display_names is program.display_names:
                 return other
         known.append(program)
         return program

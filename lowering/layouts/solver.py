@@ -1,6 +1,6 @@
-"""Settle the layouts of values and the assignments of operations with each other.
+"""Decide the layouts of values and the assignments of operations with each other.
 
-Wishes flow backward (`preferences.py`) and decisions flow forward, until nothing
+Preferences flow backward (`preferences.py`) and decisions flow forward, until nothing
 changes.  Two operands may claim one mesh axis for different factors.  Then the
 assignment that receives the fewest bytes wins.  On a tie the larger operand stays where
 it is.
@@ -35,7 +35,7 @@ from jhost.lowering.layouts.transfer_bytes import (
 )
 
 _ROUNDS = 16
-"""A wish crosses the whole program in one round; most settle in two or three."""
+"""A preference crosses the program in one round; most need two or three."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -76,53 +76,53 @@ class Solver:
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
-        self.wishes = Preferences(self.buffers, marks, self.mesh)
-        self.effects = Effects(self.wishes, self.costs)
+        self.preferences = Preferences(self.buffers, marks, self.mesh)
+        self.effects = Effects(self.preferences, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(self.operations):
             for name in decided_by(op):
                 self.readers.setdefault(name, []).append(number)
 
-    def settled(self) -> Decisions:
-        """Wishes and decisions at a fixed point, of two the one that moves less.
+    def fixed_point(self) -> Decisions:
+        """Preferences and decisions at a fixed point, of two the one that moves less.
 
         The one begins with what the constraints suggest to the operations before them,
         the other with what follows from the operands.
         """
-        by_operands = self.settled_from(self.forward().in_order())
-        # The second start overwrites the wishes of the first.
-        kept = self.wishes.kept()
-        self.wishes.restart()
-        by_constraints = self.settled_from(None)
+        by_operands = self.fixed_point_from(self.forward().in_order())
+        # The second start overwrites the preferences of the first.
+        before = self.preferences.snapshot()
+        self.preferences.restart()
+        by_constraints = self.fixed_point_from(None)
         # By moving less, the start from the operands may have devices repeat matmuls.
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
-            self.wishes.restore(kept)
+            self.preferences.restore(before)
             return by_operands
         return by_constraints
 
-    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
-        self.wishes.backward(self.operations, suggested)
+    def fixed_point_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
+        self.preferences.backward(self.operations, suggested)
         made = self.forward()
         for _ in range(_ROUNDS):
             before = made
-            self.wishes.backward(self.operations, made.in_order())
+            self.preferences.backward(self.operations, made.in_order())
             made = self.forward()
             if made.same_as(before):
                 break
         return made
 
-    def settled_with(self, number: int, assignment: Assignment) -> Decisions:
-        """Settled from the start, with one operation assigned so."""
+    def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
+        """The fixed point from the start, with one operation assigned so."""
         operations, found = self.operations, self.found
-        # Pinned while all else settles around it; what follows may change it again.
+        # Pinned while all else is decided around it; what follows may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
         self.found = {}
-        self.wishes.restart()
+        self.preferences.restart()
         try:
-            decided = self.settled().in_order()
+            decided = self.fixed_point().in_order()
         finally:
             self.operations, self.found = operations, found
         made = Decisions(operations, self.effects, self.costs, self.given())
@@ -142,7 +142,7 @@ class Solver:
     def given(self) -> dict[str, Layout]:
         """The layouts of the parameters."""
         return {
-            param.name: self.wishes.goals.get(param.name)
+            param.name: self.preferences.targets.get(param.name)
             or replicated(len(param.shape))
             for param in self.params
         }
@@ -151,7 +151,7 @@ class Solver:
         """The assignment that moves the fewest bytes; found once for the same case."""
         op, moves = self.operations[number], made.known(number)
         layouts = {name: made.layouts[name] for name in decided_by(op)}
-        case = number, moves, *layouts.values(), self.wishes.about(op.outs)
+        case = number, moves, *layouts.values(), self.preferences.about(op.outs)
         if case not in self.found:
             self.found[case] = self.find_cheapest(op, layouts, moves)
         return self.found[case]
@@ -197,7 +197,9 @@ class Solver:
         """What its operands claim, and its results' goals unless it only follows."""
         if op.like is not None or op.pinned is not None:
             return ()
-        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
+        return claims_of(
+            op, layouts, {} if self.follows(op) else self.preferences.targets
+        )
 
     def follows(self, op: Operation) -> bool:
         """Whether its operand's layout decides: a barrier, too, binds no layouts."""
@@ -210,7 +212,7 @@ class Solver:
         layouts: Mapping[str, Layout],
         moves: Container[Move],
     ) -> AssignmentRank:
-        """How good an assignment is, with the way to what the consumers wish for."""
+        """How good an assignment is, with the way to what the consumers prefer."""
         effect = self.effects.of(op, assignment)
         moved, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
@@ -228,7 +230,7 @@ class Solver:
             number
             for number, op in enumerate(self.operations)
             if not moved.isdisjoint((*op.ins, *op.outs))
-            or not self.effects.of(op, made.assignments[number]).settled
+            or not self.effects.of(op, made.assignments[number]).at_rest
         ]
 
 

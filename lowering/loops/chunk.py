@@ -25,7 +25,7 @@ MAIN = ir.Stream(name="main")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
     There are `extent` steps to cut, and iterations take turns on `streams` at most.
@@ -74,7 +74,7 @@ class ChunkLoop(abc.ABC):
     What it has `filled` a chunk at a time is shown so from then on.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         self.work = work
         self.stream = work.stream
         self.filled: dict[str, ir.Buffer] = {}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Set as AbstractSet
 from typing import TypeAlias, TypeGuard
 
 from jhost._jax import fresh_var
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.marks import SerialMark
@@ -70,23 +70,23 @@ class _Flow:
             self.add(number, stmt)
 
     def add(self, number: int, stmt: Stmt) -> None:
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         depth = max((self.depths.get(b.name, 0) for b in reads), default=0)
-        works = _takes_long(stmt)
+        heavy = _is_heavy(stmt)
         before, behind, beside = 0, 0, 1 << number
         for name in {b.name for b in reads if b.name in self.made_by}:
             maker = self.made_by[name]
             before |= self.before[maker] | 1 << maker
-            through = _takes_long(self.body[maker])
+            through = _is_heavy(self.body[maker])
             behind |= self.before[maker] if through else self.behind[maker]
-            if self.depths[name] == depth and not works:
+            if self.depths[name] == depth and not heavy:
                 beside |= self.beside[maker]
         self.before.append(before)
         self.behind.append(behind)
         self.beside.append(beside)
         for buffer in writes:
             self.made_by[buffer.name] = number
-            self.depths[buffer.name] = depth + works
+            self.depths[buffer.name] = depth + heavy
             self.sizes[buffer.name] = bytes_of(buffer)
             if is_cheap(stmt) and buffer.name not in self.serial:
                 self.makers[buffer.name] = stmt
@@ -124,7 +124,7 @@ class _Flow:
         """The values that are read behind work that they go into, by depth."""
         found: dict[int, set[str]] = {}
         for number, stmt in enumerate(self.body):
-            for name in (buffer.name for buffer in touched(stmt)[0]):
+            for name in (buffer.name for buffer in reads_writes(stmt)[0]):
                 if self.is_behind(number, name):
                     found.setdefault(self.depths[name], set()).add(name)
         return found
@@ -133,7 +133,7 @@ class _Flow:
         """The values that work reads both before and behind the work they go into."""
         sides: tuple[set[str], set[str]] = set(), set()
         for number, stmt in enumerate(self.body):
-            for buffer in touched(stmt)[0] if _takes_long(stmt) else ():
+            for buffer in reads_writes(stmt)[0] if _is_heavy(stmt) else ():
                 sides[self.is_behind(number, buffer.name)].add(buffer.name)
         return sides[False] & sides[True]
 
@@ -160,7 +160,7 @@ class _Flow:
         return self.sizes[name]
 
 
-def _takes_long(stmt: Stmt) -> bool:
+def _is_heavy(stmt: Stmt) -> bool:
     """Whether it is work to wait for: no computation element by element, or sum."""
     if not isinstance(stmt, Compute):
         return not isinstance(stmt, Select)
@@ -178,12 +178,12 @@ def is_cheap(stmt: Stmt) -> TypeGuard[Cheap]:
 
 def operands(stmt: Cheap) -> list[str]:
     """The names of what a cheap statement makes its value of."""
-    return [buffer.name for buffer in touched(stmt)[0]]
+    return [buffer.name for buffer in reads_writes(stmt)[0]]
 
 
 def made_by(stmt: Cheap) -> Buffer:
     """The value of a cheap statement."""
-    (out,) = touched(stmt)[1]
+    (out,) = reads_writes(stmt)[1]
     return out
 
 
@@ -215,7 +215,7 @@ def _with_copies(
     late: set[str] = set()
     body: list[Stmt] = []
     for number, stmt in enumerate(program.body):
-        copied = [b.name for b in touched(stmt)[0] if b.name in copies]
+        copied = [b.name for b in reads_writes(stmt)[0] if b.name in copies]
         behind = {n: copies[n] for n in copied if flow.is_behind(number, n)}
         if not is_cheap(stmt) or (out := made_by(stmt)).name not in again:
             body.append(replace_buffers(stmt, behind))
@@ -237,7 +237,7 @@ def _read_before(
     """The names in `again` that are also read before all work they go into."""
     read = {result.name for result in program.results}
     for number in reversed(range(len(program.body))):
-        reads, writes = touched(program.body[number])
+        reads, writes = reads_writes(program.body[number])
         waits = bool(writes) and all(b.name in again for b in writes)
         if not waits or any(b.name in read for b in writes):
             read |= {b.name for b in reads if not flow.is_behind(number, b.name)}

@@ -23,7 +23,7 @@ import jax
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops.by_permutes import ByPermutes
@@ -124,13 +124,13 @@ def _read(blocks: Sequence[Block]) -> Iterator[tuple[int, ir.Communicate]]:
     }
     for number, block in enumerate(blocks):
         for stmt in block:
-            for buffer in touched(stmt)[0]:
+            for buffer in reads_writes(stmt)[0]:
                 if gather := gathers.pop(buffer.name, None):
                     yield number, gather
 
 
 def _writes(block: Block) -> Iterator[ir.Buffer]:
-    return itertools.chain.from_iterable(touched(stmt)[1] for stmt in block)
+    return itertools.chain.from_iterable(reads_writes(stmt)[1] for stmt in block)
 
 
 # --- Statements ------------------------------------------------------------------ #

@@ -168,7 +168,7 @@ def _moves(
     moves: dict[tuple[str, ...], list[int]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
-        if isinstance(stmt, Communicate) and part.growth != 1:
+        if isinstance(stmt, Communicate) and part.ratio != 1:
             shards = min(part.reads[0].groups, part.writes[0].groups)
             if shards == 1:
                 moves.setdefault(stmt.axes, []).append(number)
@@ -203,7 +203,7 @@ def _rotates(
     would come out different on each, for they add in different orders.
     """
     stmt = node.stmt
-    if part.growth != 1 or part.groups != devices:
+    if part.ratio != 1 or part.groups != devices:
         return False
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & set(axes)

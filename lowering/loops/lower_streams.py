@@ -99,7 +99,7 @@ class LowerStreams(EachProgram):
         reports = [
             stream_report(stream, mark, plan.extents[stream], made[stream], graph)
             for stream, mark in plan.marks.items()
-            if not mark.plain
+            if not mark.unpipelined
         ]
         reports += plain_reports(marks, graph, plan)
         reports += [
@@ -134,10 +134,10 @@ class LowerStreams(EachProgram):
             loops = _LoopGroups(program, graph, made, extents, groups)
             known.append(loops)
         builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)
-        plain = tuple(map(builder.is_plain, loops.groups))
-        if plain not in loops.built:
-            loops.built[plain] = builder.built(loops.groups)
-        return loops.built[plain]
+        unpipelined = tuple(map(builder.is_unpipelined, loops.groups))
+        if unpipelined not in loops.built:
+            loops.built[unpipelined] = builder.built(loops.groups)
+        return loops.built[unpipelined]
 
     def choose(
         self,
@@ -308,8 +308,8 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str
         if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():
-            touched = (*graph[number].reads, *graph[number].writes)
-            if mark.buffer in {buffer.name for buffer in touched}:
+            reads_writes = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in reads_writes}:
                 yield stream, reason
 
 
@@ -356,7 +356,7 @@ def plain_reports(
     }
     said: set[tuple[tuple[str, ...], str]] = set()
     for number, mark in enumerate(marks):
-        if mark.plain and (mark.lines, mark.reason) not in said:
+        if mark.unpipelined and (mark.lines, mark.reason) not in said:
             said.add((mark.lines, mark.reason))
             stream = streams.get(mark.buffer, f"s{number}")
             extent = plan.extents.get(stream, 1)

@@ -24,7 +24,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.operation import operand_maps
@@ -147,7 +147,7 @@ class _Rotations:
                 case ir.Set():
                     self.computation(owner, stmt, _dims_alike(owner, stmt))
                 case _:
-                    self.all_of_it(owner, itertools.chain(*touched(stmt)))
+                    self.all_of_it(owner, itertools.chain(*reads_writes(stmt)))
                     for each in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
                         self.all_of_it(id(each), (*each.params, *each.results))
 
@@ -168,7 +168,7 @@ class _Rotations:
     def computation(
         self, owner: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
     ) -> None:
-        for buffer in itertools.chain(*touched(stmt)):
+        for buffer in itertools.chain(*reads_writes(stmt)):
             self.of(owner, buffer).computations.append(factors)
 
     # --- What may be rotated -------------------------------------------------- #

@@ -17,9 +17,9 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import plain_values, stream_choices
+from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
-from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
 from jhost.lowering.streams.plan import plan_program
 
@@ -34,7 +34,7 @@ class SplitAllReduces(EachProgram):
         if not self.may_split(program):
             return None
         return [
-            (mark.dim, mark.pipeline, mark.chunks, mark.plain, mark.lines)
+            (mark.dim, mark.pipeline, mark.chunks, mark.unpipelined, mark.lines)
             for mark in stream_choices(program)
         ]
 
@@ -54,7 +54,7 @@ class SplitAllReduces(EachProgram):
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
-            Ask(
+            PadRequest(
                 buffer=stmt.out.name,
                 dim=dim,
                 axes=stmt.axes,
@@ -83,12 +83,12 @@ class SplitAllReduces(EachProgram):
     ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
         """The all-reduces on p2p streams, with the streamed dim and its choice."""
         graph, plan = plan_program(program)
-        plain = plain_values(program)
+        unpipelined = unpipelined_values(program)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]
             if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
                 continue
-            if mark.pipeline == "p2p" and stmt.out.name not in plain:
+            if mark.pipeline == "p2p" and stmt.out.name not in unpipelined:
                 yield stmt, part.writes[0].dim, mark
 
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.names import FreshNames
@@ -61,7 +61,7 @@ def _only_sliced(program: Program) -> set[str]:
     stacked: set[str] = set()
     others = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
     for stmt in program.body:
-        whole: Iterable[Buffer] = touched(stmt)[0]
+        whole: Iterable[Buffer] = reads_writes(stmt)[0]
         if isinstance(stmt, Scan):
             stacked |= {y.name for y in stmt.ys}
             whole = (*stmt.consts, *stmt.carry)
@@ -99,7 +99,7 @@ class _Stacking:
         self.slices = dict(zip(inside[first:], scan.xs, strict=True))
         self.stacked = [(b.name, y) for b, y in zip(results, scan.ys, strict=True)]
         self.buffers = {b.name: b for b in body.params}
-        self.buffers |= {b.name: b for s in body.body for b in touched(s)[1]}
+        self.buffers |= {b.name: b for s in body.body for b in reads_writes(s)[1]}
         self.cheap = [stmt for stmt in body.body if is_cheap(stmt)]
 
     def handed(self, sliced: Container[str], names: FreshNames) -> _Handed | None:
@@ -163,7 +163,7 @@ def _without_unread(program: Program) -> tuple[Stmt, ...]:
     read = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
     left: list[Stmt] = []
     for stmt in reversed(program.body):
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         # Others may be there for their effects.
         if not is_cheap(stmt) or any(buffer.name in read for buffer in writes):
             read |= {buffer.name for buffer in reads}
@@ -191,7 +191,7 @@ def _reading(scan: Scan, handed: _Handed) -> Scan:
         return scan
     copies: list[Stmt] = []
     for stmt in _needed_for(made, handed.again):
-        for buffer in touched(stmt)[0]:
+        for buffer in reads_writes(stmt)[0]:
             if buffer.name not in made:
                 constant = handed.constants.get(buffer.name)
                 whole = constant or handed.slices[buffer.name]

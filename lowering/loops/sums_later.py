@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops.outside import (
     TRANSFERS,
@@ -45,8 +45,8 @@ def sums_beside_work(program: Program) -> list[ir.Communicate]:
     open_ones: dict[str, set[str]] = {}  # by a sum's name, all made of it
     sums: dict[str, ir.Communicate] = {}
     for block in blocks_of(program):
-        read = {b.name for stmt in block for b in touched(stmt)[0]}
-        made = {b.name for stmt in block for b in touched(stmt)[1]}
+        read = {b.name for stmt in block for b in reads_writes(stmt)[0]}
+        made = {b.name for stmt in block for b in reads_writes(stmt)[1]}
         of = [name for name, values in open_ones.items() if values & read]
         stmt = _sum_of(block, mesh)
         if stmt is not None:
@@ -109,7 +109,7 @@ class _Later:
         return isinstance(stmt, ir.Wait) and stmt.communication in self.chosen
 
     def block(self, block: Block) -> None:
-        read = {buffer.name for stmt in block for buffer in touched(stmt)[0]}
+        read = {buffer.name for stmt in block for buffer in reads_writes(stmt)[0]}
         # It reads a sum that is not there yet, or a value made of one.
         if not read.isdisjoint(self.missing()):
             if _can_wait(block):
@@ -123,7 +123,7 @@ class _Later:
     def missing(self) -> set[str]:
         """The sums that are not there yet, and what is made of them."""
         sums = itertools.chain(self.coming, *self.under_way)
-        made = (b.name for stmt in self.put_off for b in touched(stmt)[1])
+        made = (b.name for stmt in self.put_off for b in reads_writes(stmt)[1])
         return {*(each.stmt.out.name for each in sums), *made}
 
     # --- Rounds --------------------------------------------------------------- #
@@ -164,7 +164,7 @@ class _Later:
         """Append what was put off, as far as the sums that it waited for are there."""
         waiting, self.put_off = self.put_off, []
         for stmt in waiting:
-            read = {buffer.name for buffer in touched(stmt)[0]}
+            read = {buffer.name for buffer in reads_writes(stmt)[0]}
             here = self.body if read.isdisjoint(self.missing()) else self.put_off
             here.append(stmt)
 

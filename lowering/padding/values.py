@@ -23,7 +23,12 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
-from jhost.lowering.padding.region import Ask, Operands, PaddedRegion, plan_region
+from jhost.lowering.padding.region import (
+    Operands,
+    PaddedRegion,
+    PadRequest,
+    plan_region,
+)
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.units.make import computes_of
@@ -31,9 +36,9 @@ from jhost.lowering.units.make import computes_of
 _Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]
 
 
-def pad_program(program: Program, asks: Sequence[Ask]) -> Program:
-    """`program` with padding where the dims of `asks` do not come in equal parts."""
-    region = plan_region(program, asks)
+def pad_program(program: Program, requests: Sequence[PadRequest]) -> Program:
+    """`program` with padding where the requested dims do not come in equal parts."""
+    region = plan_region(program, requests)
     if not region.ratios:
         return program
     return _Padder(program, region).program_with_padding()
@@ -62,7 +67,10 @@ class _Padder:
         marks = move_marks(
             self.program, self.kept, self.padded, self.read_unpadded, self.mesh
         )
-        notes = [self.note(ask, *sizes) for ask, sizes in self.region.asks.items()]
+        notes = [
+            self.note(request, *sizes)
+            for request, sizes in self.region.requests.items()
+        ]
         return dataclasses.replace(
             self.program,
             body=tuple(self.body),
@@ -240,9 +248,9 @@ class _Padder:
         name = self.names.fresh(f"{buffer.name}_{suffix}")
         return dataclasses.replace(buffer, name=name)
 
-    def note(self, ask: Ask, old: int, new: int) -> Note:
-        axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in ask.axes)
-        do = "does" if len(ask.axes) == 1 else "do"
-        text = f"dim {ask.dim} of {{}} padded from {old} to {new}"
+    def note(self, request: PadRequest, old: int, new: int) -> Note:
+        axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in request.axes)
+        do = "does" if len(request.axes) == 1 else "do"
+        text = f"dim {request.dim} of {{}} padded from {old} to {new}"
         text = f"{text}: {axes} {do} not divide {old}"
-        return Note(form=text, where=ask.where, values=(ask.buffer,))
+        return Note(form=text, where=request.where, values=(request.buffer,))

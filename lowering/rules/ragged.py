@@ -32,9 +32,9 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
+from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.reducers import Reducer, sum_of
 from jhost.lowering.rules.rows import can_be_summed
-from jhost.lowering.rules.work import matmul_of
 
 _FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}
 """The forms of JAX's products; all of those of matrices and their derivatives."""

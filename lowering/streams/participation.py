@@ -74,7 +74,7 @@ class Participation:
         return steps_in(self.size, self.groups)
 
     @property
-    def growth(self) -> Fraction:
+    def ratio(self) -> Fraction:
         """How many times as many groups the node's results have as its operands."""
         if not self.reads or not self.writes:
             return ONE
@@ -202,18 +202,18 @@ def _communicate_part(
     whole is the s-th slice of every shard, and needs no reshape by the user.
     """
     # 1: as many groups behind the communication as before it.
-    growth = ONE
+    ratio = ONE
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"
     if isinstance(stmt, Communicate):
         devices = axes_size(stmt.axes, mesh)
         if access.dim == (stmt.dim if stmt.kind == "AllGather" else stmt.source_dim):
-            growth = Fraction(devices)
+            ratio = Fraction(devices)
         elif access.dim == stmt.dim:
-            growth = Fraction(1, devices)
+            ratio = Fraction(1, devices)
     size = stmt.source.shape[access.dim]
-    if growth is ONE:
+    if ratio is ONE:
         return Participation(stream, size, access.groups, {0: access}, {0: access})
-    groups = access.groups / growth if writes else access.groups
-    read, written = Access(access.dim, groups), Access(access.dim, groups * growth)
+    groups = access.groups / ratio if writes else access.groups
+    read, written = Access(access.dim, groups), Access(access.dim, groups * ratio)
     return Participation(stream, size, groups, {0: read}, {0: written})

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.program import Program
 
 
@@ -39,7 +39,7 @@ def _free(
     in_flight: dict[str, list[str]] = {}
     inner: list[ir.Stmt] = []
     for number, stmt in enumerate(body):
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         used = [aliases.memory(buffer).name for buffer in (*reads, *writes)]
         match stmt:
             case ir.Communicate(name=name):

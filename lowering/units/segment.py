@@ -18,7 +18,7 @@ from jax.extend.core import Literal, Var
 from jhost._jax import fresh_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import (
     Group,
     Node,
@@ -71,7 +71,7 @@ class _Segmenter:
         for stmt in ir.walk(program.body):
             if isinstance(stmt, ir.For):
                 continue
-            self.reads.update(buffer.name for buffer in touched(stmt)[0])
+            self.reads.update(buffer.name for buffer in reads_writes(stmt)[0])
             # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
                 self.kept.add(stmt.out.name)

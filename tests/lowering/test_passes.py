@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults
@@ -288,7 +288,7 @@ def owners(program: Program) -> dict[str, str]:
         if isinstance(stmt, Select):
             owner[stmt.out.name] = owner.get(stmt.source.name, stmt.source.name)
         elif not isinstance(stmt, For):
-            for buffer in touched(stmt)[1]:
+            for buffer in reads_writes(stmt)[1]:
                 owner.setdefault(buffer.name, buffer.name)
     return owner
 
@@ -313,7 +313,7 @@ def test_each_buffer_is_freed_right_after_its_last_use(program: Program) -> None
                 used = body[last[stmt.buffer.name]]
                 assert not isinstance(used, Communicate) or isinstance(between[0], Wait)
                 continue
-            for buffer in itertools.chain(*touched(stmt)):
+            for buffer in itertools.chain(*reads_writes(stmt)):
                 last[owner.get(buffer.name, buffer.name)] = number
 
 

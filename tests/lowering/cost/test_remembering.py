@@ -54,7 +54,7 @@ def said(mark: Mark) -> Iterator[Mark]:
     assert isinstance(mark, StreamChoice)
     p2p = dataclasses.replace(mark, pipeline="p2p", by_name=False)
     yield mark
-    yield dataclasses.replace(mark, plain=True, reason="plain is better")
+    yield dataclasses.replace(mark, unpipelined=True, reason="plain is better")
     yield p2p
     yield dataclasses.replace(p2p, sums="whole", reason="sums later")
     yield dataclasses.replace(p2p, sums="beside transfers")

@@ -18,7 +18,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, programs
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport
@@ -161,8 +161,8 @@ def test_a_body_is_weighed_by_itself() -> None:
 
 def test_a_part_reads_what_it_has_not_made_and_marks_what_it_makes() -> None:
     for section in sections_of(written_out(4), *OPERANDS):
-        read = {b.name for stmt in section.body for b in touched(stmt)[0]}
-        made = {b.name for stmt in section.body for b in touched(stmt)[1]}
+        read = {b.name for stmt in section.body for b in reads_writes(stmt)[0]}
+        made = {b.name for stmt in section.body for b in reads_writes(stmt)[1]}
         border = {buffer.name for buffer in (*section.params, *section.results)}
         assert {buffer.name for buffer in section.params} == read - made
         assert {mark.buffer for mark in section.marks} <= made | border

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
@@ -32,7 +32,7 @@ def _layouts(
 ) -> Iterator[Mapping[str, Layout]]:
     values = [*flat.program.params, *flat.program.results]
     for stmt in flat.program.body:
-        values += touched(stmt)[1]
+        values += reads_writes(stmt)[1]
     layouts = {b.name: solution.layouts[flat.prefix + b.name] for b in values}
     # Nothing takes the outermost program's results: it has no `leaves`.
     for result, number in zip(flat.program.results, leaves, strict=False):
@@ -67,13 +67,13 @@ def _read_and_made(
     read: dict[str, Buffer] = {}
     made: dict[str, Buffer] = {}
     for stmt in body:
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         read |= {b.name: b for b in reads if b.name not in made}
         made |= {b.name: b for b in writes}
     return read, made
 
 
-def alone(program: Program, layouts: Mapping[str, Layout]) -> Program:
+def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Program:
     """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
     border = {buffer.name for buffer in (*program.params, *program.results)}
