@@ -23,13 +23,13 @@ AXIS = "devices"
 OneOperation: TypeAlias = Callable[..., jax.Array]
 """One operation on a device's part: its result has the shape of its first operand."""
 
-Chain: TypeAlias = Callable[..., Any]
+OperationChain: TypeAlias = Callable[..., Any]
 """As many operations as its first argument says, of a device's parts."""
 
 ChainCall: TypeAlias = Callable[[], Any]
 
 
-def chained(step: OneOperation) -> Chain:
+def chained(step: OneOperation) -> OperationChain:
     """`step` of its own result, again and again, none fused with the next."""
 
     def chain(times: int, x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ def chained(step: OneOperation) -> Chain:
     return chain
 
 
-def beside(step: OneOperation, other: OneOperation) -> Chain:
+def beside(step: OneOperation, other: OneOperation) -> OperationChain:
     """`step` and `other` at the same time, both ending before the next.
 
     Of `step` and another in chains of their own, XLA starts one `step` at a time that
@@ -56,7 +56,7 @@ def beside(step: OneOperation, other: OneOperation) -> Chain:
     return chain
 
 
-def behind_matmul(chain: Chain, times: int) -> Callable[..., Any]:
+def behind_matmul(chain: OperationChain, times: int) -> Callable[..., Any]:
     """So many operations, after a matmul of the first operand with itself."""
 
     def behind(matrix: jax.Array, *operands: jax.Array) -> Any:

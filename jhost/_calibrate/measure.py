@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from jhost._calibrate.chains import (
     AXIS,
-    Chain,
     ChainCall,
+    OperationChain,
     behind_matmul,
     beside,
     chained,
@@ -243,7 +243,7 @@ class Measuring:
     def cost(
         self,
         mesh: Mesh,
-        chain: Chain,
+        chain: OperationChain,
         operands: Sequence[jax.Array],
         *,
         times: int = 1,

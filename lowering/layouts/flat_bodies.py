@@ -68,7 +68,7 @@ def flattened(program: Program) -> tuple[tuple[Operation, ...], FlatBody]:
     return tuple(flattener.operations), flat
 
 
-_Named: TypeAlias = Sequence[tuple[str, ir.Buffer]]
+_NamedValues: TypeAlias = Sequence[tuple[str, ir.Buffer]]
 """Values with their names in the operations."""
 
 
@@ -108,7 +108,7 @@ class _Flattener:
     def cross(
         self,
         stmt: ir.ControlFlow,
-        values: _Named,
+        values: _NamedValues,
         outs: Sequence[str | None],
         likes: Sequence[str] | None = None,
         **how: bool,
@@ -207,7 +207,7 @@ class _Flattener:
         return Border(tuple(bodies), tuple(enters), tuple(leaves))
 
 
-def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _Named:
+def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _NamedValues:
     return [(prefix + buffer.name, buffer) for buffer in buffers]
 
 
