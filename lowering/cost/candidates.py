@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
@@ -87,9 +87,7 @@ class Evaluation:
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
-        for candidate in self.candidates(mark):
-            if (outcome := self.evaluate(candidate)) is not None:
-                self.outcomes.append(self.with_sums_elsewhere(outcome))
+        self.evaluate_all(mark, lambda outcome: [self.with_sums_elsewhere(outcome)])
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
         chosen = self.chosen()
@@ -120,16 +118,7 @@ class Evaluation:
 
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
-        for candidate in self.candidates(mark):
-            if (outcome := self.evaluate(candidate)) is not None:
-                self.outcomes.append(outcome)
-            if outcome is not None and candidate.pipeline == "p2p":
-                fewer = self.evaluate(dataclasses.replace(candidate, streams=2))
-                others = [
-                    self.evaluate(dataclasses.replace(candidate, sums=sums))
-                    for sums in _SUMS
-                ]
-                self.outcomes += [other for other in (fewer, *others) if other]
+        self.evaluate_all(mark, self.with_variants)
         # Candidates may come to one program.  It is measured once, as the simplest.
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
@@ -140,55 +129,85 @@ class Evaluation:
         how = "estimated from data sheets" if self.known.estimated else "predicted"
         return ranking_text(how, rows, self.refusals)
 
-    def candidates(self, mark: StreamChoice) -> Iterator[StreamChoice]:
-        """What could be done with a mark, as far as it leaves that open."""
+    def with_variants(self, outcome: Outcome) -> list[Outcome]:
+        """An outcome; for a p2p pipeline also on fewer streams, and with other sums."""
+        if outcome.mark.pipeline != "p2p":
+            return [outcome]
+        variants = [
+            dataclasses.replace(outcome.mark, streams=2),
+            *(dataclasses.replace(outcome.mark, sums=sums) for sums in _SUMS),
+        ]
+        return [outcome, *filter(None, map(self.evaluate, variants))]
+
+    # --- The candidates --------------------------------------------------------- #
+
+    def evaluate_all(
+        self, mark: StreamChoice, found: Callable[[Outcome], Sequence[Outcome]]
+    ) -> None:
+        """Evaluate what could be done with a mark, as far as it leaves that open.
+
+        What is `found` of each outcome goes to `outcomes`.
+        """
+
+        def added(candidate: StreamChoice) -> Sequence[Outcome]:
+            outcome = self.evaluate(candidate)
+            outcomes = [] if outcome is None else found(outcome)
+            self.outcomes += outcomes
+            return outcomes
+
+        for candidate in self.without_permutes(mark):
+            added(candidate)
+        p2p = self.p2p(mark)
+        if p2p is not None and (outcomes := added(p2p)):
+            if more := self.in_more_chunks(p2p, outcomes[-1]):
+                added(more)
+
+    def without_permutes(self, mark: StreamChoice) -> Iterator[StreamChoice]:
+        """The candidates that need none, the simplest first: later ones must gain."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
-            # The simplest first: a later one has to gain to be chosen.
             yield dataclasses.replace(mark, unpipelined=True)
         if mark.pipeline is None or mark.pipeline == "collective":
             # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:
                 yield dataclasses.replace(mark, pipeline="collective", chunks=count)
+
+    def p2p(self, mark: StreamChoice) -> StreamChoice | None:
+        """A p2p pipeline, if the mark leaves it open and permutes hide anything."""
         beside = self.to_measure or self.known.permute.beside_compute
-        if mark.pipeline in (None, "p2p") and beside:
-            named = self.to_measure or mark.pipeline is not None
-            p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
-            yield p2p
-            devices = None if given else self.devices()
-            # More chunks hide more, and cost more launches.
-            if devices is not None and self.hides_too_little():
-                yield dataclasses.replace(p2p, chunks=2 * devices)
+        if mark.pipeline not in (None, "p2p") or not beside:
+            return None
+        named = self.to_measure or mark.pipeline is not None
+        return dataclasses.replace(mark, pipeline="p2p", by_name=named)
+
+    def in_more_chunks(
+        self, p2p: StreamChoice, outcome: Outcome
+    ) -> StreamChoice | None:
+        """A p2p candidate in twice the chunks, if its outcome would gain by them."""
+        chunks = None if p2p.chunks is not None else _chunks_of(outcome)
+        # More chunks hide more, and cost more launches.
+        if chunks is None or not self.hides_too_little(outcome):
+            return None
+        return dataclasses.replace(p2p, chunks=2 * chunks)
 
     def others_pipelined(self) -> bool:
         """Whether a stream of other marks may reach the value."""
         others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
         return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
 
-    def hides_too_little(self) -> bool:
-        """Whether the candidate weighed last would win if more chunks hid the rest."""
+    def hides_too_little(self, outcome: Outcome) -> bool:
+        """Whether an outcome would win if more chunks hid the rest."""
         if self.to_measure:
             return True
-        return self.outcomes[-1].compute < self.gain * self.chosen().seconds
+        return outcome.compute < self.gain * self.chosen().seconds
 
     @property
     def known(self) -> Rates:
         assert self.rates is not None, "only candidates to measure need no rates"
         return self.rates
-
-    def devices(self) -> int | None:
-        """The chunks that the p2p candidate got, if it is the one weighed last."""
-        last = self.outcomes[-1] if self.outcomes else None
-        if last is None or last.mark.pipeline != "p2p":
-            return None
-        for report in all_remarks(last.program):
-            if isinstance(report, StreamReport) and report.pipeline == "p2p":
-                if set(last.mark.lines) <= set(report.lines):
-                    return report.chunks
-        return None
 
     def evaluate(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
@@ -280,6 +299,15 @@ class Evaluation:
         if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, dataclasses.replace(mark, streams=2))
+
+
+def _chunks_of(outcome: Outcome) -> int | None:
+    """The chunks that a p2p candidate got unasked: one a device."""
+    for report in all_remarks(outcome.program):
+        if isinstance(report, StreamReport) and report.pipeline == "p2p":
+            if set(outcome.mark.lines) <= set(report.lines):
+                return report.chunks
+    return None
 
 
 def ranking_text(
