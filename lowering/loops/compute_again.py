@@ -59,31 +59,33 @@ class _Flow:
         self.sizes: dict[str, int] = {}
         self.makers: dict[str, Cheap] = {}
         self.made_by: dict[str, int] = {}
-        # For each statement, sets of others: integers with a bit for each.  `before`:
-        # all that it needs.  `behind`: those of them that it needs through other work.
-        # `beside`: itself, and those as deep that it needs through no work.
-        self.before: list[int] = []
-        self.behind: list[int] = []
-        self.beside: list[int] = []
+        # For each statement three sets of them, as integers with a bit for each: all
+        # that it needs, those that it needs through heavy ones, and its peers (itself,
+        # and those of its own depth that it needs through none).
+        self.needs: list[int] = []
+        self.past_heavy: list[int] = []
+        self.peers: list[int] = []
         self.serial = {m.buffer for m in program.marks if isinstance(m, SerialMark)}
         for number, stmt in enumerate(program.body):
             self.add(number, stmt)
 
     def add(self, number: int, stmt: Stmt) -> None:
+        """Note the next statement; those that make its operands are known already."""
         reads, writes = reads_writes(stmt)
         depth = max((self.depths.get(b.name, 0) for b in reads), default=0)
         heavy = _is_heavy(stmt)
-        before, behind, beside = 0, 0, 1 << number
+        needs, past_heavy, peers = 0, 0, 1 << number
         for name in {b.name for b in reads if b.name in self.made_by}:
             maker = self.made_by[name]
-            before |= self.before[maker] | 1 << maker
-            through = _is_heavy(self.body[maker])
-            behind |= self.before[maker] if through else self.behind[maker]
+            needs |= self.needs[maker] | 1 << maker
+            # All that a heavy maker needs is past it.
+            through = self.needs if _is_heavy(self.body[maker]) else self.past_heavy
+            past_heavy |= through[maker]
             if self.depths[name] == depth and not heavy:
-                beside |= self.beside[maker]
-        self.before.append(before)
-        self.behind.append(behind)
-        self.beside.append(beside)
+                peers |= self.peers[maker]
+        self.needs.append(needs)
+        self.past_heavy.append(past_heavy)
+        self.peers.append(peers)
         for buffer in writes:
             self.made_by[buffer.name] = number
             self.depths[buffer.name] = depth + heavy
@@ -92,12 +94,13 @@ class _Flow:
                 self.makers[buffer.name] = stmt
 
     def is_behind(self, number: int, name: str) -> bool:
-        """Whether a statement stands behind work that a value, or its like, goes into.
+        """Whether a statement stands behind work that a value or its peer goes into.
 
-        A derivative of the forward's goes nowhere else, but what it is made of does.
+        A derivative that the forward computes goes into no work of the forward, but the
+        value that it is made of does.
         """
         maker = self.made_by.get(name)
-        return maker is not None and bool(self.behind[number] & self.beside[maker])
+        return maker is not None and bool(self.past_heavy[number] & self.peers[maker])
 
     def computed_again(self) -> set[str]:
         """The values that are computed again behind the work that they go into."""
@@ -106,7 +109,7 @@ class _Flow:
         # Matmuls before and behind read it from memory, so it is written in any case.
         for name in self._read_by_work_on_both_sides():
             self.makers.pop(name, None)  # to keep it takes no time
-        # The deepest first: what a cut keeps is then wanted where it is made.
+        # The deepest first: what a cut keeps is then wanted at its own depth.
         for depth in range(max(wanted, default=-1), -1, -1):
             here = wanted.get(depth, set())
             made_of = self._made_of(here, depth)
@@ -161,7 +164,7 @@ class _Flow:
 
 
 def _is_heavy(stmt: Stmt) -> bool:
-    """Whether it is work to wait for: no computation element by element, or sum."""
+    """Whether a statement is work to wait for, as no elementwise one and no sum is."""
     if not isinstance(stmt, Compute):
         return not isinstance(stmt, Select)
     rules = [each.rule for each in stmt.unit.eqns]
