@@ -118,21 +118,24 @@ def _with_partial_carry(
     What a scan inside gives for each of its iterations may be reduced behind that one,
     where it is then carried on.
     """
-    stacked: set[str] | None = None
+    chosen: set[str] | None = None  # at first, all that scans inside stack
     while True:
-        body, behind = _reducing_behind(stmt.body, stacked)
-        tried = _tried(dataclasses.replace(stmt, body=body), zeros)
-        if tried is None:
+        body, put_off = _reducing_behind(stmt.body, chosen)
+        carrying = _carrying_partial(dataclasses.replace(stmt, body=body), zeros)
+        if carrying is None:
             return None
-        left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
-        # Those that are still reduced in the body have gained nothing.  They go back to
-        # the scan inside, and the others are tried again, until all of them gain.
-        if not behind & left:
-            return tried
-        stacked = behind - left  # nothing is gained for the others
+        scan, _ = carrying
+        reduced = {each.out.name for each in scan.body.body if is_reduction(each)}
+        if not put_off & reduced:
+            return carrying
+        # These are still reduced in each iteration, so to put them off gained nothing.
+        # They stay in the scan inside, and the fewer others are tried again.
+        chosen = put_off - reduced
 
 
-def _tried(stmt: Scan, zeros: Container[str]) -> tuple[Scan, dict[int, Partial]] | None:
+def _carrying_partial(
+    stmt: Scan, zeros: Container[str]
+) -> tuple[Scan, dict[int, Partial]] | None:
     """The scan with each carry partial that can stay so, over what is summed in it."""
     kept: dict[int, Partial] = {}
     partials = [
@@ -141,13 +144,14 @@ def _tried(stmt: Scan, zeros: Container[str]) -> tuple[Scan, dict[int, Partial]]
         if is_reduction(each)
     ]
     for partial in dict.fromkeys(partials):
-        trial = _Trial(stmt, partial, zeros)
-        kept |= dict.fromkeys(trial.kept, partial)
-        stmt = trial.finish()
+        carry = _PartialCarry(stmt, partial, zeros)
+        numbers = [number for number in carry.begun if carry.stays_partial(number)]
+        kept |= dict.fromkeys(numbers, partial)
+        stmt = carry.scan(numbers)
     return (stmt, kept) if kept else None
 
 
-class _Trial:
+class _PartialCarry:
     """A scan whose body begins with the reduction of partial sums that it carries.
 
     Where that can be done as well behind all that is added, it need not be done in each
@@ -160,28 +164,32 @@ class _Trial:
         self.names = FreshNames.of(stmt.body)
         self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
         self.begun = {
-            number: Reshard(
-                out=dataclasses.replace(
-                    param, name=self.names.fresh(f"{param.name}_reduced")
-                ),
-                source=dataclasses.replace(param, partial=partial),
-            )
+            number: self.reduction(param)
             for number, param in enumerate(self.params)
-            if not param.partial
-            and (
-                stmt.carry[number].name in zeros
-                or _is_added_to(stmt.body, param, number)
-            )
+            if not param.partial and self.is_sum(number, param, zeros)
         }
-        # The body reads the reduced value, and is right if nothing can be put off.
-        begun = {each.source.name: each.out for each in self.begun.values()}
-        stmts = (replace_buffers(each, begun) for each in stmt.body.body)
-        needed = {result.name for result in stmt.body.results}
-        marked = {mark.buffer for mark in stmt.body.marks}
-        self.body = Rewrite([*self.begun.values(), *stmts], needed, marked)
-        marks = (m for m in stmt.body.marks if isinstance(m, ShardMark))
-        self.fixed = {mark.buffer for mark in marks}
-        self.kept = [number for number in self.begun if self.stays_partial(number)]
+        self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
+        self.body = self.beginning_with_reductions()
+
+    def is_sum(self, number: int, param: Buffer, zeros: Container[str]) -> bool:
+        """Whether what a carry begins with may be added behind, or is nothing."""
+        begins_with_zeros = self.stmt.carry[number].name in zeros
+        return begins_with_zeros or _is_added_to(self.stmt.body, param, number)
+
+    def reduction(self, param: Buffer) -> Reshard:
+        """The reduction of a partial param, to stand in the place of the param."""
+        name = self.names.fresh(f"{param.name}_reduced")
+        out = dataclasses.replace(param, name=name)
+        return Reshard(out=out, source=dataclasses.replace(param, partial=self.partial))
+
+    def beginning_with_reductions(self) -> Rewrite:
+        """The body on the reduced params: it is right, even if nothing is put off."""
+        body = self.stmt.body
+        reduced = {each.source.name: each.out for each in self.begun.values()}
+        stmts = (replace_buffers(each, reduced) for each in body.body)
+        needed = {result.name for result in body.results}
+        marked = {mark.buffer for mark in body.marks}
+        return Rewrite([*self.begun.values(), *stmts], needed, marked)
 
     def stays_partial(self, number: int) -> bool:
         """Whether a carry can be reduced after all; if so, its statements change."""
@@ -200,12 +208,12 @@ class _Trial:
         self.body.take_back(count)
         return False
 
-    def finish(self) -> Scan:
-        """The scan with what is kept partial, and all else as it was."""
+    def scan(self, kept: Sequence[int]) -> Scan:
+        """The scan with what is `kept` partial, and all else as it was."""
         body = self.stmt.body
         params, results = list(body.params), list(body.results)
         dropped = [each.out.name for each in self.begun.values()]
-        for number in self.kept:
+        for number in kept:
             last = self.body.makers[results[number].name]
             assert isinstance(last, Reshard)
             dropped.append(last.out.name)
