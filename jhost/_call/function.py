@@ -223,7 +223,16 @@ class JitFunction(Generic[P, R]):
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
         """This function with other arguments of `jhost.jit`.
 
-        With another mesh, each `NamedSharding` keeps its spec.
+        Args:
+            **options: arguments of `jhost.jit` by name; the others stay as they are.
+                With another mesh, each `NamedSharding` keeps its spec.
+
+        Returns:
+            A function of its own, which compiles anew: this one stays as it is.
+
+        Raises:
+            ArgumentError: `jhost.jit` has no such argument, or takes no such value.
+            ChunksError, OptionError: values that no function could be compiled with.
 
         Example:
             >>> import jax.numpy as jnp

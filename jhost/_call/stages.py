@@ -42,7 +42,15 @@ class Traced(jax.stages.Traced):
 
 
 class Lowered(jax.stages.Lowered):
-    """A `jax.stages.Lowered`; `host_ir` is jhost's program, `str(host_ir)` its text."""
+    """A `jax.stages.Lowered`: a function lowered for arguments of certain types.
+
+    Attributes:
+        host_ir: jhost's program, as one device runs it; `str(host_ir)` is its text.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     host_ir: Program
 
@@ -102,9 +110,13 @@ class Lowered(jax.stages.Lowered):
         """Compiles the program for its devices.
 
         Args:
-            compiler_options: XLA options for this executable, beside those of
-                `jhost.jit`.
+            compiler_options: XLA's options for this executable: a dict from names to
+                values of the types that XLA takes.  One that `jhost.jit` was given as
+                well has the value that is given here.
             **how: what else `jax.stages.Lowered.compile` takes.
+
+        Returns:
+            The executable, to be called, explained or asked for its schedule.
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
@@ -117,7 +129,15 @@ class Lowered(jax.stages.Lowered):
 
 
 class Compiled(jax.stages.Compiled):
-    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for."""
+    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for.
+
+    Attributes:
+        host_ir: jhost's program that was compiled; `str(host_ir)` is its text.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     host_ir: Program
 

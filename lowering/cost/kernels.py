@@ -81,7 +81,7 @@ def steps_for(
     return list(ordered.values())
 
 
-def handed_on(unit: Unit) -> dict[int, int]:
+def forwarded(unit: Unit) -> dict[int, int]:
     """The values that barriers hand on, by the variables of their results."""
     found: dict[int, int] = {}
     for eqn in (e.eqn for e in unit.eqns if is_barrier(e.eqn)):
@@ -96,7 +96,7 @@ class _UnitKernels:
     ) -> None:
         self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
         self.invars = compute.unit.invars
-        self.handed_on = handed_on(compute.unit)
+        self.forwarded = forwarded(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
@@ -187,7 +187,7 @@ class _UnitKernels:
 
     def value(self, var: Var | Literal) -> int:
         """A variable's value; that of a barrier's result is its operand's."""
-        return self.handed_on.get(id(var), id(var))
+        return self.forwarded.get(id(var), id(var))
 
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)

@@ -19,7 +19,7 @@ from jhost.lowering.cost.copies import (
 )
 from jhost.lowering.cost.kernels import (
     Kernel,
-    handed_on,
+    forwarded,
     kernels,
     steps_for,
 )
@@ -239,7 +239,7 @@ class _Unrolled(Machine):
 
         First what is communicated, beside which the others then run.
         """
-        given = handed_on(stmt.unit)
+        given = forwarded(stmt.unit)
         values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
         outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}

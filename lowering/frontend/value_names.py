@@ -49,10 +49,12 @@ def value_names(
         variable = assigned(position) if position and sure else None
         if variable and len(made[-1].outvars) == 1:
             found[made[-1].outvars[0]] = variable
-    return names | handed_on(eqns, found) | dict(given)
+    return names | forwarded_names(eqns, found) | dict(given)
 
 
-def handed_on(eqns: Sequence[JaxprEqn], names: Mapping[Var, str]) -> dict[Var, str]:
+def forwarded_names(
+    eqns: Sequence[JaxprEqn], names: Mapping[Var, str]
+) -> dict[Var, str]:
     """Names of values, also for what copies and marks make them of."""
     found = dict(names)
     for eqn in reversed(eqns):

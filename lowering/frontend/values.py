@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
-from jhost.lowering.frontend.value_names import Variables, handed_on, value_names
+from jhost.lowering.frontend.value_names import Variables, forwarded_names, value_names
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
 
@@ -30,7 +30,7 @@ class DisplayNames(NamedTuple):
         results = zip(flat.outvars, self.results, strict=True)
         known = {var: name for var, name in results if name}
         names = value_names(flat.eqns, params, self.variables)
-        return names | handed_on(flat.eqns, known) | params
+        return names | forwarded_names(flat.eqns, known) | params
 
 
 class Values:
@@ -46,7 +46,7 @@ class Values:
         self.body: list[ir.Stmt] = []
         self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()
-        self.result_names = handed_on(flat.eqns, result_names)
+        self.result_names = forwarded_names(flat.eqns, result_names)
         self.value_names = display_names.of(flat)
         self.display_names: dict[str, str] = {}
 

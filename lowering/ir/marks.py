@@ -53,8 +53,8 @@ class StreamChoice(OnLines):
         chunks: how many; None for as many as the pipeline has unasked.
         pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen,
             and the value takes part in a stream that reaches it.
-        plain: whether its loop is not made, whatever stream reaches it, because that
-            was found better.
+        unpipelined: whether its loop is not made, whatever stream reaches it, because
+            that was found better.
         by_name: whether the user named the pipeline, which then stands even where it
             gains nothing.
         streams: on how many a loop's iterations take turns at most; None for jhost's

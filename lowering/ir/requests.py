@@ -135,7 +135,7 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
-    """The choice for two marks of one stream; a plain mark has no say in it."""
+    """The choice for two marks of one stream; an unpipelined one has no say."""
     numbers = (*one.numbers, *other.numbers)
     if one.unpipelined != other.unpipelined:
         said = other if one.unpipelined else one
