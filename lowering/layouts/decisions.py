@@ -96,6 +96,7 @@ class Decisions:
             (name, want)
             for name in self.operations[number].ins
             for want in self.moves_of.get(name, ())
+            # Later operations find the value moved, so only the first pays.
             if self.movers[name, want][0] < number
         )
 

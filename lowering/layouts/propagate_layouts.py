@@ -97,6 +97,7 @@ class PropagateLayouts:
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
         rewriter = Rewriter(solution.flat, solution, remarks, self.known.written)
         after = rewriter.rewrite()
+        # All empty bodies are one tuple in Python, so their id says nothing.
         if program.body:
             known.append(
                 _LaidOut(program, streamed_dims(program), rewriter, after, [program])

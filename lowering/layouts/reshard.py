@@ -83,6 +83,7 @@ def _cheapest(
     seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
     while queue:
         cost, count, _, here, left, steps = heapq.heappop(queue)
+        # Dijkstra's search takes the cheapest first, so the first to arrive is best.
         if here == target and not left:
             return steps
         if (here, frozenset(left)) in seen:
@@ -161,6 +162,7 @@ def _reduce_scatters(
         for count in range(1, len(lacking) + 1):
             axes = lacking[:count]
             reducer = reducers.get(axes[0])
+            # One collective has one reducer.
             if reducer is None or reducers.get(axes[-1]) != reducer:
                 break
             yield ReshardStep(
@@ -230,6 +232,7 @@ def _swaps(
     used = used_axes(source)
     free = [axis for axis in mesh if axis not in dict(partial)]
     for axes in itertools.combinations(free, 2):
+        # Of other sizes the shards would be of other sizes, too.
         if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
             layout = swapped(source, axes)
             yield ReshardStep(

@@ -161,6 +161,7 @@ class Rewriter:
             self.rewritten(flat, leaves)
             for flat, leaves in zip(border.bodies, border.leaves, strict=True)
         ]
+        # The first branch lays out a `cond`'s results; a `while` has its body last.
         leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
         outs, moved = self.results(leaving, stmt.outs)
         self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))

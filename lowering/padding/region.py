@@ -152,6 +152,7 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         results=op.results,
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,
+        # On one device positions begin at 0, whatever the size.
         counted=unit_eqn.rule.counted & spread,
         fixed=op.pinned is not None,
     )

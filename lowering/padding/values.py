@@ -160,6 +160,7 @@ class _Padder:
             if mapped is not None and shape[dim] > buffer.shape[dim]
             if (reducer := op.reducers[mapped.factor]) is not None
         }
+        # An equation has one reducer, so all that is reduced here ends alike.
         (reducer,) = set(reduced.values()) or {None}
         return self.version(buffer, shape, reducer, tuple(reduced))
 

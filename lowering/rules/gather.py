@@ -117,6 +117,8 @@ def _of_part(
         indices = lax.convert_element_type(indices, np.int32)
     # Others out of bounds are clipped: by XLA even those that were promised to be in.
     indices = rows.bounded(indices, clip=not fills)
+    # Indices of other parts' rows are clipped into this one, and what they find is
+    # replaced below.
     local, here = rows.found_in(place, indices)
     (found,) = bind(
         eqn,

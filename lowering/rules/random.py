@@ -115,7 +115,9 @@ def _counts(dims: Dims, shape: Sequence[int], place: Place) -> tuple[Any, Any]:
         stride = math.prod(shape[number + 1 :])
         more = lax.broadcast_in_dim(steps * _low(stride), local, (number,))
         total = low + more
+        # Up to there the high word of every position is 0.
         if math.prod(shape) > 1 << 32:
+            # A sum that wrapped round is less than what was added to.
             carry = lax.convert_element_type(total < low, np.uint32)
             more = lax.broadcast_in_dim(_high_word(steps, stride), local, (number,))
             high = high + more + carry

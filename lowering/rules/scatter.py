@@ -143,6 +143,7 @@ class _Updates:
             changed |= {"indices_are_sorted": False, "unique_indices": False}
         if self.rows.are_cut(shape_of(eqn.invars[0]), place):
             indices = self.of_part(eqn, indices, place)
+            # Updates of other parts' rows are dropped here, whatever the user's mode.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
         parts = any(place.size(f) != self.sizes[f] for f in self.reduced)

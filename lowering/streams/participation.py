@@ -78,6 +78,7 @@ class Participation:
         """How many times as many groups the node's results have as its operands."""
         if not self.reads or not self.writes:
             return ONE
+        # All that a node reads has as many groups, and so has all that it writes.
         read, written = (
             next(iter(self.reads.values())),
             next(iter(self.writes.values())),
@@ -156,6 +157,8 @@ def _compute_part(
         }
 
     size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    # Groups become whole when they are scaled up, and then are a multiple of the
+    # numerator.
     if size % access.groups.numerator:
         return undivided(size)
     reads, written = accesses(operands), accesses(rule.results)

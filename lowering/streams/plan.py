@@ -155,6 +155,7 @@ class _Propagation:
             # The first reason stands: that of the nearest mark.
             self.declined.setdefault(number, part)
             return
+        # To admit the node may have merged its stream with another.
         self.parts[number] = part
         stream = self.root(stream)
         self.steps[stream] = self.common_steps(stream, part)

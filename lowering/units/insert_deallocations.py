@@ -24,6 +24,7 @@ class InsertDeallocations(EachProgram):
 
     def change(self, program: Program) -> Program:
         aliases = Aliases(program.body)
+        # Aliases are freed with what they are parts of.
         kept = {b.name for b in (*program.params, *program.results)} | {
             *aliases.selects
         }

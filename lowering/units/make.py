@@ -50,6 +50,7 @@ def computes_of(
     (result,) = unit.outvars
     buffers = {**dict(zip(unit.invars, ins, strict=True)), result: out}
     computes: list[Compute] = []
+    # One equation each, so that the passes that follow know the rule of each.
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))

@@ -44,6 +44,8 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     A computation that combines its result into another's is alone.
     """
     stmt = node.stmt
+    # A reducer is of all of a statement's results: in a merged one it would combine
+    # those of the others, too.
     if not isinstance(stmt, ir.Compute) or stmt.reducer:
         return None
     return (stmt.chunk,)
@@ -90,6 +92,7 @@ class _Segmenter:
                     yield from self.stretch(stretch)
                     stretch = []
                     yield stmt
+                # A loop is one node of the stretch; its body has stretches of its own.
                 case ir.For():
                     stretch.append(dataclasses.replace(stmt, body=self.body(stmt.body)))
                 case _:
@@ -119,6 +122,7 @@ class _Segmenter:
             buffer
             for compute in computes
             for buffer in compute.outs
+            # What is read in this unit alone is no buffer any more.
             if buffer.name in self.kept or self.reads[buffer.name] > reads[buffer.name]
         ]
         unit = ir.Unit(
@@ -127,6 +131,7 @@ class _Segmenter:
             invars=tuple(variables[name] for name in ins),
             outvars=tuple(variables[buffer.name] for buffer in outs),
         )
+        # All work on one chunk and none has a reducer, so the first one's fields hold.
         first = computes[0]
         return dataclasses.replace(
             first, unit=unit, ins=tuple(ins.values()), outs=tuple(outs)

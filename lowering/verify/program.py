@@ -206,5 +206,6 @@ def _for(state: State, stmt: ir.For) -> None:
     for value in range(stmt.extent):
         with state.iteration(stmt, value), state.scope():
             _body(state, stmt.body)
+    # The body has left another statement there, for messages.
     state.stmt = stmt
     state.check_restored(before, "the loop")

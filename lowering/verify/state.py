@@ -168,6 +168,7 @@ class State(Machine):
     def check_shape(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> None:
         """The declared shape is the first iteration's; a last chunk may be smaller."""
         pairs = list(zip(buffer.shape, shape, strict=False))
+        # In the first iteration all indices are 0, and no chunk is the ragged last one.
         smaller = any(self.loops.values()) and all(n <= full for full, n in pairs)
         if len(shape) != len(buffer.shape) or not (smaller or shape == buffer.shape):
             self.fail(
@@ -247,6 +248,7 @@ class State(Machine):
 
     def _check_written_shape(self, known: KnownBuffer, shape: tuple[int, ...]) -> None:
         root = known.root
+        # The first write says how large a ragged chunk's buffer is in this iteration.
         if root.allocated_in_loop and not known.is_alias and not root.writes:
             self.check_shape(known.buffer, shape)
             known.shape, known.region = (
@@ -279,6 +281,7 @@ class State(Machine):
         """What is defined inside ends with it."""
         self.scopes.append(Scope())
         yield
+        # What is wrong at the end is no statement's fault.
         self.stmt = None
         self.check_ended()
         for name in self.scopes.pop().names:
@@ -297,6 +300,7 @@ class State(Machine):
                     "every communication is waited for exactly once",
                 )
         kept = {self.known[name].root.name for name in self.results & set(self.known)}
+        # Up to `InsertDeallocations` a program frees nothing.
         for name in self.scopes[-1].names if self.frees else ():
             known = self.known[name]
             owned = not known.is_alias and not known.root.is_param
