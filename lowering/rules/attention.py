@@ -99,6 +99,7 @@ def _maps(
         batch=None if _is_paged(eqn) else (batch,),
         heads=heads,
         cut=cut,
+        # cuDNN's window counts the query's own position as well.
         left=window - 1 if window and is_causal(eqn) else None,
         right=0 if is_causal(eqn) else None,
         counts=is_causal(eqn) or has_lengths(eqn),
@@ -120,6 +121,7 @@ def _heads_first(eqn: JaxprEqn) -> bool:
 
 def _is_paged(eqn: JaxprEqn) -> bool:
     """Whether keys and values lie in blocks; a table says which sequence has which."""
+    # Kernels in 8 bits have another operand at that place.
     return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
 
 

@@ -64,6 +64,7 @@ class Maps:
         if batch is not None:
             pairs = zip(sizes.B, batch, strict=True)
             self.batch = tuple(FactorDim(self.factors.new(*pair)) for pair in pairs)
+        # There may be no heads: arrays may be empty.
         self.group = sizes.N // max(sizes.K, 1)
         self.shared = FactorDim(self.factors.new(sizes.K, heads))
         self.heads = FactorDim(self.shared.factor, self.group)

@@ -218,6 +218,7 @@ def opaque(reason: str, *primitives: str) -> None:
 
 def rule_of(eqn: JaxprEqn) -> DimRule:
     """The factors of `eqn`; every dim whole where its primitive has no rule."""
+    # By name: a primitive that some JAX does not have may have a rule all the same.
     registered = _rules.get(eqn.primitive.name)
     return registered(eqn) if registered else without_factors(eqn)
 

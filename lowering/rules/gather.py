@@ -59,6 +59,7 @@ def gather(eqn: JaxprEqn) -> DimRule:
     missing = (*numbers.collapsed_slice_dims, *batching)
     reducer = _reducer(eqn)
     factors = Factors()
+    # The last dim of the indices are the components of one.
     batch = factors.dims(indices[:-1])
     window = factors.dims(operand, whole=(*missing, *differing(operand, sizes)))
     rows = rows_of(

@@ -150,6 +150,7 @@ def _high_word(steps: Any, stride: int) -> Any:
 def random_split(eqn: JaxprEqn) -> DimRule:
     """The dims of a batch of keys are factors; the new keys of one are together."""
     rank = len(shape_of(eqn.invars[0]))
+    # Of one key there is no batch to cut.
     if rank and not makes_threefry_keys(eqn.invars[0]):
         return without_factors(eqn, _WHOLE)
     return leading(eqn, rank)

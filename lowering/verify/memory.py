@@ -35,6 +35,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
             f"{name}, a part of {known.root.name}" if known.is_alias else f"{name}",
             "aliases and parameters are not deallocated",
         )
+    # A result that is not made yet has no memory.
     if name in {state.known[r].root.name for r in state.results & set(state.known)}:
         state.fail("another buffer", name, "a result is never deallocated")
     for flight in state.in_flight.values():
@@ -81,6 +82,7 @@ def _check_select_dim(
 def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
     index = np.asarray(state.value(stmt.index))
     outside = (index < 0) | (index + size > extent)
+    # Of an empty dim an empty part is right.
     if size < min(extent, 1) or outside.any():
         first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
         raise errors.IndexRangeError(
