@@ -17,7 +17,7 @@ from jhost._jax import take_over
 from jhost.lowering.explain import Explanation, explain_program, is_pipelined
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text, permutes
+from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.runtime.compiler_options import explained_refusals, options_report
 from jhost.runtime.devices import Devices, devices_of
 from jhost.runtime.mesh import AnyMesh
@@ -254,6 +254,6 @@ def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
     """Why permutes that were asked for hide nothing."""
     axes = sorted(permutes(program))
-    if devices.platform == "gpu" and apart(axes, devices.reach):
-        text = apart_text(axes, devices.reach, dict(program.mesh.shape))
+    if devices.platform == "gpu" and between_processes(axes, devices.reach):
+        text = why_not_hidden(axes, devices.reach, dict(program.mesh.shape))
         yield f"a p2p pipeline hides nothing: {text}"

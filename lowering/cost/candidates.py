@@ -19,7 +19,7 @@ from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
 from jhost.lowering.ir.marks import StreamChoice, SumsPlace
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text, permutes
+from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.lowering.ir.remarks import Prediction, StreamReport
 from jhost.lowering.ir.requests import REFUSALS, set_choice
 
@@ -223,7 +223,7 @@ class Evaluation:
         except REFUSALS as refusal:
             self.refusals.append(left_out_text(text, first_line(refusal)))
             return None
-        if why_not := self.moves_apart(candidate, program):
+        if why_not := self.moves_between_processes(candidate, program):
             self.refusals.append(left_out_text(text, why_not))
             return None
         if self.rates is None:
@@ -249,7 +249,7 @@ class Evaluation:
         self.predictions.append((program, prediction))
         return prediction
 
-    def moves_apart(self, candidate: StreamChoice, program: Program) -> str:
+    def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
         """Why a candidate that nobody named has permutes that nothing could hide."""
         if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
             return ""
@@ -257,7 +257,9 @@ class Evaluation:
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
         more = [axis for axis, n in permutes(program).items() if n > already[axis]]
         mesh, reach = dict(program.mesh.shape), self.rates.reach
-        return apart_text(more, reach, mesh) if apart(more, reach) else ""
+        return (
+            why_not_hidden(more, reach, mesh) if between_processes(more, reach) else ""
+        )
 
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
         """The outcome with what loops add up outside of them, where that is faster."""

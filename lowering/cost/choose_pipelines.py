@@ -20,7 +20,7 @@ from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text
+from jhost.lowering.ir.reach import between_processes, why_not_hidden
 from jhost.lowering.ir.requests import (
     StreamDefaults,
     Tuned,
@@ -111,8 +111,8 @@ class ChoosePipelines:
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         axes = [axis for axis, size in mesh.items() if size > 1]
         # One axis within a process is enough: loops along it may gain.
-        if len(apart(axes, reach)) == len(axes):
-            return apart_text(axes, reach, mesh)
+        if len(between_processes(axes, reach)) == len(axes):
+            return why_not_hidden(axes, reach, mesh)
         return ""
 
 

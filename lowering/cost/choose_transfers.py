@@ -18,7 +18,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.loops.gathers_early import gathers_beside_work, with_gathers_early
@@ -71,7 +71,7 @@ class ChooseTransfers(EachProgram):
         if bytes_of(stmt.source) < _LEAST:
             return False
         # Between processes a permute is an NCCL kernel too, and gains nothing.
-        if rates is not None and apart(stmt.axes, rates.reach):
+        if rates is not None and between_processes(stmt.axes, rates.reach):
             return False
         if rates is None or self.pipeline != "auto":
             return self.pipeline == "p2p"

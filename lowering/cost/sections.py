@@ -108,11 +108,12 @@ class Sections:
         # What stands before it is no whole layer.
         if start not in (0, *self.borders[place]):
             return {}
-        before, here = (_made(body[n : n + len(layer)]) for n in (start, layer.start))
+        earlier = _made(body[start : layer.start])
+        made = _made(body[layer.start : layer.start + len(layer)])
         alike = {
-            one.name: other.name
-            for one, other in zip(before, here, strict=False)
-            if (one.shape, one.dtype) == (other.shape, other.dtype)
+            buffer.name: again.name
+            for buffer, again in zip(earlier, made, strict=False)
+            if (buffer.shape, buffer.dtype) == (again.shape, again.dtype)
         }
         results = {result.name for result in own.results}
         read = (param.name for param in own.params)

@@ -32,7 +32,7 @@ from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
@@ -315,7 +315,7 @@ class _Unrolled(Machine):
             transfer=True,
             network=link.network,
             copied=link.beside_compute,
-            between=bool(apart(axes, self.rates.reach)),
+            between=bool(between_processes(axes, self.rates.reach)),
             # Outside of loops XLA itself finds what a collective can run beside, but
             # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.
             alone=(in_loop or kind == "AllReduce") and not link.beside_compute,

@@ -60,10 +60,10 @@ def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
     """
     graph, plan = _planned(program)
     marks = _by_stream(_taken(program))
-    for one, other in plan.merged:
-        both = merge_choices(marks[one], marks.pop(other))
+    for kept, taken in plan.merged:
+        both = merge_choices(marks[kept], marks.pop(taken))
         assert both is not None, "they went together when the plan was made"
-        marks[one] = both
+        marks[kept] = both
     return graph, dataclasses.replace(plan, marks=marks)
 
 
@@ -145,8 +145,8 @@ class _Propagation:
         node = self.graph[number]
         joined = self.parts.get(number)
         if joined is not None:
-            here = (joined.writes if writes else joined.reads).get(position)
-            self.meet(stream, access, joined.stream, here)
+            own = (joined.writes if writes else joined.reads).get(position)
+            self.meet(stream, access, joined.stream, own)
             return
         part = participation_of(node, stream, writes, position, access, self.mesh)
         if isinstance(part, Participation):
@@ -169,10 +169,9 @@ class _Propagation:
             if buffer.name in self.serial:
                 return f"{self.serial[buffer.name]} keeps it whole"
             if buffer.name in self.values:
-                other, there = self.values[buffer.name]
                 access = part.writes.get(position)
                 # A statement works on chunks of one stream alone.
-                if not self.meet(part.stream, access, other, there):
+                if not self.meet(part.stream, access, *self.values[buffer.name]):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
         own, mark = part.steps, self.marks[stream]
@@ -211,31 +210,32 @@ class _Propagation:
         return stream
 
     def meet(
-        self, stream: str, access: Access | None, other: str, there: Access | None
+        self, stream: str, access: Access | None, other: str, by: Access | None
     ) -> bool:
         """Make two streams one where they cut a value alike; whether they are one.
 
-        Each counts groups from its own mark, so the other's are brought to this scale.
+        The one reaches the value by `access`, the `other` stream `by` another.  Each
+        counts groups from its own mark, so the other's are brought to this scale.
         """
         stream, other = self.root(stream), self.root(other)
-        if access is None or there is None or access.dim != there.dim:
+        if access is None or by is None or access.dim != by.dim:
             return False
         scale = ONE  # each stream has counted from 1 at its own mark
-        if access.groups is not there.groups and access.groups != there.groups:
-            scale = access.groups / there.groups
+        if access.groups is not by.groups and access.groups != by.groups:
+            scale = access.groups / by.groups
         if stream == other:
             return scale is ONE
-        one, second = sorted((stream, other))
-        # Marks that ask for different things stay apart, and the streams end between.
-        mark = merge_choices(self.marks[one], self.marks[second])
+        kept, taken = sorted((stream, other))
+        # Marks that ask for different things stay two, and the streams end between.
+        mark = merge_choices(self.marks[kept], self.marks[taken])
         if mark is None or not self.rescale(other, scale):
             return False
-        self.merged[second] = one
-        self.pairs.append((one, second))
-        self.marks[one] = mark
-        if second in self.steps:
-            steps = self.steps.pop(second)
-            self.steps[one] = _gcd(self.steps.get(one, steps), steps)
+        self.merged[taken] = kept
+        self.pairs.append((kept, taken))
+        self.marks[kept] = mark
+        if taken in self.steps:
+            steps = self.steps.pop(taken)
+            self.steps[kept] = _gcd(self.steps.get(kept, steps), steps)
         return True
 
     def rescale(self, stream: str, scale: Fraction) -> bool:
