@@ -24,6 +24,7 @@ from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.cost.leave_to_xla import is_left_to_xla
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import (
     LayoutReport,
@@ -32,7 +33,6 @@ from jhost.lowering.ir.remarks import (
     PermuteReport,
     StreamReport,
 )
-from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.steps import (
     CommunicationReport,
     Step,
@@ -183,7 +183,7 @@ def explain_program(program: Program) -> Explanation:
 
 def _explained(program: Program, name: str, times: int) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    remarks, steps = said_remarks(program), steps_of(program, times)
+    remarks, steps = displayed_remarks(program), steps_of(program, times)
     return Explanation(
         name=name,
         loops=count_loops(program),

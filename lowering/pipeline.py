@@ -16,14 +16,14 @@ from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.frontend.values import SaidNames
+from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.partial_carry import CarryPartialSums
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
@@ -31,7 +31,7 @@ from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.pad_uneven import PadUneven
-from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
 
@@ -148,7 +148,7 @@ def lower_jaxpr(
     result_names: Sequence[str],
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
-    said_names: SaidNames | None = None,
+    display_names: DisplayNames | None = None,
 ) -> Program:
     """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
     program = build(
@@ -157,7 +157,7 @@ def lower_jaxpr(
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
-        said_names=said_names,
+        display_names=display_names,
     )
     verify(program, after="build")
     if after_pass is not None:

@@ -11,13 +11,13 @@ from fractions import Fraction
 from jhost._jax import NO_LINE, aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.ir.unit_printer import aval_text, type_text
-from jhost.lowering.rules.collectives import Written, written_in
+from jhost.lowering.rules.collectives import WrittenCollective, written_in
 from jhost.lowering.rules.dim_rule import shape_of
 
 
@@ -163,7 +163,7 @@ def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step
 
 
 def _as_written(
-    found: Written, where: str, mesh: Mapping[str, int], times: int
+    found: WrittenCollective, where: str, mesh: Mapping[str, int], times: int
 ) -> Step:
     value, most = aval_text(found.source), found.room or found.source
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
@@ -185,7 +185,7 @@ def _as_written(
 
 def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
     """Each once: several buffers may be parts of one value."""
-    texts = [f"{said(program, b.name)}: {type_text(b)}" for b in buffers]
+    texts = [f"{display_name(program, b.name)}: {type_text(b)}" for b in buffers]
     return ", ".join(dict.fromkeys(texts))
 
 
@@ -196,7 +196,7 @@ def _communication(
     report = CommunicationReport(
         kind=stmt.kind,
         axes=stmt.axes,
-        value=said(program, stmt.source.name),
+        value=display_name(program, stmt.source.name),
         bytes=int(_received(stmt, mesh) * repeats) * times,
         chunks=math.ceil(repeats),
         times=times,

@@ -10,15 +10,15 @@ from unittest import mock
 
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
-from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.marks import SumsPlace
 from jhost.lowering.loops import lower_streams
 from jhost.lowering.schedule.order import Way
 
-EVERY: tuple[Sums, ...] = get_args(Sums)
+EVERY: tuple[SumsPlace, ...] = get_args(SumsPlace)
 
 
 @contextmanager
-def standing(sums: Sums) -> Generator[None]:
+def standing(sums: SumsPlace) -> Generator[None]:
     """Streams have those of their loops there, whatever was chosen."""
     choose = lower_streams.choose_pipeline
 

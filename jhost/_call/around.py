@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jhost import errors
 from jhost._call.arguments import name_of
-from jhost._call.config import Config, plain
+from jhost._call.config import Config, program_config
 from jhost._call.program import derived_program
 from jhost._call.stages import explained
 from jhost._call.whole import left_whole
@@ -60,7 +60,7 @@ def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
     found: dict[Any, InnerCall] = {}
     for call in calls:
         # A function that is called again on the same types has the same jaxpr.
-        key = id(call.call_jaxpr), plain(call.config)
+        key = id(call.call_jaxpr), program_config(call.config)
         times = call.times + (found[key].times if key in found else 0)
         found[key] = call._replace(times=times)
     return found.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary, proxy
 
@@ -14,7 +14,7 @@ import jax
 from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
-from jhost._call.config import Call, Config, derived_params
+from jhost._call.config import Config, derived_params
 from jhost._call.execute import (
     check_has_no_options,
     executable_options,
@@ -24,10 +24,10 @@ from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
-from jhost._call.source import Key, Source, inside
+from jhost._call.source import CallKey, Source, inside
 from jhost._call.whole import for_devices
 from jhost._jax import (
-    Traced,
+    TracedCall,
     def_split,
     forget_traces,
     is_tracing,
@@ -74,8 +74,8 @@ class JitFunction(Generic[P, R]):
             **settings.of_arguments,
         )
         self._source = Source(fun, settings)
-        self._jitted: dict[Key, Any] = {}
-        self._uncompared: dict[Key, Any] = {}
+        self._jitted: dict[CallKey, Any] = {}
+        self._uncompared: dict[CallKey, Any] = {}
         self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
@@ -232,7 +232,16 @@ class JitFunction(Generic[P, R]):
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
         """This function with other arguments of `jhost.jit`.
 
-        With another mesh, each `NamedSharding` keeps its spec.
+        Args:
+            **options: arguments of `jhost.jit` by name; the others stay as they are.
+                With another mesh, each `NamedSharding` keeps its spec.
+
+        Returns:
+            A function of its own, which compiles anew: this one stays as it is.
+
+        Raises:
+            ArgumentError: `jhost.jit` has no such argument, or takes no such value.
+            ChunksError, OptionError: values that no function could be compiled with.
 
         Example:
             >>> import jax.numpy as jnp
@@ -253,13 +262,15 @@ class JitFunction(Generic[P, R]):
 
     # --- Calls ---------------------------------------------------------------- #
 
-    def without_static(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments that what is compiled takes."""
-        return self._source.static.without(args, kwargs)
+    @property
+    def __jhost_source__(self) -> Source:
+        """The function with its settings: for `tune`, `profile`, `testing`, `explain`.
 
-    def _staged(self, key: Key, args: Any, kwargs: Any) -> stages.Traced:
+        As `__jax_array__` it is between libraries' own modules, and no user's.
+        """
+        return self._source
+
+    def _staged(self, key: CallKey, args: Any, kwargs: Any) -> stages.Traced:
         """JAX's stage, with what jhost makes of the function."""
         settled = self._source.settled(key, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
@@ -276,7 +287,7 @@ class JitFunction(Generic[P, R]):
         jitted = self._jitted_alone(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
 
-    def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
+    def _jitted_alone(self, key: CallKey, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use, which one of several processes may call."""
         settled = self._source.settled(key, args, kwargs)
         if len(processes_of(settled[0])) < 2:
@@ -287,7 +298,7 @@ class JitFunction(Generic[P, R]):
         )
 
     def _make_jitted(
-        self, key: Key, args: Any, kwargs: Any, compared: bool = True
+        self, key: CallKey, args: Any, kwargs: Any, compared: bool = True
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         settled = self._source.settled(key, args, kwargs)
@@ -316,20 +327,9 @@ class JitFunction(Generic[P, R]):
         )
         return jitted[key]
 
-    def as_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """What a call of the function with these arguments runs, and on what."""
-        leaves = self._source.leaves(args, kwargs)
-        key = self._source.key(leaves)
-        with self._source.explained(key, args, kwargs):
-            key = self._source.settled(key, args, kwargs)
-            traced = self._source.trace(key, args, kwargs)
-            whole = self._source.left_whole(key, traced)
-            call_jaxpr = traced.jaxpr if whole else self._source.call_jaxpr(key, traced)
-        return Call(call_jaxpr, self._source.config(key), (*traced.consts, *leaves))
-
     def _bind(
         self,
-        key: Key,
+        key: CallKey,
         args: Any,
         kwargs: Any,
         *,
@@ -376,7 +376,7 @@ class JitFunction(Generic[P, R]):
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
     def _identified(
-        self, config: Config, traced: Traced, args: Any, kwargs: Any
+        self, config: Config, traced: TracedCall, args: Any, kwargs: Any
     ) -> Config:
         """With all that processes compare, where there are several."""
         if len(processes_of(config.mesh)) < 2:

@@ -18,7 +18,7 @@ from jhost._jax import take_over
 from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text, permutes
+from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.runtime.compiler_options import explained_refusals, options_report
 from jhost.runtime.devices import Devices, devices_of
 from jhost.runtime.mesh import AnyMesh
@@ -43,7 +43,16 @@ class Traced(jax.stages.Traced):
 
 
 class Lowered(jax.stages.Lowered):
-    """A `jax.stages.Lowered`, of one program of jhost's or of a function left whole."""
+    """A `jax.stages.Lowered`: a function lowered for arguments of certain types.
+
+    Attributes:
+        host_ir: jhost's program, as one device runs it; `str(host_ir)` is its text.
+            A function that `jax.jit` compiles as a whole has none.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     def __init__(
         self,
@@ -111,9 +120,13 @@ class Lowered(jax.stages.Lowered):
         """Compiles the program for its devices.
 
         Args:
-            compiler_options: XLA options for this executable, beside those of
-                `jhost.jit`.
+            compiler_options: XLA's options for this executable: a dict from names to
+                values of the types that XLA takes.  One that `jhost.jit` was given as
+                well has the value that is given here.
             **how: what else `jax.stages.Lowered.compile` takes.
+
+        Returns:
+            The executable, to be called, explained or asked for its schedule.
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
@@ -126,7 +139,15 @@ class Lowered(jax.stages.Lowered):
 
 
 class Compiled(jax.stages.Compiled):
-    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for."""
+    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for.
+
+    Attributes:
+        host_ir: jhost's program that was compiled; `str(host_ir)` is its text.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     def __init__(
         self, compiled: jax.stages.Compiled, *, program: Program | Whole, config: Config
@@ -278,6 +299,6 @@ def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
     """Why permutes that were asked for hide less than copies."""
     axes = sorted(permutes(program))
-    if devices.platform == "gpu" and apart(axes, devices.reach):
-        text = apart_text(axes, devices.reach, dict(program.mesh.shape))
+    if devices.platform == "gpu" and between_processes(axes, devices.reach):
+        text = why_not_hidden(axes, devices.reach, dict(program.mesh.shape))
         yield f"a p2p pipeline hides little here: {text}"

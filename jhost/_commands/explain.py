@@ -209,7 +209,8 @@ def _explained(
 ) -> tuple[Explanation, list[Any]]:
     """The explanation, and the programs if they are asked for."""
     if isinstance(function, JitFunction):
-        jaxpr, config, _ = function.with_options(**options).as_call(tuple(args), {})
+        source = function.with_options(**options).__jhost_source__
+        jaxpr, config, _ = source.call(tuple(args), {})
         program = left_whole(jaxpr, config) or host_program(jaxpr, config)
         return explained(program, config), [program] if host_ir else []
     explanation = explain_around(function, args, {})

@@ -108,11 +108,11 @@ from jhost._jax.split import (
 )
 from jhost._jax.stages import take_over as take_over
 from jhost._jax.tracing import (
+    ArgNames as ArgNames,
+    ArgNums as ArgNums,
     Inline as Inline,
-    Names as Names,
-    Nums as Nums,
     StaticArguments as StaticArguments,
-    Traced as Traced,
+    TracedCall as TracedCall,
     forget_traces as forget_traces,
     is_reference as is_reference,
     is_tracing as is_tracing,

@@ -16,7 +16,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of, with_cycle
@@ -54,7 +54,9 @@ class ChooseCycles(EachProgram):
         rates = self.transfers.rates
         if rates is None or self.transfers.pipeline != "auto":
             return False
-        return not any(apart(stmt.axes, rates.reach) for stmt in cycle.stmts)
+        return not any(
+            between_processes(stmt.axes, rates.reach) for stmt in cycle.stmts
+        )
 
     def gains(self, program: Program, other: Program) -> bool:
         rates = self.transfers.rates

@@ -25,7 +25,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.schedule.order import Way, beside_work, in_order
@@ -84,7 +84,7 @@ class ChooseTransfers(EachProgram):
 
     def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
         """How a transfer is made that stands beside work, if there is a way."""
-        if self.rates is not None and apart(stmt.axes, self.rates.reach):
+        if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
             return "collective"
         return "permutes" if is_made_of_permutes(stmt, mesh) else None
 
@@ -95,7 +95,7 @@ class ChooseTransfers(EachProgram):
             return False
         if rates is None:
             return self.pipeline == "p2p"
-        if apart(stmt.axes, rates.reach):
+        if between_processes(stmt.axes, rates.reach):
             # On a CPU nothing that moves runs beside anything.
             return self.pipeline in ("auto", "p2p") and rates.permute.beside_compute
         if self.pipeline != "auto":

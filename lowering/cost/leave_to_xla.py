@@ -16,7 +16,7 @@ from jhost._jax import is_own
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import is_pipelined, statements
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import Reach, apart
+from jhost.lowering.ir.reach import Reach, between_processes
 from jhost.lowering.ir.remarks import LeftToXla
 
 
@@ -44,7 +44,7 @@ class LeaveToXla:
             axis
             for stmt in statements(program)
             if isinstance(stmt, ir.Communicate)
-            for axis in apart(stmt.axes, self.reach)
+            for axis in between_processes(stmt.axes, self.reach)
         )
         return tuple(dict.fromkeys(moved))
 

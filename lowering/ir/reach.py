@@ -32,16 +32,16 @@ _WHAT_HELPS: Mapping[Reach, str] = {
 }
 
 
-def apart(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
+def between_processes(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
     """The axes among some whose devices are not in one process."""
     return [axis for axis in axes if reach.get(axis, "process") != "process"]
 
 
-def apart_text(
+def why_not_hidden(
     axes: Iterable[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
 ) -> str:
     """Why no loop moves chunks along such axes of a mesh unasked, and what helps."""
-    names = apart(axes, reach)
+    names = between_processes(axes, reach)
     farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
     helps = laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
     return (
@@ -58,7 +58,7 @@ def laid_better(
 
     Empty where they could not.
     """
-    within = [axis for axis in reach if axis not in apart(reach, reach)]
+    within = [axis for axis in reach if axis not in between_processes(reach, reach)]
     room = math.prod(mesh[axis] for axis in within)
     size = math.prod(mesh[axis] for axis in names)
     if size == 1 or room % size:

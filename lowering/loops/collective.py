@@ -14,7 +14,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
 from jhost.lowering.ir.queues import MAIN, on_stream
-from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work
+from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
 
 INDEX = LoopIndex("i")
 
@@ -22,7 +22,7 @@ INDEX = LoopIndex("i")
 class CollectiveLoop(ChunkLoop):
     """A loop of as many iterations as chunks, the last maybe smaller."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         super().__init__(work)
         self.extent = work.extent
         self.steps = -(-self.extent // work.choice.chunks)

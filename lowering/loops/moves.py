@@ -24,10 +24,10 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.causal import hidden_steps
-from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work
+from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
 from jhost.lowering.loops.collective import chunk_size
 from jhost.lowering.schedule.permutes import combined, is_narrow, part_of, permute
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.streams.participation import Access
 from jhost.lowering.units.make import unit_of
 
 
@@ -38,7 +38,7 @@ class MovingLoop(ChunkLoop):
     of the shard of the device `step` further on; `hidden` steps are left out.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         super().__init__(work)
         self.axes, self.extent = work.choice.axes, work.extent
         self.devices = axes_size(self.axes, work.mesh)
@@ -85,13 +85,13 @@ class MovingLoop(ChunkLoop):
         for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
         """
         part = self.work.part(node)
-        if stmt.kind == "ReduceScatter" and part.growth < 1:
+        if stmt.kind == "ReduceScatter" and part.ratio < 1:
             self.move(self.term(stmt, source), source, self.step)
             return
         out = self.write(node.writes[0], part.writes[0])
-        if part.growth == 1:
+        if part.ratio == 1:
             self.collective(stmt, out, source)
-        elif part.growth > 1:
+        elif part.ratio > 1:
             if stmt.kind == "AllToAll":
                 source = self.part_of_other(source, stmt.dim, stmt.out)
             self.move(out, source, self.devices - self.step)

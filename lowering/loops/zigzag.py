@@ -21,7 +21,7 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.zigzag import exchanges
 from jhost.lowering.loops.causal import rule_of, window_of
-from jhost.lowering.loops.chunk import Work
+from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.rules.dim_rule import Dims
 from jhost.lowering.schedule.permutes import part_of, permute
@@ -34,7 +34,7 @@ class ZigzagLoop(P2PLoop):
     """
 
     def __init__(
-        self, work: Work, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
+        self, work: LoopSpec, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
         for buffer in _touched(work):
@@ -89,13 +89,13 @@ class ZigzagLoop(P2PLoop):
         yield from waits
 
 
-def _touched(work: Work) -> Iterator[ir.Buffer]:
+def _touched(work: LoopSpec) -> Iterator[ir.Buffer]:
     """Each buffer that the nodes read or write, once."""
     every = (b for node in work.nodes for b in (*node.reads, *node.writes))
     yield from {buffer.name: buffer for buffer in every}.values()
 
 
-def _reordered(work: Work, ordered: Mapping[str, ir.Buffer]) -> Work:
+def _reordered(work: LoopSpec, ordered: Mapping[str, ir.Buffer]) -> LoopSpec:
     """The work on buffers in zigzag order instead."""
     devices = axes_size(work.choice.axes, work.mesh)
     new = {id(node): _node_on(node, ordered, devices) for node in work.nodes}
@@ -130,17 +130,17 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
 # --- Which loops, and what they exchange -------------------------------------------- #
 
 
-def is_causal(work: Work) -> bool:
+def is_causal(work: LoopSpec) -> bool:
     """Whether queries, sharded as keys are, see all of those up to their positions."""
     return any(_is_triangular(node, work) for node in work.nodes)
 
 
-def _is_triangular(node: Node, work: Work) -> bool:
+def _is_triangular(node: Node, work: LoopSpec) -> bool:
     seen = window_of(node, work)
     return seen is not None and seen.is_causal
 
 
-def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
+def share_of_work(work: LoopSpec, dims: Mapping[str, int] | str) -> Note:
     """Says how a causal loop shares its work: it exchanges `dims`, or says why not."""
     values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
     devices = axes_size(work.choice.axes, work.mesh)
@@ -151,7 +151,7 @@ def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
     return Note(form=f"{{}}: {text}", values=values)
 
 
-def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
+def dims_in_zigzag_order(work: LoopSpec) -> Mapping[str, int] | str:
     """The dims of what a causal loop reads and makes that are exchanged.
 
     Or the reason why it has to be about sequences in order of position.
@@ -176,15 +176,15 @@ def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
     return {name: dim for name, dim in dims.items() if dim is not None}
 
 
-def _reason(node: Node, work: Work, made: set[str]) -> str:
+def _reason(node: Node, work: LoopSpec, made: set[str]) -> str:
     """Why a node cannot work on sequences in another order, if it cannot."""
     part, rule = work.part(node), rule_of(node)
     counts = rule is not None and part.factor in rule.counted
     if counts and not _is_triangular(node, work):
         return "positions are counted in the loop"
     moves = isinstance(node.stmt, ir.Communicate) and node.stmt.kind != "AllToAll"
-    comes = moves and part.growth > 1
-    goes = moves and part.growth < 1
+    comes = moves and part.ratio > 1
+    goes = moves and part.ratio < 1
     if not comes and any(node.reads[i].name not in made for i in part.reads):
         return "the loop takes parts of other values"
     if not goes and any(work.leaves(node.writes[i]) for i in part.writes):
@@ -192,13 +192,13 @@ def _reason(node: Node, work: Work, made: set[str]) -> str:
     return ""
 
 
-def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
+def _uses(node: Node, work: LoopSpec) -> Iterator[tuple[str, int | None]]:
     """The values, with a dim each, that a node has from outside or makes for it."""
     part, stmt = work.part(node), node.stmt
     if isinstance(stmt, ir.Communicate):
-        if part.growth > 1:
+        if part.ratio > 1:
             yield stmt.source.name, stmt.dim
-        elif part.growth < 1:
+        elif part.ratio < 1:
             yield stmt.out.name, stmt.dim
         return
     rule = rule_of(node)

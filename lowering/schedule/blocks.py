@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN
@@ -68,7 +68,7 @@ class Blocks:
     def _block(self, stmts: Sequence[ir.Stmt]) -> Block:
         reads, writes = set[str](), set[str]()
         for stmt in stmts:
-            read, written = touched(stmt)
+            read, written = reads_writes(stmt)
             reads |= self._names(read)
             # An alias is another name for memory, and writes nothing there.
             alias = isinstance(stmt, ir.Select)
@@ -119,7 +119,7 @@ class Blocks:
         if isinstance(stmt, ir.Select):
             return True
         # What is written into memory that others write to as well keeps its place.
-        if not all(map(self._is_whole, touched(stmt)[1])):
+        if not all(map(self._is_whole, reads_writes(stmt)[1])):
             return False
         if not isinstance(stmt, ir.Compute):
             return isinstance(stmt, ir.Set)

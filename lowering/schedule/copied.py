@@ -9,13 +9,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.rewrite import replace_buffers
 
 
 def copied(
-    stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer], names: Names
+    stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer], names: FreshNames
 ) -> tuple[list[ir.Stmt], dict[str, ir.Buffer]]:
     """A copy of some statements, with what they read by other names replaced.
 
@@ -25,7 +25,7 @@ def copied(
     made: dict[str, ir.Buffer] = {}
     communications: dict[str, str] = {}
     for stmt in ir.walk(tuple(stmts)):
-        for buffer in [] if isinstance(stmt, ir.For) else touched(stmt)[1]:
+        for buffer in [] if isinstance(stmt, ir.For) else reads_writes(stmt)[1]:
             if buffer.name not in made:
                 name = names.fresh(buffer.name)
                 made[buffer.name] = dataclasses.replace(buffer, name=name)

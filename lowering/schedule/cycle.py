@@ -23,12 +23,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import touched
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.rules.properties import is_barrier
@@ -80,7 +81,7 @@ class Cycle:
 
 def cycle_of(scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]) -> Cycle | None:
     """The transfers of a scan, of those that are open, that nothing in it can hide."""
-    if any(not isinstance(buffer.dtype, np.dtype) for buffer in scan.outs):
+    if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
     found = _Found(scan, is_open)
     cycle = Cycle(scan, tuple(found.early()), tuple(found.late()))
@@ -189,9 +190,9 @@ class _Found:
 
 def with_cycle(program: Program, cycle: Cycle) -> Program:
     """`program` with a scan of its own as a cycle."""
-    names = Names.of(program)
+    names = FreshNames.of(program)
     body: list[ir.Stmt] = []
-    replaced: dict[str, ir.Buffer] = {}
+    replaced: Mapping[str, ir.Buffer] = {}
     for stmt in program.body:
         if stmt is cycle.scan:
             stmts, replaced = _Writer(cycle, names).statements()
@@ -226,7 +227,7 @@ class _Writer:
     Statements go into `body`, which is the program's or, for a while, the scan's.
     """
 
-    def __init__(self, cycle: Cycle, names: Names) -> None:
+    def __init__(self, cycle: Cycle, names: FreshNames) -> None:
         scan = cycle.scan
         self.cycle, self.scan, self.names = cycle, scan, names
         first = len(scan.consts)
@@ -268,7 +269,7 @@ class _Writer:
     def loop(self, state: _State, inside: range) -> _State:
         """The scan itself, and what it hands on."""
         scan, outside = self.scan, (self.body, self.consts, self.slices)
-        inner = Names.of(scan.body)
+        inner = FreshNames.of(scan.body)
         start = self.constant(inside.start)
         handed = (start, *state.all)
         # Inside, the same things have names of the body's.
@@ -457,14 +458,14 @@ def _core(cycle: Cycle) -> tuple[ir.Stmt, ...]:
             stmt = _without_unread(stmt, read)
         if stmt is None:
             continue
-        read |= _touched(stmt)[0]
+        read |= _named(stmt)[0]
         left.append(stmt)
     return tuple(reversed(left))
 
 
 def _without_unread(stmt: ir.Stmt, read: set[str]) -> ir.Stmt | None:
     """A statement, or a barrier of fewer values, if something reads what it makes."""
-    if _touched(stmt)[1].isdisjoint(read):
+    if _named(stmt)[1].isdisjoint(read):
         return None
     if (passed := _barred(stmt)) is None:
         return stmt
@@ -491,16 +492,16 @@ def _communication(stmt: ir.Stmt) -> str | None:
     return stmt.communication if isinstance(stmt, ir.Wait) else None
 
 
-def _touched(stmt: ir.Stmt) -> tuple[set[str], set[str]]:
-    reads, writes = touched(stmt)
+def _named(stmt: ir.Stmt) -> tuple[set[str], set[str]]:
+    reads, writes = reads_writes(stmt)
     return {b.name for b in reads}, {b.name for b in writes}
 
 
 def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
-    return {name for stmt in ir.walk(tuple(stmts)) for name in _touched(stmt)[0]}
+    return {name for stmt in ir.walk(tuple(stmts)) for name in _named(stmt)[0]}
 
 
-def _fresh(buffer: ir.Buffer, names: Names) -> ir.Buffer:
+def _fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
     return dataclasses.replace(buffer, name=names.fresh(buffer.name))
 
 

@@ -27,7 +27,7 @@ from jhost._dtypes import bits, summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.reducers import COMBINE, Reducer
 from jhost.lowering.units.make import unit_of
@@ -78,7 +78,7 @@ class Permutes:
 
     def __init__(self, program: Program) -> None:
         self.mesh: Mapping[str, int] = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
 
     def rounds(self, stmt: ir.Communicate) -> list[Round]:
         """The rounds that make what a collective makes; see `is_made_of_permutes`."""
@@ -203,7 +203,7 @@ def permute(
     out: ir.Buffer,
     axes: tuple[str, ...],
     shift: Index,
-    names: Names,
+    names: FreshNames,
 ) -> ir.Communicate:
     """Each device sends `source` to the one `shift` further on along `axes`."""
     return ir.Communicate(
@@ -221,7 +221,7 @@ def part_of(
     dim: int,
     start: Index,
     size: int,
-    names: Names,
+    names: FreshNames,
     *,
     like: ir.Buffer | None = None,
     called: str = "part",

@@ -442,8 +442,8 @@ def test_names_for_messages_are_in_no_text_and_no_fingerprint(mesh: Mesh) -> Non
     step, state = step_of(mesh)
     for call in calls_in(step, (state, X), {}):
         program = call.program()
-        other = dataclasses.replace(program, said={})
-        assert program.said
+        other = dataclasses.replace(program, display_names={})
+        assert program.display_names
         assert program == other
         assert str(program) == str(other)
         assert fingerprint(program) == fingerprint(other)

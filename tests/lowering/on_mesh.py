@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from jax.extend.core import Jaxpr
 
 import jhost
+from jhost._call.source import Source
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, walk
@@ -42,6 +45,19 @@ def on(axes: Mapping[str, int], ins: Any, outs: Any, **more: Any) -> dict[str, A
 def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     """By jhost `fun` gives exactly what it gives without; returns its Host IR."""
     return check(fun, *args, **settings)
+
+
+@contextlib.contextmanager
+def on_streams(count: int) -> Generator[None]:
+    """Iterations take turns on `count` streams, in what is lowered in the block."""
+    config = Source.config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Source,
+            "config",
+            lambda source, key: dataclasses.replace(config(source, key), streams=count),
+        )
+        yield
 
 
 def program_of(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:

@@ -16,7 +16,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Scan
-from jhost.lowering.layouts import partial_carry
+from jhost.lowering.layouts import carry_partial_sums
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, check
 
@@ -28,7 +28,7 @@ def cycles() -> Iterator[None]:
     with (
         mock.patch.multiple(ChooseTransfers, is_open=yes, gains=yes),
         mock.patch.object(ChooseCycles, "gains", yes),
-        mock.patch.object(partial_carry, "_LATENCY_BYTES", 0),
+        mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0),
     ):
         yield
 

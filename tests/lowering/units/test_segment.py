@@ -22,9 +22,9 @@ from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.graph import Group, ShouldMerge
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Reshard
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
 from jhost.lowering.units.segment import Segment
 from tests.lowering.traced import array, built, work

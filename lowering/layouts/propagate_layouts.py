@@ -14,14 +14,14 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import take_known
 from jhost.lowering.ir.statements import Compute, Set
+from jhost.lowering.layouts.flat_bodies import FlatBody, flattened
 from jhost.lowering.layouts.hidden_dims import (
     StreamedDim,
     one_way_each,
     streamed_dims,
 )
-from jhost.lowering.layouts.levels import Level, flattened
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.rewriter import Rewriter, Written
+from jhost.lowering.layouts.rewriter import Interned, Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
 
 Solutions: TypeAlias = dict[Hashable, Solution]
@@ -58,14 +58,14 @@ class _LaidOut:
 
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class _Shared:
     """What candidates that are as good as alike share.
 
     Solutions, and what was written by them, by identity of a body that is kept.
     """
 
     solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
-    written: Written = dataclasses.field(default_factory=Written)
+    written: Interned = dataclasses.field(default_factory=Interned)
     programs: dict[int, list[_LaidOut]] = dataclasses.field(
         default_factory=dict[int, list[_LaidOut]]
     )
@@ -80,7 +80,9 @@ class PropagateLayouts:
 
     name: ClassVar[str] = "propagate_layouts"
 
-    known: _Known = dataclasses.field(default_factory=_Known, compare=False, repr=False)
+    known: _Shared = dataclasses.field(
+        default_factory=_Shared, compare=False, repr=False
+    )
 
     def apply(self, program: Program) -> Program:
         # There is one device, and nothing to lay out.
@@ -91,10 +93,11 @@ class PropagateLayouts:
             if (after := each.of(program)) is not None:
                 return after
         solution = solve_program(program, self.known.solutions)
-        marks = shardings_of(solution.level)
+        marks = shardings_of(solution.flat)
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
-        rewriter = Rewriter(solution.level, solution, remarks, self.known.written)
+        rewriter = Rewriter(solution.flat, solution, remarks, self.known.written)
         after = rewriter.rewrite()
+        # All empty bodies are one tuple in Python, so their id says nothing.
         if program.body:
             known.append(
                 _LaidOut(program, streamed_dims(program), rewriter, after, [program])
@@ -105,13 +108,13 @@ class PropagateLayouts:
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     """The solution for a program with its marks; `known` ones are not found again."""
     known = {} if known is None else known
-    operations, level = flattened(program)
+    operations, flat = flattened(program)
     streamed = {
         each.prefix + name: dim
-        for each in level.walk()
+        for each in flat.walk()
         for name, dim in streamed_dims(each.program).items()
     }
-    shardings = shardings_of(level)
+    shardings = shardings_of(flat)
     # The cost model's candidates share statements, and most have equal solutions.
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
@@ -123,14 +126,14 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
         solved = [solve_layouts(program, shardings, way) for way in ways]
         # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
-    return dataclasses.replace(known[key], level=level)
+    return dataclasses.replace(known[key], flat=flat)
 
 
-def shardings_of(level: Level) -> dict[str, ShardMark]:
+def shardings_of(flat: FlatBody) -> dict[str, ShardMark]:
     """The shardings that the user gave, by the names of values in `flattened`."""
     return {
         each.prefix + mark.buffer: mark
-        for each in level.walk()
+        for each in flat.walk()
         for mark in each.program.marks
         if isinstance(mark, ShardMark)
     }

@@ -1,4 +1,4 @@
-"""In which part of a program a choice is weighed, and what it then bears on."""
+"""In which section of a program a choice is evaluated, and what it then bears on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
-from jhost.lowering.cost.parts import Part, Parts
 from jhost.lowering.cost.rates import rates_of
+from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, programs
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport
@@ -54,17 +54,17 @@ def written_out(count: int) -> Callable[..., jax.Array]:
 
 def held(
     fun: Callable[..., Any], *shapes: tuple[int, ...], **settings: Any
-) -> list[Part]:
-    """The part in which each group of marks alike is weighed."""
+) -> list[Section]:
+    """The section in which each group of marks alike is evaluated."""
     arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
     program = StreamDefaults(**settings).applied_to(built(fun, *arrays, tp=4))
-    parts = Parts(program)
+    sections = Sections(program)
     marks = all_marks(program)
-    return [parts.holding(numbers, marks) for numbers in marks_alike(program)]
+    return [sections.holding(numbers, marks) for numbers in marks_alike(program)]
 
 
-def parts_of(fun: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Program]:
-    return [part.program for part in held(fun, *shapes)]
+def sections_of(fun: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Program]:
+    return [section.program for section in held(fun, *shapes)]
 
 
 def gradients(layers: int) -> Callable[..., Any]:
@@ -87,14 +87,16 @@ def work(program: Program) -> int:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])
 def test_of_layers_written_out_one_is_weighed(layers: int) -> None:
-    weighed = [work(part) for part in parts_of(written_out(layers), *OPERANDS)]
+    evaluated = [
+        work(section) for section in sections_of(written_out(layers), *OPERANDS)
+    ]
     whole = 3 * layers
-    assert weighed == [whole, whole] if layers < 3 else [3, 3]
+    assert evaluated == [whole, whole] if layers < 3 else [3, 3]
 
 
 def test_a_backward_has_layers_of_its_own() -> None:
-    parts = parts_of(gradients(6), *OPERANDS)
-    assert max(map(work, parts)) <= 2 * 6  # forward 3 a layer, backward 6
+    sections = sections_of(gradients(6), *OPERANDS)
+    assert max(map(work, sections)) <= 2 * 6  # forward 3 a layer, backward 6
 
 
 def test_a_layer_hands_on_what_is_kept_of_it() -> None:
@@ -102,14 +104,14 @@ def test_a_layer_hands_on_what_is_kept_of_it() -> None:
     rates = rates_of("NVIDIA H200")
     assert rates is not None
     following = passes(settings=StreamDefaults(), streams=4, strict=False)
-    for part in held(gradients(6), *OPERANDS, pipeline="p2p"):
-        border = (*part.program.params, *part.program.results)
+    for section in held(gradients(6), *OPERANDS, pipeline="p2p"):
+        border = (*section.program.params, *section.program.results)
         wide = [b.name for b in border if b.shape == (ROWS, HIDDEN)]
         assert len(wide) == 1
-        assert wide[0] in part.in_pieces
-        assert not part.in_pieces & {"x", "w", "v"}
-        lowered = run_passes(part.program, (*following.layouts, *following.loops))
-        apart = predict(lowered, rates, in_pieces=part.in_pieces)
+        assert wide[0] in section.in_pieces
+        assert not section.in_pieces & {"x", "w", "v"}
+        lowered = run_passes(section.program, (*following.layouts, *following.loops))
+        apart = predict(lowered, rates, in_pieces=section.in_pieces)
         assert apart.compute < predict(lowered, rates).compute
 
 
@@ -120,7 +122,7 @@ def test_a_layer_takes_what_one_more_adds_to_a_program(
     """Its last transfers go beside what the next layer begins with.
 
     Those outside of loops stay collectives here: what a layer gathers first comes
-    beside the layer before, which a part alone has not got.
+    beside the layer before, which a section alone has not got.
     """
     rates = rates_of("NVIDIA H200")
     assert rates is not None
@@ -132,12 +134,14 @@ def test_a_layer_takes_what_one_more_adds_to_a_program(
         program = run_passes(program, (*following.layouts, *loops))
         return predict(program, rates, **how).total
 
-    parts = held(layers(6), *OPERANDS, pipeline="p2p")
-    parts.sort(key=lambda part: work(part.program))
-    passed = {work(part.program): part for part in parts}  # forward, and backward
+    sections = held(layers(6), *OPERANDS, pipeline="p2p")
+    sections.sort(key=lambda section: work(section.program))
+    passed = {
+        work(section.program): section for section in sections
+    }  # forward, and backward
     in_row = sum(
-        seconds(part.program, in_pieces=part.in_pieces, carried=part.carried)
-        for part in passed.values()
+        seconds(section.program, in_pieces=section.in_pieces, carried=section.carried)
+        for section in passed.values()
     )
     arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in OPERANDS]
     wholes = [built(layers(count), *arrays, tp=4) for count in (5, 4)]
@@ -152,16 +156,16 @@ def test_a_body_is_weighed_by_itself() -> None:
         )
         return layer(x, w, v)
 
-    assert [work(part) for part in parts_of(f, *OPERANDS)] == [6, 6, 3, 3]
+    assert [work(section) for section in sections_of(f, *OPERANDS)] == [6, 6, 3, 3]
 
 
 def test_a_part_reads_what_it_has_not_made_and_marks_what_it_makes() -> None:
-    for part in parts_of(written_out(4), *OPERANDS):
-        read = {b.name for stmt in part.body for b in touched(stmt)[0]}
-        made = {b.name for stmt in part.body for b in touched(stmt)[1]}
-        border = {buffer.name for buffer in (*part.params, *part.results)}
-        assert {buffer.name for buffer in part.params} == read - made
-        assert {mark.buffer for mark in part.marks} <= made | border
+    for section in sections_of(written_out(4), *OPERANDS):
+        read = {b.name for stmt in section.body for b in reads_writes(stmt)[0]}
+        made = {b.name for stmt in section.body for b in reads_writes(stmt)[1]}
+        border = {buffer.name for buffer in (*section.params, *section.results)}
+        assert {buffer.name for buffer in section.params} == read - made
+        assert {mark.buffer for mark in section.marks} <= made | border
 
 
 def test_a_plain_mark_keeps_its_loop_from_being_made() -> None:

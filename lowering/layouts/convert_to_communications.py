@@ -13,9 +13,9 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import axes_size, dims_of, layout_of
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.reshard import Step, plan_reshard
+from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ConvertToCommunications(EachProgram):
 class _Converter:
     def __init__(self, program: Program) -> None:
         self.mesh = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.results = {result.name for result in program.results}
 
     def convert(self, stmt: ir.Stmt) -> list[ir.Stmt]:
@@ -53,7 +53,7 @@ class _Converter:
             source = target
         return statements
 
-    def after(self, step: Step, source: ir.Buffer, out: ir.Buffer) -> ir.Buffer:
+    def after(self, step: ReshardStep, source: ir.Buffer, out: ir.Buffer) -> ir.Buffer:
         """A buffer for what `step` makes of `source`, on the way to `out`."""
         shape = list(source.shape)
         devices = axes_size(step.axes, self.mesh)
@@ -72,7 +72,7 @@ class _Converter:
         )
 
     def statements(
-        self, step: Step, source: ir.Buffer, out: ir.Buffer
+        self, step: ReshardStep, source: ir.Buffer, out: ir.Buffer
     ) -> list[ir.Stmt]:
         if step.kind == "Select":
             assert step.dim is not None

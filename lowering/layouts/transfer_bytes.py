@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
+from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Moved:
+class TransferBytes:
     """Bytes received by a device; those that no loop hides count before the others.
 
     Where the bytes are the same, the fewest `communications` are best.
@@ -25,26 +25,26 @@ class Moved:
     hidden: int = 0
     communications: int = 0
 
-    def __add__(self, other: Moved) -> Moved:
+    def __add__(self, other: TransferBytes) -> TransferBytes:
         if not (other.exposed or other.hidden):
             return self  # as most often
-        return Moved(
+        return TransferBytes(
             self.exposed + other.exposed,
             self.hidden + other.hidden,
             self.communications + other.communications,
         )
 
-    def __sub__(self, other: Moved) -> Moved:
-        return Moved(
+    def __sub__(self, other: TransferBytes) -> TransferBytes:
+        return TransferBytes(
             self.exposed - other.exposed,
             self.hidden - other.hidden,
             self.communications - other.communications,
         )
 
-    def __mul__(self, times: int) -> Moved:
+    def __mul__(self, times: int) -> TransferBytes:
         if times == 1:
             return self
-        return Moved(
+        return TransferBytes(
             self.exposed * times, self.hidden * times, self.communications * times
         )
 
@@ -53,7 +53,7 @@ class Moved:
         return self.exposed + self.hidden
 
 
-NOTHING = Moved()
+NOTHING = TransferBytes()
 
 _FLOPS_PER_BYTE = 2048
 """What a device computes while it receives a byte: an H100 about 700 TFLOP/s of
@@ -61,20 +61,20 @@ bfloat16, and 350 GB/s from its neighbours."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Price:
+class LayoutCost:
     """What moves, and the work of each device."""
 
-    moved: Moved = NOTHING
+    moved: TransferBytes = NOTHING
     flops: int = 0
 
     @property
-    def in_bytes(self) -> Moved:
+    def in_bytes(self) -> TransferBytes:
         """The bytes that move, and those that could come while the work is done."""
         # Work is never hidden, so its bytes count with the exposed ones.
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
-        return Moved(exposed, self.moved.hidden, self.moved.communications)
+        return TransferBytes(exposed, self.moved.hidden, self.moved.communications)
 
-    def beats(self, other: Price) -> bool:
+    def beats(self, other: LayoutCost) -> bool:
         """Whether it is less; for less work, no more may move than that is worth.
 
         What loops hide counts there as well.
@@ -88,7 +88,7 @@ AS_IT_LIES = ("*",)
 """Wanted of a dim that may be sharded over whatever axes are left."""
 
 
-class Costs:
+class ReshardCosts:
     """The costs of resharding the values of one program, of global shapes.
 
     Values that are `made_anywhere`, such as fills, do not move: they are made again.  A
@@ -108,11 +108,11 @@ class Costs:
         self.streamed = streamed
         self.made_anywhere = made_anywhere
         self.repeats = repeats or {}
-        self.known: dict[tuple[str, Layout, Layout, Partial], Moved] = {}
+        self.known: dict[tuple[str, Layout, Layout, Partial], TransferBytes] = {}
 
     def reshard(
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
-    ) -> Moved:
+    ) -> TransferBytes:
         """What it takes to bring a value from one layout to another."""
         if AS_IT_LIES in want:
             want = _where_it_lies(have, want)
@@ -123,7 +123,9 @@ class Costs:
             self.known[key] = self.count(name, have, want, partial)
         return self.known[key]
 
-    def count(self, name: str, have: Layout, want: Layout, partial: Partial) -> Moved:
+    def count(
+        self, name: str, have: Layout, want: Layout, partial: Partial
+    ) -> TransferBytes:
         steps = plan_reshard(have, want, partial, self.mesh)
         buffer, streamed = self.buffers[name], self.streamed.get(name)
         return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
@@ -141,17 +143,17 @@ def _where_it_lies(have: Layout, want: Layout) -> Layout:
 
 
 def moved_by(
-    steps: Iterable[Step],
+    steps: Iterable[ReshardStep],
     have: Layout,
     buffer: Buffer,
     mesh: Mapping[str, int],
     streamed: StreamedDim | None,
-) -> Moved:
+) -> TransferBytes:
     """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
     moved = NOTHING
     for step in steps:
         size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
         hidden = streamed is not None and streamed.hides(step)
-        moved += Moved(0, size, 1) if hidden else Moved(size, 0, 1)
+        moved += TransferBytes(0, size, 1) if hidden else TransferBytes(size, 0, 1)
         have = step.layout
     return moved

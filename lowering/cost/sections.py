@@ -1,4 +1,4 @@
-"""The part of a program in which a choice is weighed.
+"""The section of a program in which a choice is evaluated.
 
 That is the body whose marks are open.  Layers written out one after another have one
 choice, so one of them stands for all.  Each candidate is then lowered for one layer,
@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Mapping, Sequence, Set as AbstractSet
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Buffer, Stmt
-from jhost.lowering.layouts.alone import alone, layouts_in_whole, section
+from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.stack_less import StackLess
 
@@ -29,12 +29,12 @@ _LAYERS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A program in which some marks are weighed.
+class Section:
+    """A program in which some marks are evaluated.
 
     Attributes:
         program: the program, with its border laid out as in the whole.
-        numbers: which of its marks are weighed.
+        numbers: which of its marks are evaluated.
         in_body: whether it stands in the body of a scan.
         in_pieces: the values that layers hand on in the chunks they are made in.
         carried: params that the layer before makes, each with the result in its stead.
@@ -48,17 +48,17 @@ class Part:
 
 
 def _made(body: Sequence[Stmt]) -> list[Buffer]:
-    return [buffer for stmt in body for buffer in touched(stmt)[1]]
+    return [buffer for stmt in body for buffer in reads_writes(stmt)[1]]
 
 
 def _border(program: Program) -> set[str]:
     return {buffer.name for buffer in (*program.params, *program.results)}
 
 
-class Parts:
+class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
-    Cheap values stand in the part that will compute them, so that only kept values
+    Cheap values stand in the section that will compute them, so that only kept values
     cross the borders.
     """
 
@@ -69,12 +69,16 @@ class Parts:
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
         self.makers = [
-            {b.name: n for n, stmt in enumerate(each.body) for b in touched(stmt)[1]}
+            {
+                b.name: n
+                for n, stmt in enumerate(each.body)
+                for b in reads_writes(stmt)[1]
+            }
             for each in self.programs
         ]
 
-    def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Part:
-        """The part to weigh some marks alike in, with `marks`.
+    def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
+        """The section to evaluate some marks alike in, with `marks`.
 
         Crossing its border, values lie as they do in the whole.
         """
@@ -84,19 +88,19 @@ class Parts:
         body = with_marks(body, marks[first : first + len(all_marks(body))])
         alike = [body.marks[number - first] for number in numbers]
         layer = self.layer(numbers)
-        part = body if layer is None else section(body, layer)
+        own = body if layer is None else section(body, layer)
         if place or layer:
-            part = alone(part, self.layouts[place])
-        return Part(
-            program=part,
-            numbers=[n for n, m in enumerate(part.marks) if any(m is a for a in alike)],
+            own = with_fixed_border(own, self.layouts[place])
+        return Section(
+            program=own,
+            numbers=[n for n, m in enumerate(own.marks) if any(m is a for a in alike)],
             in_body=place > 0,
-            in_pieces=_border(part) - _border(body),
-            carried={} if layer is None else self.carried(place, layer, part),
+            in_pieces=_border(own) - _border(body),
+            carried={} if layer is None else self.carried(place, layer, own),
         )
 
-    def carried(self, place: int, layer: range, part: Program) -> Mapping[str, str]:
-        """The params of a layer's part that the layer before it makes, if it is alike.
+    def carried(self, place: int, layer: range, own: Program) -> Mapping[str, str]:
+        """The params of a layer that the layer before it makes, if it is alike.
 
         Each with the result that the layer itself makes in its stead.
         """
@@ -104,14 +108,15 @@ class Parts:
         # What stands before it is no whole layer.
         if start not in (0, *self.borders[place]):
             return {}
-        before, here = (_made(body[n : n + len(layer)]) for n in (start, layer.start))
+        earlier = _made(body[start : layer.start])
+        made = _made(body[layer.start : layer.start + len(layer)])
         alike = {
-            one.name: other.name
-            for one, other in zip(before, here, strict=False)
-            if (one.shape, one.dtype) == (other.shape, other.dtype)
+            buffer.name: again.name
+            for buffer, again in zip(earlier, made, strict=False)
+            if (buffer.shape, buffer.dtype) == (again.shape, again.dtype)
         }
-        results = {result.name for result in part.results}
-        read = (param.name for param in part.params)
+        results = {result.name for result in own.results}
+        read = (param.name for param in own.params)
         return {name: alike[name] for name in read if alike.get(name) in results}
 
     @functools.cached_property

@@ -24,30 +24,30 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.rules.dim_rule import Window
+from jhost.lowering.rules.dim_rule import AttentionWindow
 
-Name: TypeAlias = tuple[int, str]
+ValueName: TypeAlias = tuple[int, str]
 """A buffer's name, behind the identity of the program or body that has it."""
 
-Dims: TypeAlias = Sequence[tuple[Name, int]]
+NamedDims: TypeAlias = Sequence[tuple[ValueName, int]]
 """Dims of values, counted from the last: they hold of what is stacked as well."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
+class Rotation:
     """How far each device has a value rotated, as a part of a dim."""
 
     dim: int
     by: tuple[Fraction, ...]
     axes: frozenset[str]
 
-    def along(self, dim: int) -> Turn:
+    def along(self, dim: int) -> Rotation:
         """The same of another dim."""
         return dataclasses.replace(self, dim=dim)
 
@@ -56,21 +56,24 @@ class Turn:
 class _Factor:
     """The dims of values that one factor of a computation of whole arrays follows.
 
-    The factor cuts each dim into `steps`.  Dims of a `parallel` factor are turned alike
-    or not at all.  The steps of a sum may come in any order along axes that the sum is
-    `spread` over, as each device has a sum of its own there.  Others need the order.
+    The factor cuts each dim into `steps`.  Dims of a `parallel` factor are rotated
+    alike or not at all.  The steps of a sum may come in any order along axes that the
+    sum is `spread` over, as each device has a sum of its own there.  Others need the
+    order.
     """
 
-    dims: Dims
+    dims: NamedDims
     steps: int
     parallel: bool = False
     spread: frozenset[str] = frozenset()
 
-    def takes(self, turn: Turn, turns: Mapping[Name, Turn]) -> bool:
-        """Whether values may be turned so along these dims, and are."""
-        free = self.parallel or turn.axes <= self.spread
-        whole = all((self.steps * by).denominator == 1 for by in turn.by)
-        alike = (turns.get(name) == turn.along(dim) for name, dim in self.dims)
+    def takes(
+        self, rotation: Rotation, rotations: Mapping[ValueName, Rotation]
+    ) -> bool:
+        """Whether values may be rotated so along these dims, and are."""
+        free = self.parallel or rotation.axes <= self.spread
+        whole = all((self.steps * by).denominator == 1 for by in rotation.by)
+        alike = (rotations.get(name) == rotation.along(dim) for name, dim in self.dims)
         return free and whole and all(alike)
 
 
@@ -86,119 +89,129 @@ class _Uses:
     )
 
 
-def turned_values(program: Program) -> set[Name]:
-    """The values of a program and its bodies that may be turned, and are."""
-    values = _Values(program)
-    turns = values.turns()
-    waiting = [*turns]
+def rotated_values(program: Program) -> set[ValueName]:
+    """The values of a program and its bodies that are rotated, by name."""
+    values = _Rotations(program)
+    rotations = values.rotations()
+    waiting = [*rotations]
     while waiting:
         name = waiting.pop()
         # One that does not fit is dropped, and all that share work with it are asked
         # again, until those that are left agree.
-        if name in turns and not values.agrees(name, turns):
+        if name in rotations and not values.agrees(name, rotations):
             for other in values.same.subset(name):
-                turns.pop(other, None)
-                waiting += values.beside(other)
-    return set(turns)
+                rotations.pop(other, None)
+                waiting += values.sharing(other)
+    return set(rotations)
 
 
-class _Values:
+class _Rotations:
     """All values by name, and which are the `same`: stacked by a scan, and in its body.
 
-    Something touches all of those in `whole`, by no factor that is known.
+    No factor is known of what works on those in `whole`.
     """
 
     def __init__(self, program: Program) -> None:
         self.ranks = Ranks(program.mesh.shape)
         self.same: DisjointSet = DisjointSet()
-        self.uses: dict[Name, _Uses] = {}
-        self.whole: set[Name] = set()
-        self.touch(id(program), (*program.params, *program.results))
+        self.uses: dict[ValueName, _Uses] = {}
+        self.whole: set[ValueName] = set()
+        self.all_of_it(id(program), (*program.params, *program.results))
         for each in programs(program):
             self.statements(id(each), each.body, {})
 
-    def touch(self, here: int, buffers: Iterable[ir.Buffer]) -> None:
-        self.whole |= {(here, buffer.name) for buffer in buffers}
+    def all_of_it(self, owner: int, buffers: Iterable[ir.Buffer]) -> None:
+        """Note that something works on all of these, by no factor that is known."""
+        self.whole |= {(owner, buffer.name) for buffer in buffers}
 
-    def of(self, here: int, buffer: ir.Buffer) -> _Uses:
-        self.same.add((here, buffer.name))
-        return self.uses.setdefault((here, buffer.name), _Uses())
+    def of(self, owner: int, buffer: ir.Buffer) -> _Uses:
+        self.same.add((owner, buffer.name))
+        return self.uses.setdefault((owner, buffer.name), _Uses())
 
     def statements(
-        self, here: int, body: Sequence[ir.Stmt], loops: Mapping[str, int]
+        self, owner: int, body: Sequence[ir.Stmt], loops: Mapping[str, int]
     ) -> None:
         for stmt in body:
             match stmt:
                 case ir.Allocate() | ir.Deallocate():
                     pass
                 case ir.Select(source=source, out=out):
-                    self.touch(here, [out])  # an alias has no places of its own
-                    self.of(here, source).parts.append((stmt, loops))
+                    self.all_of_it(owner, [out])  # an alias has no places of its own
+                    self.of(owner, source).parts.append((stmt, loops))
                 case ir.For(index=index, extent=extent, body=inner):
-                    self.statements(here, inner, {**loops, index: extent})
+                    self.statements(owner, inner, {**loops, index: extent})
                 case ir.Scan():
-                    self.scan(here, stmt)
+                    self.scan(owner, stmt)
                 case ir.Compute() if _is_known(stmt):
-                    self.computation(here, stmt, _factors(here, stmt, self.ranks))
+                    self.computation(owner, stmt, _factors(owner, stmt, self.ranks))
                 case ir.Set():
-                    self.computation(here, stmt, _dims_alike(here, stmt))
+                    self.computation(owner, stmt, _dims_alike(owner, stmt))
                 case _:
-                    self.touch(here, itertools.chain(*touched(stmt)))
+                    self.all_of_it(owner, itertools.chain(*reads_writes(stmt)))
                     for each in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
-                        self.touch(id(each), (*each.params, *each.results))
+                        self.all_of_it(id(each), (*each.params, *each.results))
 
-    def scan(self, here: int, scan: ir.Scan) -> None:
+    def scan(self, owner: int, scan: ir.Scan) -> None:
+        """A stacked value lies as it does in the body, with the iterations in front."""
         body, first, count = scan.body, len(scan.ins) - len(scan.xs), len(scan.carried)
-        self.touch(here, (*scan.ins[:first], *scan.carried))
-        self.touch(id(body), (*body.params[:first], *body.results[:count]))
-        inside = (*body.params[first:], *body.results[count:])
-        for one, other in zip(inside, (*scan.xs, *scan.ys), strict=True):
-            self.of(id(body), one)
-            iterations = _Factor([((here, other.name), -len(other.shape))], scan.length)
-            self.of(here, other).computations.append([iterations])
-            self.same.merge((id(body), one.name), (here, other.name))
+        self.all_of_it(owner, (*scan.ins[:first], *scan.carried))
+        self.all_of_it(id(body), (*body.params[:first], *body.results[:count]))
+        sliced = (*body.params[first:], *body.results[count:])
+        for inside, outside in zip(sliced, (*scan.xs, *scan.ys), strict=True):
+            self.of(id(body), inside)
+            stacked = (owner, outside.name), -len(outside.shape)
+            self.of(owner, outside).computations.append(
+                [_Factor([stacked], scan.length)]
+            )
+            self.same.merge((id(body), inside.name), (owner, outside.name))
 
     def computation(
-        self, here: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
+        self, owner: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
     ) -> None:
-        for buffer in itertools.chain(*touched(stmt)):
-            self.of(here, buffer).computations.append(factors)
+        for buffer in itertools.chain(*reads_writes(stmt)):
+            self.of(owner, buffer).computations.append(factors)
 
-    # --- What may be turned --------------------------------------------------- #
+    # --- What may be rotated -------------------------------------------------- #
 
-    def turns(self) -> dict[Name, Turn]:
-        """The turn of each value that has one, if all could be as they wish."""
-        found: dict[Name, Turn] = {}
+    def rotations(self) -> dict[ValueName, Rotation]:
+        """The rotation of each value whose parts all have one, not yet compared."""
+        found: dict[ValueName, Rotation] = {}
         for names in self.same.subsets():
             parts = [part for name in names for part in self.uses[name].parts]
             if names & self.whole or not any(_axes(select) for select, _ in parts):
                 continue
-            turns = set(itertools.chain(*(self.each_turn(*part) for part in parts)))
+            rotations = set(
+                itertools.chain(*(self.each_rotation(*part) for part in parts))
+            )
             # Loops that rotate a value differently leave it in order of position.
-            if len(turns) == 1 and all(select.groups == 1 for select, _ in parts):
-                found |= dict.fromkeys(names, turns.pop())
-        self.hand_on(found)
+            if len(rotations) == 1 and all(select.groups == 1 for select, _ in parts):
+                found |= dict.fromkeys(names, rotations.pop())
+        self.propagate(found)
         return found
 
-    def hand_on(self, turns: dict[Name, Turn]) -> None:
-        """Turn what is made of turned values, or makes them, and has no parts."""
-        waiting = [*turns]
+    def propagate(self, rotations: dict[ValueName, Rotation]) -> None:
+        """Rotate what is made of rotated values, or makes them, and has no parts."""
+        waiting = [*rotations]
         while waiting:
             name = waiting.pop()
             for factor in itertools.chain(*self.uses[name].computations):
-                if factor.parallel and (name, turns[name].dim) in factor.dims:
+                if factor.parallel and (name, rotations[name].dim) in factor.dims:
                     for other, dim in factor.dims:
                         names = self.same.subset(other)
-                        if other not in turns and self.follows(names):
-                            turns |= dict.fromkeys(names, turns[name].along(dim))
+                        if other not in rotations and self.follows(names):
+                            rotations |= dict.fromkeys(
+                                names, rotations[name].along(dim)
+                            )
                             waiting += names
 
-    def follows(self, names: AbstractSet[Name]) -> bool:
+    def follows(self, names: AbstractSet[ValueName]) -> bool:
         """Whether a value has the places that what it is made with has."""
         parts = any(self.uses[name].parts for name in names)
         return not (parts or names & self.whole)
 
-    def each_turn(self, select: ir.Select, loops: Mapping[str, int]) -> Iterator[Turn]:
+    def each_rotation(
+        self, select: ir.Select, loops: Mapping[str, int]
+    ) -> Iterator[Rotation]:
         """How far a part is rotated from the first device's, in each iteration."""
         extent = select.source.shape[select.dim]
         # Evaluated in every iteration on every rank: loops are short, and no algebra
@@ -208,17 +221,17 @@ class _Values:
             places = self.ranks.everywhere(self.ranks.value(select.index, at)).ravel()
             by = ((int(place) - int(places[0])) % extent for place in places)
             dim = select.dim - len(select.source.shape)
-            yield Turn(dim, tuple(Fraction(n, extent) for n in by), _axes(select))
+            yield Rotation(dim, tuple(Fraction(n, extent) for n in by), _axes(select))
 
-    def agrees(self, name: Name, turns: Mapping[Name, Turn]) -> bool:
-        """Whether every computation takes a value as it is turned."""
-        place = name, turns[name].dim
+    def agrees(self, name: ValueName, rotations: Mapping[ValueName, Rotation]) -> bool:
+        """Whether every computation takes a value as it is rotated."""
+        place = name, rotations[name].dim
         return all(
-            all(f.takes(turns[name], turns) for f in factors if place in f.dims)
+            all(f.takes(rotations[name], rotations) for f in factors if place in f.dims)
             for factors in self.uses[name].computations
         )
 
-    def beside(self, name: Name) -> set[Name]:
+    def sharing(self, name: ValueName) -> set[ValueName]:
         """The values that share a factor with a value in some computation."""
         factors = itertools.chain(*self.uses[name].computations)
         return {other for factor in factors for other, _ in factor.dims}
@@ -237,50 +250,55 @@ def _is_known(stmt: ir.Compute) -> bool:
     return not stmt.unit.eqns[0].rule.is_closed
 
 
-def _dims_alike(here: int, copy: ir.Set) -> list[_Factor]:
+def _dims_alike(owner: int, copy: ir.Set) -> list[_Factor]:
     """Each dim of what is copied, and of the copy."""
-    names = [(here, buffer.name) for buffer in (copy.source, copy.out)]
+    names = [(owner, buffer.name) for buffer in (copy.source, copy.out)]
     return [
         _Factor([(name, dim - len(copy.out.shape)) for name in names], steps, True)
         for dim, steps in enumerate(copy.out.shape)
     ]
 
 
-def _factors(here: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
-    """All factors of a computation, and those dims that it takes whole."""
+def _factors(owner: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
+    """All factors of a computation, and as one more the dims that it takes whole."""
     rule = stmt.unit.eqns[0].rule
-    maps = (*operand_maps(stmt), *rule.results)
-    found: dict[int | None, list[tuple[Name, int]]] = {}
-    steps: dict[int | None, int] = {}
-    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
-        for number, dim in enumerate(dims):
-            factor = dim and dim.factor
-            place = (here, buffer.name), number - len(dims)
-            found.setdefault(factor, []).append(place)
-            steps[factor] = buffer.shape[number] // dim.scale if dim else 1
+    dims, steps = _dims_by_factor(owner, stmt)
     # The steps of these mean something by where they stand.
     placed = {*rule.counted, *rule.picked, *rule.updates, *_seen(rule.window)}
-    parallel, summed = (
-        {n for n, r in enumerate(rule.reducers) if r == reducer} - placed
-        for reducer in (None, "sum")
-    )
-    if not rule.contracts or rule.matmul is not None:
-        summed = set[int]()
+    parallel = {f for f, reducer in enumerate(rule.reducers) if reducer is None}
+    summed = rule.contracts and rule.matmul is None
+    sums = {f for f, reducer in enumerate(rule.reducers) if summed and reducer == "sum"}
     # Sums of integers are equal on all devices, in whatever order they are made.
     exact = all(jnp.issubdtype(out.dtype, jnp.integer) for out in stmt.outs)
     spread = frozenset[str](ranks.sizes) if exact else _spread(stmt.outs)
     return [
         _Factor(
-            dims,
+            dims[factor],
             steps[factor],
-            parallel=factor in parallel,
-            spread=spread if factor in summed else frozenset[str](),
+            parallel=factor in parallel - placed,
+            spread=spread if factor in sums - placed else frozenset[str](),
         )
-        for factor, dims in found.items()
+        for factor in dims
     ]
 
 
-def _seen(window: Window | None) -> tuple[int, ...]:
+def _dims_by_factor(
+    owner: int, stmt: ir.Compute
+) -> tuple[dict[int | None, list[tuple[ValueName, int]]], dict[int | None, int]]:
+    """The dims that follow each factor, and its steps; None for dims taken whole."""
+    maps = (*operand_maps(stmt), *stmt.unit.eqns[0].rule.results)
+    dims: dict[int | None, list[tuple[ValueName, int]]] = {}
+    steps: dict[int | None, int] = {}
+    for buffer, mapped in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+        for number, dim in enumerate(mapped):
+            factor = None if dim is None else dim.factor
+            value = (owner, buffer.name), number - len(mapped)
+            dims.setdefault(factor, []).append(value)
+            steps[factor] = 1 if dim is None else buffer.shape[number] // dim.scale
+    return dims, steps
+
+
+def _seen(window: AttentionWindow | None) -> tuple[int, ...]:
     """The factors of which not all steps see all."""
     return (window.queries, window.keys) if window and not window.sees_all else ()
 

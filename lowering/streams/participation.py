@@ -49,7 +49,7 @@ def steps_in(size: int, groups: Fraction) -> Fraction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Participation:
     """A node's part in a stream; operands and results without an access are whole.
 
     `factor` is the streamed one of a computation, `size` its length on a device, and
@@ -63,7 +63,7 @@ class Part:
     writes: Mapping[int, Access]
     factor: int | None = None
 
-    def of_stream(self, stream: str) -> Part:
+    def of_stream(self, stream: str) -> Participation:
         """This part, in a stream that may bear another name by now."""
         same = stream == self.stream
         return self if same else dataclasses.replace(self, stream=stream)
@@ -74,10 +74,11 @@ class Part:
         return steps_in(self.size, self.groups)
 
     @property
-    def growth(self) -> Fraction:
+    def ratio(self) -> Fraction:
         """How many times as many groups the node's results have as its operands."""
         if not self.reads or not self.writes:
             return ONE
+        # All that a node reads has as many groups, and so has all that it writes.
         read, written = (
             next(iter(self.reads.values())),
             next(iter(self.writes.values())),
@@ -85,7 +86,7 @@ class Part:
         same = written.groups is read.groups or written.groups == read.groups
         return ONE if same else written.groups / read.groups
 
-    def scaled(self, by: Fraction) -> Part:
+    def scaled(self, by: Fraction) -> Participation:
         """This part with `by` times as many groups."""
         if by is ONE or by == ONE:
             return self
@@ -101,14 +102,14 @@ class Part:
         )
 
 
-def part_of(
+def participation_of(
     node: Node,
     stream: str,
     writes: bool,
     position: int,
     access: Access,
     mesh: Mapping[str, int],
-) -> Part | str:
+) -> Participation | str:
     """The part of `node` in a stream that reaches one of its buffers by `access`.
 
     Returns:
@@ -119,7 +120,7 @@ def part_of(
             return _compute_part(stmt, stream, writes, position, access, mesh)
         case Set(out=out) | Reshard(out=out):
             size = out.shape[access.dim]
-            return Part(stream, size, access.groups, {0: access}, {0: access})
+            return Participation(stream, size, access.groups, {0: access}, {0: access})
         case Communicate() | Select() as stmt:
             return _communicate_part(stmt, stream, writes, access, mesh)
         case Scan() | While() | Cond() as stmt:
@@ -136,7 +137,7 @@ def _compute_part(
     position: int,
     access: Access,
     mesh: Mapping[str, int],
-) -> Part | str:
+) -> Participation | str:
     (unit_eqn,) = stmt.unit.eqns
     rule, operands = unit_eqn.rule, operand_maps(stmt)
     entered = (rule.results if writes else operands)[position][access.dim]
@@ -156,13 +157,15 @@ def _compute_part(
         }
 
     size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    # Groups become whole when they are scaled up, and then are a multiple of the
+    # numerator.
     if size % access.groups.numerator:
         return undivided(size)
     reads, written = accesses(operands), accesses(rule.results)
     # A result without the dim would be made anew by each chunk.
     if rule.reducers[factor] is None and len(written) < len(rule.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
-    return Part(stream, size, access.groups, reads, written, factor)
+    return Participation(stream, size, access.groups, reads, written, factor)
 
 
 def undivided(size: int) -> str:
@@ -195,25 +198,25 @@ def _communicate_part(
     writes: bool,
     access: Access,
     mesh: Mapping[str, int],
-) -> Part | str:
+) -> Participation | str:
     """A communication's dims follow one another; only the moved one changes groups.
 
     A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
     whole is the s-th slice of every shard, and needs no reshape by the user.
     """
     # 1: as many groups behind the communication as before it.
-    growth = ONE
+    ratio = ONE
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"
     if isinstance(stmt, Communicate):
         devices = axes_size(stmt.axes, mesh)
         if access.dim == (stmt.dim if stmt.kind == "AllGather" else stmt.source_dim):
-            growth = Fraction(devices)
+            ratio = Fraction(devices)
         elif access.dim == stmt.dim:
-            growth = Fraction(1, devices)
+            ratio = Fraction(1, devices)
     size = stmt.source.shape[access.dim]
-    if growth is ONE:
-        return Part(stream, size, access.groups, {0: access}, {0: access})
-    groups = access.groups / growth if writes else access.groups
-    read, written = Access(access.dim, groups), Access(access.dim, groups * growth)
-    return Part(stream, size, groups, {0: read}, {0: written})
+    if ratio is ONE:
+        return Participation(stream, size, access.groups, {0: access}, {0: access})
+    groups = access.groups / ratio if writes else access.groups
+    read, written = Access(access.dim, groups), Access(access.dim, groups * ratio)
+    return Participation(stream, size, groups, {0: read}, {0: written})

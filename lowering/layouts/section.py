@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Stmt
-from jhost.lowering.layouts.levels import Crossing, Level
-from jhost.lowering.layouts.propagate import solve_program
+from jhost.lowering.layouts.flat_bodies import Border, FlatBody
+from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
 
 
@@ -24,23 +24,23 @@ def layouts_in_whole(program: Program) -> list[Mapping[str, Layout]]:
     Results of bodies lie as what takes them wants them.
     """
     solution = solve_program(program)
-    return list(_layouts(solution, solution.level, ()))
+    return list(_layouts(solution, solution.flat, ()))
 
 
 def _layouts(
-    solution: Solution, level: Level, leaves: Sequence[int]
+    solution: Solution, flat: FlatBody, leaves: Sequence[int]
 ) -> Iterator[Mapping[str, Layout]]:
-    values = [*level.program.params, *level.program.results]
-    for stmt in level.program.body:
-        values += touched(stmt)[1]
-    layouts = {b.name: solution.layouts[level.prefix + b.name] for b in values}
+    values = [*flat.program.params, *flat.program.results]
+    for stmt in flat.program.body:
+        values += reads_writes(stmt)[1]
+    layouts = {b.name: solution.layouts[flat.prefix + b.name] for b in values}
     # Nothing takes the outermost program's results: it has no `leaves`.
-    for result, number in zip(level.program.results, leaves, strict=False):
+    for result, number in zip(flat.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
     yield layouts
-    for step in level.steps:
-        if isinstance(step, Crossing):
-            for inner, leaving in zip(step.levels, step.leaves, strict=True):
+    for step in flat.steps:
+        if isinstance(step, Border):
+            for inner, leaving in zip(step.bodies, step.leaves, strict=True):
                 yield from _layouts(solution, inner, leaving)
 
 
@@ -67,13 +67,13 @@ def _read_and_made(
     read: dict[str, Buffer] = {}
     made: dict[str, Buffer] = {}
     for stmt in body:
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         read |= {b.name: b for b in reads if b.name not in made}
         made |= {b.name: b for b in writes}
     return read, made
 
 
-def alone(program: Program, layouts: Mapping[str, Layout]) -> Program:
+def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Program:
     """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
     border = {buffer.name for buffer in (*program.params, *program.results)}

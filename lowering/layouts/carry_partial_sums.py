@@ -23,15 +23,15 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, size_in_bytes
 from jhost.lowering.ir.marks import ShardMark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport, Remark
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
-from jhost.lowering.layouts.commute import Body, is_reduction, reduced_last
+from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
 from jhost.lowering.layouts.remarks import reduced_behind_remark
 from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
@@ -56,7 +56,7 @@ class CarryPartialSums(EachProgram):
     def change(self, program: Program) -> Program:
         if not any(isinstance(stmt, Scan) for stmt in program.body):
             return program
-        names, zeros = Names.of(program), dict[str, Any]()
+        names, zeros = FreshNames.of(program), dict[str, Any]()
         body: list[Stmt] = []
         remarks: list[Remark] = []
         mesh = dict(program.mesh.shape)
@@ -87,7 +87,9 @@ def _zeros_of(stmt: Stmt) -> dict[str, Any]:
     return {} if np.any(np.asarray(value)) else {stmt.outs[0].name: value}
 
 
-def _summed_behind(stmt: Scan, zeros: Mapping[str, Any], names: Names) -> list[Stmt]:
+def _summed_behind(
+    stmt: Scan, zeros: Mapping[str, Any], names: FreshNames
+) -> list[Stmt]:
     """A scan, and behind it the reductions of what need not be reduced in it."""
     result: list[Stmt] = []
     carrying = _with_partial_carry(stmt, zeros)
@@ -116,21 +118,24 @@ def _with_partial_carry(
     What a scan inside gives for each of its iterations may be reduced behind that one,
     where it is then carried on.
     """
-    stacked: set[str] | None = None
+    chosen: set[str] | None = None  # at first, all that scans inside stack
     while True:
-        body, behind = _reducing_behind(stmt.body, stacked)
-        tried = _tried(dataclasses.replace(stmt, body=body), zeros)
-        if tried is None:
+        body, put_off = _reducing_behind(stmt.body, chosen)
+        carrying = _carrying_partial(dataclasses.replace(stmt, body=body), zeros)
+        if carrying is None:
             return None
-        left = {each.out.name for each in tried[0].body.body if is_reduction(each)}
-        # Those that are still reduced in the body have gained nothing.  They go back to
-        # the scan inside, and the others are tried again, until all of them gain.
-        if not behind & left:
-            return tried
-        stacked = behind - left  # nothing is gained for the others
+        scan, _ = carrying
+        reduced = {each.out.name for each in scan.body.body if is_reduction(each)}
+        if not put_off & reduced:
+            return carrying
+        # These are still reduced in each iteration, so to put them off gained nothing.
+        # They stay in the scan inside, and the fewer others are tried again.
+        chosen = put_off - reduced
 
 
-def _tried(stmt: Scan, zeros: Container[str]) -> tuple[Scan, dict[int, Partial]] | None:
+def _carrying_partial(
+    stmt: Scan, zeros: Container[str]
+) -> tuple[Scan, dict[int, Partial]] | None:
     """The scan with each carry partial that can stay so, over what is summed in it."""
     kept: dict[int, Partial] = {}
     partials = [
@@ -139,13 +144,14 @@ def _tried(stmt: Scan, zeros: Container[str]) -> tuple[Scan, dict[int, Partial]]
         if is_reduction(each)
     ]
     for partial in dict.fromkeys(partials):
-        trial = _Trial(stmt, partial, zeros)
-        kept |= dict.fromkeys(trial.kept, partial)
-        stmt = trial.finish()
+        carry = _PartialCarry(stmt, partial, zeros)
+        numbers = [number for number in carry.begun if carry.stays_partial(number)]
+        kept |= dict.fromkeys(numbers, partial)
+        stmt = carry.scan(numbers)
     return (stmt, kept) if kept else None
 
 
-class _Trial:
+class _PartialCarry:
     """A scan whose body begins with the reduction of partial sums that it carries.
 
     Where that can be done as well behind all that is added, it need not be done in each
@@ -155,31 +161,35 @@ class _Trial:
 
     def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
         self.stmt, self.partial = stmt, partial
-        self.names = Names.of(stmt.body)
+        self.names = FreshNames.of(stmt.body)
         self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
         self.begun = {
-            number: Reshard(
-                out=dataclasses.replace(
-                    param, name=self.names.fresh(f"{param.name}_reduced")
-                ),
-                source=dataclasses.replace(param, partial=partial),
-            )
+            number: self.reduction(param)
             for number, param in enumerate(self.params)
-            if not param.partial
-            and (
-                stmt.carry[number].name in zeros
-                or _is_added_to(stmt.body, param, number)
-            )
+            if not param.partial and self.is_sum(number, param, zeros)
         }
-        # The body reads the reduced value, and is right if nothing can be put off.
-        begun = {each.source.name: each.out for each in self.begun.values()}
-        stmts = (replace_buffers(each, begun) for each in stmt.body.body)
-        needed = {result.name for result in stmt.body.results}
-        marked = {mark.buffer for mark in stmt.body.marks}
-        self.body = Body([*self.begun.values(), *stmts], needed, marked)
-        marks = (m for m in stmt.body.marks if isinstance(m, ShardMark))
-        self.fixed = {mark.buffer for mark in marks}
-        self.kept = [number for number in self.begun if self.stays_partial(number)]
+        self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
+        self.body = self.beginning_with_reductions()
+
+    def is_sum(self, number: int, param: Buffer, zeros: Container[str]) -> bool:
+        """Whether what a carry begins with may be added behind, or is nothing."""
+        begins_with_zeros = self.stmt.carry[number].name in zeros
+        return begins_with_zeros or _is_added_to(self.stmt.body, param, number)
+
+    def reduction(self, param: Buffer) -> Reshard:
+        """The reduction of a partial param, to stand in the place of the param."""
+        name = self.names.fresh(f"{param.name}_reduced")
+        out = dataclasses.replace(param, name=name)
+        return Reshard(out=out, source=dataclasses.replace(param, partial=self.partial))
+
+    def beginning_with_reductions(self) -> Rewrite:
+        """The body on the reduced params: it is right, even if nothing is put off."""
+        body = self.stmt.body
+        reduced = {each.source.name: each.out for each in self.begun.values()}
+        stmts = (replace_buffers(each, reduced) for each in body.body)
+        needed = {result.name for result in body.results}
+        marked = {mark.buffer for mark in body.marks}
+        return Rewrite([*self.begun.values(), *stmts], needed, marked)
 
     def stays_partial(self, number: int) -> bool:
         """Whether a carry can be reduced after all; if so, its statements change."""
@@ -198,19 +208,19 @@ class _Trial:
         self.body.take_back(count)
         return False
 
-    def finish(self) -> Scan:
-        """The scan with what is kept partial, and all else as it was."""
+    def scan(self, kept: Sequence[int]) -> Scan:
+        """The scan with what is `kept` partial, and all else as it was."""
         body = self.stmt.body
         params, results = list(body.params), list(body.results)
         dropped = [each.out.name for each in self.begun.values()]
-        for number in self.kept:
+        for number in kept:
             last = self.body.makers[results[number].name]
             assert isinstance(last, Reshard)
             dropped.append(last.out.name)
             results[number] = dataclasses.replace(last.source, partial=self.partial)
             params[len(self.stmt.consts) + number] = self.begun[number].source
         whole = {each.out.name: self.params[n] for n, each in self.begun.items()}
-        stmts = itertools.chain(*self.body.places)
+        stmts = itertools.chain(*self.body.slots)
         body = with_statements(
             body, [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)]
         )
@@ -222,7 +232,7 @@ def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
     """Whether that result is a param with something added to it, and nothing else."""
     readers: dict[str, list[Stmt]] = {}
     for stmt in body.body:
-        for buffer in touched(stmt)[0]:
+        for buffer in reads_writes(stmt)[0]:
             readers.setdefault(buffer.name, []).append(stmt)
     value = param
     while reading := readers.get(value.name, []):
@@ -265,7 +275,7 @@ def _reducing_behind(
     Returns:
         The program, and the names of the stacked values, of all or of those `chosen`.
     """
-    names, behind = Names.of(program), set[str]()
+    names, behind = FreshNames.of(program), set[str]()
     body: list[Stmt] = []
     for stmt in program.body:
         if isinstance(stmt, Scan):
@@ -279,14 +289,14 @@ def _reducing_behind(
 
 
 def _stacking_partial(
-    stmt: Scan, wanted: Sequence[Buffer], names: Names
+    stmt: Scan, wanted: Sequence[Buffer], names: FreshNames
 ) -> tuple[Scan, list[Reshard]]:
     """A scan that stacks partial sums, as far as it can, and their reductions."""
     program = stmt.body
     needed = {result.name for result in program.results}
-    body = Body(program.body, needed, {mark.buffer for mark in program.marks})
+    body = Rewrite(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
-    inner, mesh = Names.of(program), dict(program.mesh.shape)
+    inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
     results, ys = list(program.results), list(stmt.ys)
     reshards: list[Reshard] = []
     dropped: list[str] = []
@@ -305,14 +315,17 @@ def _stacking_partial(
         dropped.append(name)
     if not reshards:
         return stmt, []
-    stmts = [s for s in itertools.chain(*body.places) if not _makes(s, dropped)]
+    stmts = [s for s in itertools.chain(*body.slots) if not _makes(s, dropped)]
     program = with_statements(program, stmts)
     program = dataclasses.replace(program, results=tuple(results))
     return dataclasses.replace(stmt, body=program, ys=tuple(ys)), reshards
 
 
 def _reduced_behind(
-    stmt: Scan, found: Mapping[int, Partial], zeros: Mapping[str, Any], names: Names
+    stmt: Scan,
+    found: Mapping[int, Partial],
+    zeros: Mapping[str, Any],
+    names: FreshNames,
 ) -> list[Stmt]:
     """Sums begin with nothing on each device: what they begin with is added behind.
 

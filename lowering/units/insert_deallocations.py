@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.program import Program
 
 
@@ -24,6 +24,7 @@ class InsertDeallocations(EachProgram):
 
     def change(self, program: Program) -> Program:
         aliases = Aliases(program.body)
+        # Aliases are freed with what they are parts of.
         kept = {b.name for b in (*program.params, *program.results)} | {
             *aliases.selects
         }
@@ -39,7 +40,7 @@ def _free(
     in_flight: dict[str, list[str]] = {}
     inner: list[ir.Stmt] = []
     for number, stmt in enumerate(body):
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         used = [aliases.memory(buffer).name for buffer in (*reads, *writes)]
         match stmt:
             case ir.Communicate(name=name):

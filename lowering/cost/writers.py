@@ -11,7 +11,7 @@ Path: TypeAlias = tuple[object, ...]
 """A buffer's name, then the aliases that lead to a part of it."""
 
 
-class Places:
+class Writers:
     """The aliases by name, each with its place, and for each buffer who wrote where."""
 
     def __init__(self) -> None:
