@@ -38,6 +38,8 @@ def passes() -> Iterator[tuple[str, str, str]]:
                     value=ast.Constant(value=str(name)),
                 ):
                     yield Path(path).stem, node.name, name
+                case _:
+                    pass
 
 
 def test_no_two_classes_have_one_name() -> None:
