@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
-from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.marks import SumsPlace
 from jhost.lowering.schedule.order import Way
 from tests import apart, sums
 from tests.jhost.derived import vjp
@@ -61,7 +61,7 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(WHOLE), st.sampled_from(sums.EVERY), WAYS)
 def test_random_programs_equal_the_plain_function(
-    case: Case, where: Sums, way: Way | None
+    case: Case, where: SumsPlace, way: Way | None
 ) -> None:
     with sums.standing(where), sums.moving(way):
         assert_case(case)
@@ -186,7 +186,7 @@ def leaves_of(results: Any) -> list[Any]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), WAYS)
 def test_their_gradients_equal_the_plain_functions(
-    case: Case, inside: bool, where: Sums, way: Way | None
+    case: Case, inside: bool, where: SumsPlace, way: Way | None
 ) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()

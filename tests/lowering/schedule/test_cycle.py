@@ -84,11 +84,8 @@ def test_layers_that_are_computed_again() -> None:
         y, _ = lax.scan(jax.checkpoint(layer), x, weights)
         return jnp.sum(y * y)
 
-    program = check(
-        jax.grad(again),
-        *operands(4),
-        **settings((FSDP[0], FSDP[1])) | {"out_shardings": FSDP[0]},
-    )
+    how = settings(FSDP) | {"out_shardings": FSDP[0]}
+    program = check(jax.grad(again), *operands(4), **how)
     assert len(notes(program)) == 2
 
 
