@@ -204,7 +204,7 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _State:
+class _Carried:
     """What one iteration hands to the next.
 
     `came` has what was gathered for it, `terms` those of sums that are still to be
@@ -245,7 +245,7 @@ class _Writer:
         """The statements, and what stands for each value that the scan gave."""
         cycle, scan, inside = self.cycle, self.scan, self.cycle.inside
         stacks = {y.name: self.filled(y) for y in scan.ys}
-        state = _State(scan.carry, (), (), stacks)
+        state = _Carried(scan.carry, (), (), stacks)
         if cycle.early:
             state = dataclasses.replace(state, came=self.gathered(0))
         if cycle.late:
@@ -258,7 +258,7 @@ class _Writer:
         ends = zip(scan.carried, state.carry, strict=True)
         return self.body, {end.name: now for end, now in ends} | dict(state.stacks)
 
-    def iteration(self, state: _State, number: _When) -> _State:
+    def iteration(self, state: _Carried, number: _When) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         if self.cycle.late and state.terms:
             state = self.summed(state, number, -1)
@@ -266,14 +266,14 @@ class _Writer:
         ahead = () if is_last or not self.cycle.early else self.gathered(number, 1)
         return dataclasses.replace(self.computed(state, number), came=ahead)
 
-    def loop(self, state: _State, inside: range) -> _State:
+    def loop(self, state: _Carried, inside: range) -> _Carried:
         """The scan itself, and what it hands on."""
         scan, outside = self.scan, (self.body, self.consts, self.slices)
         inner = FreshNames.of(scan.body)
         start = self.constant(inside.start)
         handed = (start, *state.all)
         # Inside, the same things have names of the body's.
-        there = _State(
+        there = _Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
             tuple(_fresh(b, inner) for b in state.terms),
@@ -322,7 +322,7 @@ class _Writer:
             found.append(made[each.stmt.out.name])
         return tuple(found)
 
-    def computed(self, state: _State, number: _When) -> _State:
+    def computed(self, state: _Carried, number: _When) -> _Carried:
         """The work of an iteration, and what it stacks itself."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
@@ -338,14 +338,14 @@ class _Writer:
                 stacks[y.name] = self.stored(stacks[y.name], made[result.name], number)
         ends = self.scan.body.results[: len(self.scan.carried)]
         terms = (each.stmt.source.name for each in self.cycle.late)
-        return _State(
+        return _Carried(
             tuple(made[end.name] for end in ends),
             (),
             tuple(made[name] for name in terms),
             stacks,
         )
 
-    def summed(self, state: _State, number: _When, ahead: int = 0) -> _State:
+    def summed(self, state: _Carried, number: _When, ahead: int = 0) -> _Carried:
         """The sums of the iteration `ahead` of one, into their stacks."""
         stacks = dict(state.stacks)
         for each, terms in zip(self.cycle.late, state.terms, strict=True):
@@ -505,14 +505,14 @@ def _fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
     return dataclasses.replace(buffer, name=names.fresh(buffer.name))
 
 
-def _like(state: _State, buffers: Sequence[ir.Buffer]) -> _State:
+def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
     """A state of other buffers."""
     left = iter(buffers)
     carry, came, terms = (
         tuple(next(left) for _ in part)
         for part in (state.carry, state.came, state.terms)
     )
-    return _State(carry, came, terms, dict(zip(state.stacks, left, strict=True)))
+    return _Carried(carry, came, terms, dict(zip(state.stacks, left, strict=True)))
 
 
 def _sliced(place: jax.Array | int, stack: jax.Array) -> jax.Array:

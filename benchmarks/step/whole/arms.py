@@ -185,6 +185,7 @@ ARMS: Mapping[str, Arm] = {
     "tuned": Arm(jitted, _TUNED),
     "maxtext": Arm(jitted, _MAXTEXT),
     "jhost": Arm(hosted("auto")),
+    "p2p": Arm(hosted("p2p")),
     "marked": Arm(hosted("auto", marked=True)),
     "off": Arm(hosted("off")),
     "compute": Arm(compute, compared=False),

@@ -91,7 +91,7 @@ def test_all_but_the_first_gather_have_work_beside_them() -> None:
 
 @each_way
 def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(way: Way) -> None:
-    """Of each body, forward and backward, only the first gather is waited for."""
+    """No transfer of a body is waited for where it is issued, as it is a cycle."""
     args = [x.astype(t) for x, t in zip(_of_scan(2), _DTYPES, strict=True)]
     with sums.moving(way):
         program = program_of(gradients_of(scanned), *args, **_on_scan(2))
@@ -101,9 +101,7 @@ def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(way: Way) -> None
         moved = [s for s in walk(body.body) if isinstance(s, Communicate)]
         gathers = [s for s in moved if s.kind != "ReduceScatter"]
         assert {str(s.source.dtype) for s in gathers} == {"bfloat16"}
-    forward, backward = map(waits_behind, bodies)
-    assert forward.count(0) == 1
-    assert backward.count(0) <= 2
+    assert not any(0 in waits_behind(body) for body in bodies)
 
 
 def test_what_makes_more_bytes_is_not_made_early() -> None:
