@@ -26,9 +26,6 @@ from tests.jhost.blocks import (
 )
 from tests.lowering.hand_built import mesh_of
 
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 
 def placed() -> list[jax.Array]:
     mesh = mesh_of(tp=4)
@@ -134,13 +131,15 @@ def test_an_exported_program_for_other_devices_is_refused_as_by_jax() -> None:
 def test_an_exported_program_over_devices_with_a_stream_is_refused() -> None:
     f = exported(4, False).call
     streamed = jhost.jit(lambda x: jhost.stream(f(x), axis=0), mesh=mesh_of(tp=4))
-    for call in (streamed, streamed.lower):
+    calls: list[Call] = [streamed, streamed.lower]
+    for call in calls:
         with pytest.raises(errors.UnsupportedError, match="exported for 4 devices"):
             call(ROW)
 
 
 def test_an_exported_program_over_devices_is_lowered_for_them() -> None:
-    f = jhost.jit(exported(4, False).call, mesh=mesh_of(tp=4), in_shardings=P("tp"))
+    call = exported(4, False).call
+    f = jhost.jit(lambda x: call(x), mesh=mesh_of(tp=4), in_shardings=P("tp"))
     compiled = f.lower(jax.ShapeDtypeStruct(ROW.shape, ROW.dtype)).compile()
     assert_close(compiled(*jax.device_put((ROW,), compiled.input_shardings[0])), f(ROW))
     assert "exported for 4 devices" in str(jhost.explain(f, ROW))

@@ -31,9 +31,6 @@ from tests.lowering.on_mesh import exact, tp
 from tests.lowering.traced import array
 
 POLICIES = jax.checkpoint_policies
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 OFFLOAD = POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=["a"],
     names_which_can_be_offloaded=["h"],
