@@ -142,7 +142,9 @@ BODIES: dict[str, tuple[Function, Any]] = {
 }
 
 
-@each_check
+@pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_with_collectives(name: str, check_vma: bool) -> None:
     body, out = BODIES[name]

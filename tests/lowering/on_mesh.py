@@ -21,8 +21,17 @@ from jhost.lowering.ir.statements import Buffer, Communicate, walk
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import check
 
-each_size = pytest.mark.parametrize("devices", [4, 2, 8])
-"""For a test on any number of devices: what 4 do first, is compiled for them."""
+every_size = pytest.mark.parametrize("devices", [4, 2, 8])
+"""For a mechanism that depends on how many devices there are, as doubling does.
+
+What 4 do first, is compiled for them.
+"""
+
+_slow = pytest.mark.slow
+each_size = pytest.mark.parametrize(
+    "devices", [4, pytest.param(2, marks=_slow), pytest.param(8, marks=_slow)]
+)
+"""For a test that 2 and 8 devices pass as 4 do."""
 
 
 def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:

@@ -109,6 +109,16 @@ def test_a_sum_over_two_axes_is_scattered_at_once(devices: int) -> None:
     assert communications(program) == [f"ReduceScatter {axes} 0 sum"]
 
 
+def test_on_the_way_to_another_layout_both_dims_have_new_sizes() -> None:
+    """Between an all-to-all and what follows, one dim is longer, and one is shorter."""
+    specs = P(None, "s"), P("s", "t")
+    program = exact(same, array(8, 12), **on({"s": 2, "t": 2}, *specs))
+    (moved,) = [s for s in walk(program.body) if isinstance(s, Communicate)]
+    assert moved.kind == "AllToAll"
+    assert moved.source.shape == (8, 6)
+    assert moved.out.shape == (4, 12)
+
+
 # --- Layouts given inside ----------------------------------------------------------- #
 
 WAYS: dict[str, Callable[[jax.Array, P], jax.Array]] = {

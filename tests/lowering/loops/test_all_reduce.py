@@ -17,7 +17,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
-from tests.lowering.on_mesh import each_size, exact, on, on_streams, program_of, tp
+from tests.lowering.on_mesh import every_size, exact, on, on_streams, program_of, tp
 from tests.lowering.traced import array, interpreted, loops, work
 
 Golden = Callable[..., None]
@@ -52,7 +52,7 @@ def test_a_piece_is_added_up_and_sent_back_in_its_own_iteration(golden: Golden) 
     golden(str(program))
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("pieces", [2, 3, 4])
 def test_pieces_may_be_ragged(devices: int, pieces: int) -> None:
     """Five rows a device, in three and two, or two, two and one."""

@@ -25,7 +25,7 @@ from jhost.lowering.ir.statements import (
     walk,
 )
 from tests import sums
-from tests.lowering.on_mesh import each_size, exact, on, program_of
+from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
     gradients_of,
     kinds,
@@ -125,7 +125,7 @@ def test_what_is_made_right_before_is_gathered_at_once() -> None:
 # --- Values ------------------------------------------------------------------------ #
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
@@ -144,7 +144,7 @@ def test_any_number_of_devices(devices: int) -> None:
     assert set(kinds(program)) == {"AllGather", "CollectivePermute"}
 
 
-@each_size
+@every_size
 def test_in_the_body_of_a_scan(devices: int) -> None:
     """Each layer's come for itself, forward and backward."""
 

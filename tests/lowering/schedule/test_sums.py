@@ -19,7 +19,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import PipelineKind
 from tests import sums
-from tests.lowering.on_mesh import each_size, exact, on, program_of
+from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
     gradients_of,
     kinds,
@@ -119,7 +119,7 @@ def test_who_needs_one_sum_waits_for_no_other() -> None:
 # --- Values ------------------------------------------------------------------------ #
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_gradients_are_exact(devices: int, count: int) -> None:
     program = exact(
@@ -136,7 +136,7 @@ def test_other_numbers_of_devices_sum_by_collectives(devices: int) -> None:
     assert set(kinds(program)) == {"AllReduce"}
 
 
-@each_size
+@every_size
 def test_in_the_body_of_a_scan(devices: int) -> None:
     def scanned(x: jax.Array, w: jax.Array) -> Any:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
