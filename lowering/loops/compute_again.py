@@ -49,12 +49,12 @@ class _Flow:
 
     The depth of a value is the largest number of statements that are work on a way to
     it.  A value is computed again from values of its own depth, and from those that are
-    `there` or kept anyway.
+    `kept_anyway`: params and results.
     """
 
     def __init__(self, program: Program) -> None:
         self.body = program.body
-        self.there = {b.name for b in (*program.params, *program.results)}
+        self.kept_anyway = {b.name for b in (*program.params, *program.results)}
         self.depths = dict.fromkeys((b.name for b in program.params), 0)
         self.sizes: dict[str, int] = {}
         self.makers: dict[str, Cheap] = {}
@@ -111,16 +111,16 @@ class _Flow:
             self.makers.pop(name, None)  # to keep it takes no time
         # The deepest first: what a cut keeps is then wanted at its own depth.
         for depth in range(max(wanted, default=-1), -1, -1):
-            here = wanted.get(depth, set())
-            made_of = self._made_of(here, depth)
-            if here.isdisjoint(made_of):
+            at_depth = wanted.get(depth, set())
+            made_of = self._made_of(at_depth, depth)
+            if at_depth.isdisjoint(made_of):
                 continue
             kept = least_cut(
-                here, made_of, functools.partial(self._bytes, wanted, depth)
+                at_depth, made_of, functools.partial(self._bytes, wanted, depth)
             )
             for name in kept:
                 wanted.setdefault(self.depths[name], set()).add(name)
-            again |= set(needed(here, made_of, kept)) - kept
+            again |= set(needed(at_depth, made_of, kept)) - kept
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:
@@ -149,8 +149,8 @@ class _Flow:
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            there = self.depths[name] in (0, depth)
-            if there and name in self.makers and name not in found:
+            counts = self.depths[name] in (0, depth)
+            if counts and name in self.makers and name not in found:
                 found[name] = operands(self.makers[name])
                 waiting += found[name]
         return found
@@ -158,7 +158,7 @@ class _Flow:
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
         """The bytes that it takes to keep a value for those deeper than `depth`."""
         own = self.depths[name]
-        if name in self.there or (own < depth and name in wanted.get(own, ())):
+        if name in self.kept_anyway or (own < depth and name in wanted.get(own, ())):
             return 0
         return self.sizes[name]
 
@@ -213,7 +213,7 @@ def _with_copies(
 
     A value that is only read behind work is computed there, and needs no copy.
     """
-    names, here = FreshNames.of(program), _read_before(program, flow, again)
+    names, read_before = FreshNames.of(program), _read_before(program, flow, again)
     copies: dict[str, Buffer] = {}
     late: set[str] = set()
     body: list[Stmt] = []
@@ -224,7 +224,7 @@ def _with_copies(
             body.append(replace_buffers(stmt, behind))
             continue
         # Something reads it before that work as well: it gets a copy of its own.
-        if out.name in here:
+        if out.name in read_before:
             body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)

@@ -108,16 +108,16 @@ class _Stacking:
         left_out = {y.name: n for n, y in self.stacked if n in again}
         if not left_out:
             return None
-        there = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
+        known = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
         # Cheaper to stack than the values that are made of them.
-        more = [name for name in self.buffers if name in kept and name not in there]
-        left = [(name, y) for name, y in self.stacked if y.name not in left_out]
-        left += [(name, self.stack(name, names)) for name in more]
+        more = [name for name in self.buffers if name in kept and name not in known]
+        stacked = [(name, y) for name, y in self.stacked if y.name not in left_out]
+        stacked += [(name, self.stack(name, names)) for name in more]
         return _Recipe(
-            scan=self.stacking(left),
+            scan=self.stacking(stacked),
             left_out=left_out,
             again=[stmt for stmt in self.cheap if made_by(stmt).name in again],
-            slices={**self.slices, **dict(left)},
+            slices={**self.slices, **dict(stacked)},
             constants=self.constants,
         )
 
@@ -161,14 +161,14 @@ class _Stacking:
 def _without_unread(program: Program) -> tuple[Stmt, ...]:
     """The statements of a program without cheap ones that nothing reads."""
     read = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
-    left: list[Stmt] = []
+    kept: list[Stmt] = []
     for stmt in reversed(program.body):
         reads, writes = reads_writes(stmt)
         # Others may be there for their effects.
         if not is_cheap(stmt) or any(buffer.name in read for buffer in writes):
             read |= {buffer.name for buffer in reads}
-            left.append(stmt)
-    return tuple(reversed(left))
+            kept.append(stmt)
+    return tuple(reversed(kept))
 
 
 # --- The scans that read slices ----------------------------------------------------- #
