@@ -176,8 +176,9 @@ def explain_program(program: Program) -> Explanation:
     if not is_left_to_xla(program):
         return explained
     # What XLA moves is in its schedule, and is not what these statements move.
+    notes = tuple(str(r) for r in program.remarks if isinstance(r, LeftToXla))
     return dataclasses.replace(
-        explained, layouts=(), communications=(), bodies=(), steps=()
+        explained, notes=notes, layouts=(), communications=(), bodies=(), steps=()
     )
 
 

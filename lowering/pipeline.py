@@ -99,6 +99,7 @@ def passes(
         OrderBySteps(),
         ChooseCycles(transfers),
         transfers,
+        LeaveToXla(reach or {}),
         Segment(),
         ReceiveEarly(),
     )
@@ -113,8 +114,8 @@ def passes(
         ),
         layouts=layouts,
         loops=loops,
-        # The life of what the units make, how what is sent goes, and who orders it.
-        finish=(InsertDeallocations(), ChoosePermutes(rates), LeaveToXla(reach or {})),
+        # The life of what the units make, and how what is sent goes.
+        finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
 
 

@@ -33,7 +33,7 @@ from jhost._jax import (
     with_width,
 )
 from jhost._primitives import jhost_p
-from jhost.lowering.cost.leave_to_xla import is_left_to_xla
+from jhost.lowering.cost.leave_to_xla import begins_early, is_left_to_xla
 from jhost.lowering.emit.program import emit
 from jhost.lowering.explain import puts
 from jhost.lowering.interpret.program import Record, interpret
@@ -159,7 +159,7 @@ def _asked(program: Program | Whole, config: Config) -> dict[str, Any]:
 def loops_of(program: Program) -> Loops | None:
     """What XLA's options for `program` depend on, if it needs any."""
     if is_left_to_xla(program):
-        return {"left_to_xla": True}
+        return {"left_to_xla": True} if begins_early(program) else None
     if not is_pipelined(program):
         return None
     return {

@@ -22,7 +22,7 @@ from jhost.lowering.ir.statements import Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of, with_cycle
 from jhost.lowering.units.segment import Segment
 
-_GAIN = 0.99
+_GAIN = 0.995
 """What the time must be below, as a share of that without the cycle."""
 
 

@@ -1,28 +1,36 @@
-"""Leave a program to XLA where jhost has nothing to add to it.
+"""Leave a program to XLA where jhost has little to add to it.
 
-Between processes permutes are NCCL's kernels, and no loop over chunks is chosen
-unasked.  XLA orders the collectives of a program that it partitions itself at least as
-well as those that jhost would write out, if it is told to begin them early and to have
-several under way.  So such a program runs as in `jax.jit`, with these options.
+Between processes no loop over chunks is chosen unasked, and what jhost orders are the
+transfers that have work to stand beside.  Where these are the smaller part of what
+moves, as for the activations of tensor parallelism, the program runs as in `jax.jit`.
+
+So does one in which nothing is to be ordered, as with `pipeline="off"`.  Where most of
+what moves has work to stand beside, XLA is told to begin collectives early, and to have
+several under way.  It is not told so of others: without work beside them each delays
+what computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jhost._jax import is_own
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import is_pipelined, statements
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
 from jhost.lowering.ir.reach import Reach, between_processes
 from jhost.lowering.ir.remarks import LeftToXla
+from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.schedule.order import beside_work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaveToXla:
-    """A finished program -> the same, with a remark if XLA is to partition it.
+    """A program in order -> the same, with a remark if XLA is to partition it.
 
     `reach` says how far apart the GPUs along each axis lie; it is empty for others.
     """
@@ -32,21 +40,65 @@ class LeaveToXla:
     reach: Mapping[str, Reach]
 
     def apply(self, program: Program) -> Program:
-        axes = self.between_processes(program)
-        if not axes or is_pipelined(program) or _has_own_kernels(program):
+        if not between_processes(self.reach, self.reach):
             return program
-        report = LeftToXla(axes=axes)
+        moved = list(_moved(program, self.reach))
+        if not moved or _has_loops(program) or _has_own_kernels(program):
+            return program
+        hidden = sum(each.bytes for each in moved if each.beside_work)
+        most = 2 * hidden >= sum(each.bytes for each in moved)
+        if most and any(each.in_order for each in moved):
+            return program
+        axes = dict.fromkeys(axis for each in moved for axis in each.axes)
+        report = LeftToXla(axes=tuple(axes), early=most)
         return dataclasses.replace(program, remarks=(*program.remarks, report))
 
-    def between_processes(self, program: Program) -> tuple[str, ...]:
-        """The axes along which something moves between processes."""
-        moved = (
-            axis
-            for stmt in statements(program)
-            if isinstance(stmt, ir.Communicate)
-            for axis in between_processes(stmt.axes, self.reach)
-        )
-        return tuple(dict.fromkeys(moved))
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moved:
+    """What each device receives from other processes by one communication.
+
+    It has work to stand `beside_work`; if it is `in_order`, jhost has placed it there.
+    """
+
+    axes: tuple[str, ...]
+    bytes: int
+    beside_work: bool
+    in_order: bool
+
+
+def _moved(
+    program: Program, reach: Mapping[str, Reach], times: int = 1
+) -> Iterator[_Moved]:
+    """All of a program and its bodies, as often as these are run."""
+    mesh = dict(program.mesh.shape)
+    could = {stmt.name for stmt in beside_work(program, lambda _: True)}
+    stream = MAIN
+    for stmt in ir.walk(program.body):
+        match stmt:
+            case ir.SetCurrentStream():
+                stream = stmt.stream
+            case ir.Communicate() if axes := between_processes(stmt.axes, reach):
+                devices = axes_size(stmt.axes, mesh)
+                moved = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
+                ordered = stream == TRANSFERS
+                beside = ordered or stmt.name in could
+                yield _Moved(tuple(axes), times * moved, beside, ordered)
+            case ir.Scan() | ir.While() | ir.Cond():
+                length = stmt.length if isinstance(stmt, ir.Scan) else 1
+                for body in stmt.bodies:
+                    yield from _moved(body, reach, times * length)
+            case _:
+                pass
+
+
+def _has_loops(program: Program) -> bool:
+    """Whether work is on other streams than those of transfers outside of loops."""
+    return any(
+        isinstance(stmt, ir.SetCurrentStream)
+        and stmt.stream not in (MAIN, OWN, TRANSFERS)
+        for stmt in statements(program)
+    )
 
 
 def _has_own_kernels(program: Program) -> bool:
@@ -60,5 +112,10 @@ def _has_own_kernels(program: Program) -> bool:
 
 
 def is_left_to_xla(program: Program) -> bool:
-    """Whether XLA is to partition a finished program."""
+    """Whether XLA is to partition a program."""
     return any(isinstance(remark, LeftToXla) for remark in program.remarks)
+
+
+def begins_early(program: Program) -> bool:
+    """Whether XLA is to begin collectives early in a program that is left to it."""
+    return any(isinstance(r, LeftToXla) and r.early for r in program.remarks)

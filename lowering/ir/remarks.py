@@ -186,9 +186,11 @@ class LeftToXla:
     """That XLA partitions the whole program, as in `jax.jit`.
 
     It moves data along `axes` between processes, and nothing in it is pipelined.
+    Collectives begin `early` if there is work for most of them to stand beside.
     """
 
     axes: tuple[str, ...]
+    early: bool
 
     def __str__(self) -> str:
         return (

@@ -146,42 +146,6 @@ def test_weights_move_between_processes_beside_loops_within_them(
     assert exposed in ([], ["AllReduce"], ["AllGather", "ReduceScatter"])
 
 
-def test_what_is_not_pipelined_between_processes_is_as_jax_jit_has_it(
-    two_processes: MakeH200s,
-) -> None:
-    """With the options that let collectives start early, and a layer's in a scan."""
-    mesh = two_processes({"fsdp": 4})
-
-    def layer(x: jax.Array, weights: Any) -> Any:
-        up, down = (weight.astype(jnp.bfloat16) for weight in weights)
-        return x + jax.nn.relu(x @ up) @ down, None
-
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        y, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    shapes = (2, MODEL, HIDDEN), (2, HIDDEN, MODEL)
-    weights = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    spec = NamedSharding(mesh, P(None, "fsdp"))
-    rows = NamedSharding(mesh, P("fsdp"))
-    how: dict[str, Any] = {
-        "in_shardings": ((spec, spec), rows),
-        "out_shardings": (spec, spec),
-    }
-    left = jhost.jit(jax.grad(loss), pipeline="off", **how)
-    ours = left.lower(weights, TYPES[0]).compile()
-    assert "XLA partitions this program" in str(ours.explain())
-    theirs = jax.jit(
-        jax.grad(loss), compiler_options=dict(BETWEEN_PROCESSES), **how
-    ).lower(weights, TYPES[0])
-    schedule = parse_schedule(theirs.compile().as_text() or "")
-    told = [
-        [(c.kind, c.bytes, c.matmuls) for c in each.communications]
-        for each in (ours.schedule(), schedule)
-    ]
-    assert told[0] == told[1]
-
-
 # --- Collectives in order -------------------------------------------------------- #
 
 LAYERS, WIDTH = 4, 8192
@@ -228,3 +192,34 @@ def test_collectives_between_processes_stand_beside_matmuls(
     assert all(c.asynchronous and c.matmuls for c in inside), str(schedule)
     exposed = [c.kind for c in schedule.communications if not c.matmuls]
     assert exposed == ["AllGather"] * (axis == "fsdp") + [kind], str(schedule)
+
+
+def test_what_is_not_to_be_ordered_is_as_jax_jit_has_it(
+    two_processes: MakeH200s,
+) -> None:
+    """With the options that let collectives start early."""
+    mesh = two_processes({"fsdp": 4})
+    spec, rows = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P("fsdp"))
+    how: dict[str, Any] = {"in_shardings": ([spec] * 3, rows)}
+    how["out_shardings"] = [spec] * 3
+    masters = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)] * 3
+    types = masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16)
+    left = jhost.jit(jax.grad(layers), pipeline="off", **how).lower(*types).compile()
+    assert "XLA partitions this program" in str(left.explain())
+    plain = jax.jit(jax.grad(layers), compiler_options=dict(BETWEEN_PROCESSES), **how)
+    text = plain.lower(*types).compile().as_text() or ""
+    told = [
+        [(c.kind, c.bytes, c.matmuls) for c in each.communications]
+        for each in (left.schedule(), parse_schedule(text))
+    ]
+    assert told[0] == told[1]
+
+
+def test_what_has_no_work_beside_it_is_left_to_xla_as_it_is(
+    two_processes: MakeH200s,
+) -> None:
+    """Activations between matmuls: no option would help them."""
+    made = compiled(two_processes({"tp": 4}))
+    explanation = made.explain()
+    assert "XLA partitions this program" in str(explanation)
+    assert not explanation.options

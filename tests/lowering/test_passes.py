@@ -86,11 +86,11 @@ def test_the_passes_stand_in_order() -> None:
         "order_by_steps",
         "choose_cycles",
         "choose_transfers",
+        "leave_to_xla",
         "segment",
         "receive_early",
         "insert_deallocations",
         "choose_permutes",
-        "leave_to_xla",
     ]
 
 
