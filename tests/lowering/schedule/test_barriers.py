@@ -34,7 +34,8 @@ def test_a_piece_that_moves_is_a_barrier_of_its_own() -> None:
     barriers = Barriers()
     first, second, third = barriers.apart([barrier])
     ((alone,), (rest,)) = (barriers.together(p) for p in ([second], [first, third]))
-    assert isinstance(alone, Compute) and isinstance(rest, Compute)
+    assert isinstance(alone, Compute)
+    assert isinstance(rest, Compute)
     assert alone.ins == barrier.ins[1:2]
     assert rest.ins == (barrier.ins[0], barrier.ins[2])
     assert rest.outs == (barrier.outs[0], barrier.outs[2])
