@@ -11,6 +11,7 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN
 from jhost.lowering.rules.properties import VIEWS
+from jhost.lowering.schedule.barriers import Barriers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,9 @@ class Blocks:
 
     def __init__(self, program: Program) -> None:
         self.aliases = Aliases(program.body)
-        self.all = [self._block(stmts) for stmts in _cut(program)]
+        self.barriers = Barriers()
+        body = self.barriers.apart(program.body)
+        self.all = [self._block(stmts) for stmts in _cut(body)]
         self.allocated = {
             stmt.buffer.name for stmt in program.body if isinstance(stmt, ir.Allocate)
         }
@@ -163,11 +166,11 @@ def _bytes(buffers: Sequence[ir.Buffer]) -> int:
     return sum(map(bytes_of, buffers))
 
 
-def _cut(program: Program) -> Iterator[list[ir.Stmt]]:
+def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
     """The statements of a program, a list for each block."""
     stmts: list[ir.Stmt] = []
     away = False
-    for stmt in program.body:
+    for stmt in body:
         if isinstance(stmt, ir.SetCurrentStream):
             away = stmt.stream != MAIN
         stmts.append(stmt)

@@ -82,7 +82,8 @@ def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
     """`program` with those of `beside_work` that have a way, by name, beside work."""
     if not ways:
         return program
-    body = _Walk(program, ways).statements()
+    walk = _Walk(program, ways)
+    body = walk.blocks.barriers.together(walk.statements())
     return dataclasses.replace(program, body=tuple(body))
 
 

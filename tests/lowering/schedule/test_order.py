@@ -15,6 +15,7 @@ import jhost
 from jhost.lowering.ir.bodies import most_under_way, programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Wait, walk
+from jhost.lowering.rules.properties import is_barrier
 from jhost.lowering.schedule.order import Way
 from tests import sums
 from tests.lowering.on_mesh import exact, on, program_of
@@ -102,6 +103,36 @@ def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(way: Way) -> None
         gathers = [s for s in moved if s.kind != "ReduceScatter"]
         assert {str(s.source.dtype) for s in gathers} == {"bfloat16"}
     assert not any(0 in waits_behind(body) for body in bodies)
+
+
+def written_out(x: jax.Array, *masters: jax.Array) -> jax.Array:
+    """Layers in a row, each computed again in the backward."""
+    for w in masters:
+        x = jax.checkpoint(cast)(x, w)
+    return x
+
+
+@each_way
+def test_what_is_computed_again_has_its_weights_before_its_gradient(way: Way) -> None:
+    """In `jax.checkpoint`'s barrier a weight waits for no incoming gradient."""
+    masters = [array(4, 4, seed=n).astype(jnp.float32) for n in range(3)]
+    args = [array(32, 4).astype(jnp.bfloat16), *masters]
+    specs = (P("fsdp"),) * 4
+    with sums.moving(way):
+        program = program_of(
+            gradients_of(written_out), *args, **on({"fsdp": 2}, specs, specs)
+        )
+    assert waits_behind(program).count(0) == 1  # the first gather
+    # It still has a barrier of its own, or XLA would keep what the forward gathered.
+    gathered = {s.source.name for s in walk(program.body) if isinstance(s, Communicate)}
+    again = [
+        stmt
+        for stmt in walk(program.body)
+        if isinstance(stmt, Compute)
+        and not gathered.isdisjoint(b.name for b in stmt.outs)
+        if any(is_barrier(eqn.eqn) for eqn in stmt.unit.eqns)
+    ]
+    assert again
 
 
 def test_what_makes_more_bytes_is_not_made_early() -> None:
