@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
@@ -68,11 +68,13 @@ def passes(
     strict: bool = True,
     rates: Rates | None = None,
     device_kind: str = "unknown",
+    between: Collection[str] = (),
     tuned: Tunings | None = None,
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
-    `tuned` has what was measured best for the marks of some programs.
+    Along the axes `between` lie GPUs of several processes.  `tuned` has what was
+    measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
@@ -91,7 +93,7 @@ def passes(
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseTransfers(rates, settings.pipeline),
+        ChooseTransfers(rates, settings.pipeline, frozenset(between)),
         Segment(),
         ReceiveEarly(),
     )
