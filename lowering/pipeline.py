@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
@@ -18,7 +18,6 @@ from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
 from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
 from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
@@ -71,13 +70,13 @@ def passes(
     strict: bool = True,
     rates: Rates | None = None,
     device_kind: str = "unknown",
+    between: Collection[str] = (),
     tuned: Tunings | None = None,
-    reach: Mapping[str, Reach] | None = None,
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
-    `reach` says how far apart they lie along each axis, if they are GPUs.
-    `tuned` has what was measured best for the marks of some programs.
+    Along the axes `between` lie GPUs of several processes.  `tuned` has what was
+    measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
@@ -88,7 +87,7 @@ def passes(
         CarryPartialSums(),
         DelayReductions(),
     )
-    transfers = ChooseTransfers(rates, settings.pipeline)
+    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
@@ -99,7 +98,7 @@ def passes(
         OrderBySteps(),
         ChooseCycles(transfers),
         transfers,
-        LeaveToXla(reach or {}),
+        LeaveToXla(transfers.between),
         Segment(),
         ReceiveEarly(),
     )

@@ -150,7 +150,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 

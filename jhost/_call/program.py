@@ -202,8 +202,8 @@ def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> 
         strict=strict,
         rates=rates_here(devices, config.may_put),
         device_kind=devices.kind,
+        between=devices.between,
         tuned=tuned_here(config.tunings, config.mesh),
-        reach=devices.reach if devices.platform == "gpu" else None,
     )
 
 

@@ -16,7 +16,6 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of, with_cycle
@@ -51,12 +50,10 @@ class ChooseCycles(EachProgram):
         return dataclasses.replace(other, remarks=(*program.remarks, _said(cycle)))
 
     def is_weighed(self, cycle: Cycle) -> bool:
-        rates = self.transfers.rates
-        if rates is None or self.transfers.pipeline != "auto":
+        if self.transfers.rates is None or self.transfers.pipeline != "auto":
             return False
-        return not any(
-            between_processes(stmt.axes, rates.reach) for stmt in cycle.stmts
-        )
+        axes = {axis for stmt in cycle.stmts for axis in stmt.axes}
+        return self.transfers.between.isdisjoint(axes)
 
     def gains(self, program: Program, other: Program) -> bool:
         rates = self.transfers.rates

@@ -38,6 +38,17 @@ _GAIN = 0.99
 _LEAST = 1 << 20
 """Bytes below which any transfer takes its latency."""
 
+_TURNS: Sequence[tuple[Way, bool]] = [
+    ("collective", True),
+    ("collective", False),
+    ("permutes", True),
+    ("permutes", False),
+]
+"""How transfers are made, and whether they are gathers, in the order of the choice.
+
+What is not weighed comes first, for the others are weighed beside it.
+"""
+
 _HOW: Mapping[Way, str] = {"permutes": " by permutes", "collective": ""}
 
 
@@ -53,56 +64,64 @@ class ChooseTransfers(EachProgram):
 
     rates: Rates | None = None
     pipeline: PipelineKind | Literal["auto"] = "auto"
+    between: frozenset[str] = frozenset()
+    """The axes along which GPUs of several processes lie."""
 
     def change(self, program: Program) -> Program:
         way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
         every = beside_work(
             program, lambda stmt: way_of(stmt) is not None and self.is_open(stmt)
         )
-        kinds: dict[tuple[Way | None, bool], list[Communicate]] = {}
-        for stmt in every:
-            kinds.setdefault((way_of(stmt), stmt.kind == "AllGather"), []).append(stmt)
         ways: dict[str, Way] = {}
         notes: list[Note] = []
-        # What is not weighed comes first, and gathers before sums.
-        for (way, gathers), stmts in sorted(kinds.items(), key=_rank):
-            assert way is not None
+        for way, gathers in _TURNS:
+            stmts = [
+                stmt
+                for stmt in every
+                if way_of(stmt) == way and (stmt.kind == "AllGather") == gathers
+            ]
             more: dict[str, Way] = {**ways, **{stmt.name: way for stmt in stmts}}
-            weighed = way == "permutes" and self.pipeline == "auto"
-            if weighed and not self.gains(
-                in_order(program, ways), in_order(program, more)
-            ):
-                continue
-            ways = more
-            notes.append(_said(way, gathers, stmts))
+            if stmts and self.is_better(program, way, ways, more):
+                ways = more
+                notes.append(_said(way, gathers, stmts))
+        if not ways:
+            return program
         made = in_order(program, ways)
-        return (
-            dataclasses.replace(made, remarks=(*program.remarks, *notes))
-            if notes
-            else program
-        )
+        return dataclasses.replace(made, remarks=(*program.remarks, *notes))
 
     def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
         """How a transfer is made that stands beside work, if there is a way."""
-        if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
+        if not self.between.isdisjoint(stmt.axes):
             return "collective"
+        if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
+            return None  # on CPUs nothing that moves runs beside anything
         return "permutes" if is_made_of_permutes(stmt, mesh) else None
 
     def is_open(self, stmt: Communicate) -> bool:
         """Whether one may stand beside work, as far as it stands for itself."""
-        rates = self.rates
         if bytes_of(stmt.source) < _LEAST:
             return False
-        if rates is None:
-            return self.pipeline == "p2p"
-        if between_processes(stmt.axes, rates.reach):
-            # On a CPU nothing that moves runs beside anything.
-            return self.pipeline in ("auto", "p2p") and rates.permute.beside_compute
         if self.pipeline != "auto":
             return self.pipeline == "p2p"
+        if not self.between.isdisjoint(stmt.axes):
+            return True
+        if self.rates is None:
+            return False
         # Collectives that run beside matmuls need no permutes in their place.
-        alone = not rates.link(stmt.kind, stmt.axes).beside_compute
-        return alone and rates.permute.beside_compute
+        alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
+        return alone and self.rates.permute.beside_compute
+
+    def is_better(
+        self,
+        program: Program,
+        way: Way,
+        ways: Mapping[str, Way],
+        more: Mapping[str, Way],
+    ) -> bool:
+        """Whether `more` transfers should stand beside work, those that go by `way`."""
+        if way == "collective" or self.pipeline != "auto":
+            return True
+        return self.gains(in_order(program, ways), in_order(program, more))
 
     def gains(self, program: Program, other: Program) -> bool:
         """Whether the `other` program is done earlier.
@@ -118,11 +137,6 @@ class ChooseTransfers(EachProgram):
             for each in (program, other)
         )
         return after < _GAIN * before
-
-
-def _rank(item: tuple[tuple[Way | None, bool], object]) -> tuple[bool, bool]:
-    (way, gathers), _ = item
-    return way == "permutes", not gathers
 
 
 def _said(way: Way, gathers: bool, stmts: Sequence[Communicate]) -> Note:

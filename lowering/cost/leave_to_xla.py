@@ -13,7 +13,7 @@ what computes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jhost._jax import is_own
@@ -22,7 +22,6 @@ from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
-from jhost.lowering.ir.reach import Reach, between_processes
 from jhost.lowering.ir.remarks import LeftToXla
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.schedule.order import beside_work
@@ -32,17 +31,17 @@ from jhost.lowering.schedule.order import beside_work
 class LeaveToXla:
     """A program in order -> the same, with a remark if XLA is to partition it.
 
-    `reach` says how far apart the GPUs along each axis lie; it is empty for others.
+    Along the axes `between` lie GPUs of several processes.
     """
 
     name: ClassVar[str] = "leave_to_xla"
 
-    reach: Mapping[str, Reach]
+    between: frozenset[str]
 
     def apply(self, program: Program) -> Program:
-        if not between_processes(self.reach, self.reach):
+        if not self.between:
             return program
-        moved = list(_moved(program, self.reach))
+        moved = list(_moved(program, self.between))
         if not moved or _has_loops(program) or _has_own_kernels(program):
             return program
         hidden = sum(each.bytes for each in moved if each.beside_work)
@@ -68,7 +67,7 @@ class _Moved:
 
 
 def _moved(
-    program: Program, reach: Mapping[str, Reach], times: int = 1
+    program: Program, between: frozenset[str], times: int = 1
 ) -> Iterator[_Moved]:
     """All of a program and its bodies, as often as these are run."""
     mesh = dict(program.mesh.shape)
@@ -78,7 +77,8 @@ def _moved(
         match stmt:
             case ir.SetCurrentStream():
                 stream = stmt.stream
-            case ir.Communicate() if axes := between_processes(stmt.axes, reach):
+            case ir.Communicate() if not between.isdisjoint(stmt.axes):
+                axes = [axis for axis in stmt.axes if axis in between]
                 devices = axes_size(stmt.axes, mesh)
                 moved = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
                 ordered = stream == TRANSFERS
@@ -87,7 +87,7 @@ def _moved(
             case ir.Scan() | ir.While() | ir.Cond():
                 length = stmt.length if isinstance(stmt, ir.Scan) else 1
                 for body in stmt.bodies:
-                    yield from _moved(body, reach, times * length)
+                    yield from _moved(body, between, times * length)
             case _:
                 pass
 

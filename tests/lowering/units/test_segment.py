@@ -208,11 +208,13 @@ def test_every_pass_is_dumped_in_order(
         "f.09_compute_late.txt",
         "f.10_lower_streams.txt",
         "f.11_order_by_steps.txt",
-        "f.12_choose_transfers.txt",
-        "f.13_segment.txt",
-        "f.14_receive_early.txt",
-        "f.15_insert_deallocations.txt",
-        "f.16_choose_permutes.txt",
+        "f.12_choose_cycles.txt",
+        "f.13_choose_transfers.txt",
+        "f.14_leave_to_xla.txt",
+        "f.15_segment.txt",
+        "f.16_receive_early.txt",
+        "f.17_insert_deallocations.txt",
+        "f.18_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]
