@@ -110,7 +110,7 @@ def test_asked_for_by_name_they_need_no_rates(f: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "none that is known"])
 def test_between_processes_collectives_are_put_in_order_by_count(kind: str) -> None:
     """Unasked, whatever the rates say: all processes write the same program."""
-    how = {"kind": kind, "reach": {"dp": "host"}, "between": "dp"}
+    how: dict[str, Any] = {"kind": kind, "reach": {"dp": "host"}, "between": "dp"}
     program = chosen(**how)
     assert not swaps(program)
     (note,) = remarks(program, Note)
