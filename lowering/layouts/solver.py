@@ -198,6 +198,10 @@ class Solver:
         """Whether its operand's layout decides: a barrier, too, binds no layouts."""
         return op.taking or not self.barriers.isdisjoint(op.outs)
 
+    def is_bound(self, op: Operation) -> bool:
+        """Whether it lies as another value does, and has no choice."""
+        return op.like is not None or self.follows(op)
+
     def rank(
         self,
         op: Operation,
