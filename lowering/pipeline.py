@@ -22,6 +22,7 @@ from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.partial_carry import CarryPartialSums
 from jhost.lowering.layouts.propagate import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
+from jhost.lowering.loops.idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.sink_cheap import ComputeLate
@@ -87,6 +88,7 @@ def passes(
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
         SplitAllReduces(),
+        LeaveIdleMarks(strict=strict),
         StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),

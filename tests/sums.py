@@ -10,7 +10,7 @@ from unittest import mock
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.marks import Sums
-from jhost.lowering.loops import lower_streams
+from jhost.lowering.loops import planned
 
 EVERY: tuple[Sums, ...] = get_args(Sums)
 
@@ -18,12 +18,12 @@ EVERY: tuple[Sums, ...] = get_args(Sums)
 @contextmanager
 def standing(sums: Sums) -> Generator[None]:
     """Streams have those of their loops there, whatever was chosen."""
-    choose = lower_streams.choose_pipeline
+    choose = planned.choose_pipeline
 
     def chosen(mark: Any, *rest: Any) -> Any:
         return choose(dataclasses.replace(mark, sums=sums), *rest)
 
-    with mock.patch.object(lower_streams, "choose_pipeline", chosen):
+    with mock.patch.object(planned, "choose_pipeline", chosen):
         yield
 
 
