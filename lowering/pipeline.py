@@ -21,6 +21,7 @@ from jhost.lowering.layouts.convert import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.partial_carry import CarryPartialSums
 from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.loops.combine_small import CombineSmall
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
@@ -89,6 +90,7 @@ def passes(
         ConvertToCommunications(),
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
+        CombineSmall(),
         StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
