@@ -39,7 +39,7 @@ from jhost.lowering.ir.statements import (
 from jhost.lowering.streams.plan import plan_program
 from jhost.lowering.units.make import computes_of
 
-_SMALL = 1 << 16
+SMALL = 1 << 16
 """The bytes up to which a transfer is small: larger ones should run beside work."""
 
 _TOGETHER = 1 << 18
@@ -100,7 +100,7 @@ def _is_small(node: Node) -> bool:
     assert isinstance(stmt, Communicate)
     whole_bytes = bits(stmt.out.dtype) >= 8 if _is_number(stmt.out) else False
     largest = max(bytes_of(stmt.source), bytes_of(stmt.out))
-    fits = 0 < largest <= _SMALL
+    fits = 0 < largest <= SMALL
     return stmt.kind in _KINDS and len(node.stmts) == 2 and whole_bytes and fits
 
 
@@ -220,7 +220,7 @@ def _can_wait(node: Node) -> bool:
         isinstance(stmt, Compute)
         and not node.barrier
         and not any(e.eqn.effects or e.rule.is_closed for e in stmt.unit.eqns)
-        and all(bytes_of(buffer) <= _SMALL for buffer in (*node.reads, *node.writes))
+        and all(bytes_of(buffer) <= SMALL for buffer in (*node.reads, *node.writes))
     )
 
 
