@@ -149,7 +149,7 @@ def test_zeros_keep_their_signs_and_nan_stays() -> None:
         return jnp.sum(x, 0), jnp.sum(y)
 
     x, y = np.array([[-0.0, np.nan, 1], [-0.0, 1, -1]]), np.array([-0.0, -0.0])
-    f_ = jhost.jit(f, mesh=mesh_of(TP), in_shardings=P("tp"))
+    f_: Any = jhost.jit(f, mesh=mesh_of(TP), in_shardings=P("tp"))
     for got, wanted in zip(f_(x, y), jax.jit(f)(x, y), strict=True):
         np.testing.assert_array_equal(np.signbit(got), np.signbit(wanted))
         np.testing.assert_array_equal(got, wanted)
