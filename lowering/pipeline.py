@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.frontend.values import SaidNames
+from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.partial_carry import CarryPartialSums
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.combine_small import CombineSmall
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
-from jhost.lowering.loops.idle_marks import LeaveIdleMarks
+from jhost.lowering.loops.leave_idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.pad_uneven import PadUneven
-from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
 
@@ -70,11 +72,13 @@ def passes(
     strict: bool = True,
     rates: Rates | None = None,
     device_kind: str = "unknown",
+    between: Collection[str] = (),
     tuned: Tunings | None = None,
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
-    `tuned` has what was measured best for the marks of some programs.
+    Along the axes `between` lie GPUs of several processes.  `tuned` has what was
+    measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
@@ -85,6 +89,7 @@ def passes(
         CarryPartialSums(),
         DelayReductions(),
     )
+    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
@@ -95,7 +100,9 @@ def passes(
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseTransfers(rates, settings.pipeline),
+        ChooseCycles(transfers),
+        transfers,
+        LeaveToXla(transfers.between),
         Segment(),
         ReceiveEarly(),
     )
@@ -145,7 +152,7 @@ def lower_jaxpr(
     result_names: Sequence[str],
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
-    said_names: SaidNames | None = None,
+    display_names: DisplayNames | None = None,
 ) -> Program:
     """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
     program = build(
@@ -154,7 +161,7 @@ def lower_jaxpr(
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
-        said_names=said_names,
+        display_names=display_names,
     )
     verify(program, after="build")
     if after_pass is not None:

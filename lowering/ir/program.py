@@ -20,7 +20,7 @@ class Program:
     """A whole function on `mesh`: `params` in, `results` out.
 
     `marks` are what the user asked for and no pass has taken up yet.
-    `said` has what the user calls the values of buffers; no text of a program has it.
+    `display_names` has what the user calls values, by buffer; texts do not say it.
     `derived` has what was found out about the program (`ir/derived.py`).
     """
 
@@ -31,7 +31,7 @@ class Program:
     body: tuple[Stmt, ...]
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
-    said: Mapping[str, str] = dataclasses.field(
+    display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
     )
     derived: dict[object, Any] = dataclasses.field(

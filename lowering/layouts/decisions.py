@@ -12,8 +12,13 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.transfer_bytes import (
+    NOTHING,
+    LayoutCost,
+    ReshardCosts,
+    TransferBytes,
+)
 
 Move: TypeAlias = tuple[str, Layout]
 """A value, and a layout that some operation wants it in."""
@@ -30,7 +35,7 @@ class Decisions:
         self,
         operations: Sequence[Operation],
         effects: Effects,
-        costs: Costs,
+        costs: ReshardCosts,
         given: Mapping[str, Layout],
     ) -> None:
         self.operations = operations
@@ -42,7 +47,7 @@ class Decisions:
         self.flops = 0
         self.movers: dict[Move, list[int]] = {}
         self.moves_of: dict[str, set[Layout]] = {}
-        self.moving: dict[str, Moved] = {}
+        self.moving: dict[str, TransferBytes] = {}
 
     def decide(self, number: int, assignment: Assignment) -> set[str]:
         """Assign an operation so; the results whose layout is another than before."""
@@ -63,9 +68,9 @@ class Decisions:
         return {name for name, layout in effect.rests if self._lay_out(name, layout)}
 
     @property
-    def price(self) -> Price:
+    def price(self) -> LayoutCost:
         """The bytes of all moves, and the work."""
-        return Price(self.total, self.flops)
+        return LayoutCost(self.total, self.flops)
 
     def in_order(self) -> tuple[Assignment, ...]:
         """The assignments of all operations."""
@@ -93,6 +98,7 @@ class Decisions:
             (name, want)
             for name in self.operations[number].ins
             for want in self.moves_of.get(name, ())
+            # Later operations find the value moved, so only the first pays.
             if self.movers[name, want][0] < number
         )
 

@@ -24,7 +24,7 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.layout import axes_size, bytes_of, layout_of, used_axes
 from jhost.lowering.ir.marks import BarrierMark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import stream_choices
@@ -65,14 +65,14 @@ class CombineSmall(EachProgram):
         graph, small = _small_ones(program)
         if len(small) < 2:
             return program
-        groups = _Walk(graph, small).groups
+        groups = _CombiningWalk(graph, small).groups
         together = {
             stmt.name: number for number, each in enumerate(groups) for stmt in each
         }
         if not together:
             return program
-        writer = _Writer(program)
-        body = _Walk(graph, together.keys(), writer).body
+        writer = _CombinedWriter(program)
+        body = _CombiningWalk(graph, together.keys(), writer).body
         remarks = (*program.remarks, *map(_note, groups))
         return dataclasses.replace(program, body=tuple(body), remarks=remarks)
 
@@ -127,7 +127,7 @@ def _bytes(stmts: Iterable[Communicate]) -> int:
     return sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
 
 
-class _Walk:
+class _CombiningWalk:
     """Goes through a program and puts small communications off until one is read.
 
     What is small and reads them waits as well.  With a `writer`, `body` has the
@@ -135,7 +135,10 @@ class _Walk:
     """
 
     def __init__(
-        self, graph: Sequence[Node], small: Iterable[str], writer: _Writer | None = None
+        self,
+        graph: Sequence[Node],
+        small: Iterable[str],
+        writer: _CombinedWriter | None = None,
     ) -> None:
         self.small = frozenset(small)
         self.writer = writer
@@ -233,11 +236,11 @@ def _note(stmts: Sequence[Communicate]) -> Note:
 # --- As one ----------------------------------------------------------------------- #
 
 
-class _Writer:
+class _CombinedWriter:
     """Writes communications of one kind as one."""
 
     def __init__(self, program: Program) -> None:
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.mesh = dict(program.mesh.shape)
 
     def written(self, stmts: Sequence[Communicate]) -> Iterator[Stmt]:

@@ -22,7 +22,7 @@ from jhost.lowering.loops.planned import check_no_mark_is_lost, planned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Loops:
+class _LoopGroups:
     """Which nodes of a program share loops, for what its streams were `made`.
 
     They are `built` by which of them are not to be made, as marks say.
@@ -60,8 +60,8 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
-    known: dict[int, list[_Loops]] = dataclasses.field(
-        default_factory=dict[int, "list[_Loops]"], compare=False, repr=False
+    known: dict[int, list[_LoopGroups]] = dataclasses.field(
+        default_factory=dict[int, "list[_LoopGroups]"], compare=False, repr=False
     )
 
     def change(self, program: Program) -> Program:
@@ -101,13 +101,13 @@ class LowerStreams(EachProgram):
             groups = merge_groups(
                 graph, builder.order(), builder.should_merge, builder.kind_of
             )
-            loops = _Loops(program, graph, made, extents, groups)
+            loops = _LoopGroups(program, graph, made, extents, groups)
             known.append(loops)
         builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)
-        plain = tuple(map(builder.is_plain, loops.groups))
-        if plain not in loops.built:
-            loops.built[plain] = builder.built(loops.groups)
-        return loops.built[plain]
+        unpipelined = tuple(map(builder.is_unpipelined, loops.groups))
+        if unpipelined not in loops.built:
+            loops.built[unpipelined] = builder.built(loops.groups)
+        return loops.built[unpipelined]
 
 
 def _as_built(choice: Pipelining, graph: Sequence[Node]) -> Pipelining:

@@ -22,12 +22,12 @@ from jhost.lowering.ir.requests import stream_choices, without_wish
 from jhost.lowering.ir.statements import Communicate, Compute, Stmt
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
-from jhost.lowering.streams.parts import Access, part_of
+from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedStreams:
     """The streams of a program, the nodes that they reach, and what each gets.
 
     In the `program` nothing is wished for any more that cannot be.
@@ -51,7 +51,7 @@ class Planned:
         reports = [
             stream_report(stream, mark, extents[stream], self.made[stream], self.graph)
             for stream, mark in streams.items()
-            if not mark.plain
+            if not mark.unpipelined
         ]
         reports += plain_reports(marks, self.graph, self.plan)
         reports += [
@@ -61,7 +61,7 @@ class Planned:
         return [*reports, *unmet_notes(asked), *stop_notes(self.graph, self.plan)]
 
 
-def planned(program: Program, strict: bool) -> Planned:
+def planned(program: Program, strict: bool) -> PlannedStreams:
     """What the streams of a straight-line program get.
 
     What cannot be is refused, or, in a program that is not `strict`, left unpipelined.
@@ -73,7 +73,7 @@ def planned(program: Program, strict: bool) -> Planned:
     if strict:
         check_marks(program, graph, plan, _that_are_on(stream_choices(program)))
     made = {stream: _choose(stream, graph, plan, mesh, strict) for stream in plan.marks}
-    return Planned(program, graph, plan, made)
+    return PlannedStreams(program, graph, plan, made)
 
 
 def _that_are_on(marks: Sequence[StreamChoice]) -> list[StreamChoice]:
@@ -221,7 +221,7 @@ def _made_whole(
             continue
         position = [buffer.name for buffer in node.writes].index(name)
         access = Access(mark.dim, Fraction(1))
-        part = part_of(node, "", True, position, access, mesh)
+        part = participation_of(node, "", True, position, access, mesh)
         if isinstance(part, str):
             yield f"axis={mark.dim} at {mark.where}: {part}"
 
@@ -240,8 +240,8 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str
         if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():
-            touched = (*graph[number].reads, *graph[number].writes)
-            if mark.buffer in {buffer.name for buffer in touched}:
+            reads_writes = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in reads_writes}:
                 yield stream, reason
 
 
@@ -288,7 +288,7 @@ def plain_reports(
     }
     said: set[tuple[tuple[str, ...], str]] = set()
     for number, mark in enumerate(marks):
-        if mark.plain and (mark.lines, mark.reason) not in said:
+        if mark.unpipelined and (mark.lines, mark.reason) not in said:
             said.add((mark.lines, mark.reason))
             stream = streams.get(mark.buffer, f"s{number}")
             extent = plan.extents.get(stream, 1)

@@ -15,11 +15,11 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import plain_values, stream_choices
+from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
-from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
 from jhost.lowering.streams.plan import plan_program
 
@@ -34,7 +34,7 @@ class SplitAllReduces(EachProgram):
         if not self.may_split(program):
             return None
         return [
-            (mark.dim, mark.pipeline, mark.chunks, mark.plain, mark.lines)
+            (mark.dim, mark.pipeline, mark.chunks, mark.unpipelined, mark.lines)
             for mark in stream_choices(program)
         ]
 
@@ -54,7 +54,7 @@ class SplitAllReduces(EachProgram):
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
-            Ask(
+            PadRequest(
                 buffer=stmt.out.name,
                 dim=dim,
                 axes=stmt.axes,
@@ -68,7 +68,7 @@ class SplitAllReduces(EachProgram):
         if padded is not program:
             program, found = padded, [*self.all_reduces(padded)]
         dims = {stmt.out.name: dim for stmt, dim, _ in found}
-        names = Names.of(program)
+        names = FreshNames.of(program)
         body: list[Stmt] = []
         for node in nodes(program.body):
             stmt = node.stmt
@@ -83,17 +83,17 @@ class SplitAllReduces(EachProgram):
     ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
         """The all-reduces on p2p streams, with the streamed dim and its choice."""
         graph, plan = plan_program(program)
-        plain = plain_values(program)
+        unpipelined = unpipelined_values(program)
         for number, part in plan.parts.items():
             stmt, mark = graph[number].stmt, plan.marks[part.stream]
             if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
                 continue
-            if mark.pipeline == "p2p" and stmt.out.name not in plain:
+            if mark.pipeline == "p2p" and stmt.out.name not in unpipelined:
                 yield stmt, part.writes[0].dim, mark
 
 
 def split(
-    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: Names
+    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: FreshNames
 ) -> list[Stmt]:
     """The two halves of an all-reduce, unless its dim could not be padded."""
     devices = axes_size(stmt.axes, mesh)
@@ -114,7 +114,7 @@ def split(
 
 
 def sharded(
-    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: Names
+    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: FreshNames
 ) -> Buffer:
     """A buffer for one device's part of `whole` along `dim`."""
     shape, dims = list(whole.shape), list(whole.dims)

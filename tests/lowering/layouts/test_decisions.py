@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
     data: st.DataObject,
 ) -> None:
     solving = solver()
-    made = solving.settled()
+    made = solving.fixed_point()
     for _ in range(data.draw(st.integers(1, 8))):
         number = data.draw(st.integers(0, len(solving.operations) - 1))
         op = solving.operations[number]
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
 
 def test_what_is_tried_in_vain_is_taken_back() -> None:
     solving = solver()
-    made = improved(solving, solving.settled())
+    made = improved(solving, solving.fixed_point())
     for number in range(len(solving.operations)):
         for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total

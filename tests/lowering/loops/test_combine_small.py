@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
+from jhost.lowering.cost import choose_transfers
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
+from jhost.lowering.loops import combine_small
 from jhost.testing import mesh_of
+from tests import apart
 
 TP: Mapping[str, int] = {"tp": 2}
 
@@ -214,3 +219,39 @@ def test_any_of_them_together_are_what_they_are_alone(data: Any) -> None:
     args = [whole_numbers(*shape) for shape in shapes]
     ins = tuple(P(*(None,) * dim, "tp") for dim in dims)
     check(f, args, ins, P())
+
+
+def test_between_processes_large_ones_are_put_in_order_beside_them() -> None:
+    """Small ones stand where they are read; a scan is a cycle for the others' sake."""
+
+    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        gain, offset, up, down = weights
+        hidden = jnp.clip(x @ up, -1, 1) * gain + offset
+        return jhost.shard(x + jnp.clip(hidden, -1, 1) @ down, P("dp")), None
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(layer, x, weights)[0] ** 2)
+
+    shapes = (4, 16), (4, 16), (4, 16, 16), (4, 16, 16)
+    weights = tuple(whole_numbers(*shape) for shape in shapes)
+    specs = P(None, "dp"), P(None, "dp"), P(None, None, "dp"), P(None, None, "dp")
+    with (
+        apart.in_processes(),
+        mock.patch.object(choose_transfers, "_LEAST", 129),
+        mock.patch.object(combine_small, "SMALL", 128),
+    ):
+        f = jhost.jit(
+            jax.grad(loss),
+            mesh=mesh_of({"dp": 4}),
+            in_shardings=(specs, P("dp")),
+            out_shardings=specs,
+        )
+        lowered = f.lower(weights, x := whole_numbers(16, 16))
+        result = f(weights, x)
+    wanted = jax.jit(jax.grad(loss))(weights, x)
+    chex.assert_trees_all_equal(result, wanted)
+    chex.assert_trees_all_equal(lowered.interpret(weights, x)[0], wanted)
+    text = str(lowered.explain())
+    assert "XLA partitions" not in text
+    for said in ("2 small transfers over dp are one", "an iteration early", "beside"):
+        assert said in text
