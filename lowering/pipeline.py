@@ -23,7 +23,9 @@ from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
 from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
+from jhost.lowering.loops.combine_small import CombineSmall
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
+from jhost.lowering.loops.leave_idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.sink_cheap import ComputeLate
@@ -92,6 +94,8 @@ def passes(
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
         SplitAllReduces(),
+        LeaveIdleMarks(strict=strict),
+        CombineSmall(),
         StackLess(),
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),

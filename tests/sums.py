@@ -11,7 +11,7 @@ from unittest import mock
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.marks import SumsPlace
-from jhost.lowering.loops import lower_streams
+from jhost.lowering.loops import combine_small, planned
 from jhost.lowering.schedule.order import Way
 
 EVERY: tuple[SumsPlace, ...] = get_args(SumsPlace)
@@ -20,12 +20,12 @@ EVERY: tuple[SumsPlace, ...] = get_args(SumsPlace)
 @contextmanager
 def standing(sums: SumsPlace) -> Generator[None]:
     """Streams have those of their loops there, whatever was chosen."""
-    choose = lower_streams.choose_pipeline
+    choose = planned.choose_pipeline
 
     def chosen(mark: Any, *rest: Any) -> Any:
         return choose(dataclasses.replace(mark, sums=sums), *rest)
 
-    with mock.patch.object(lower_streams, "choose_pipeline", chosen):
+    with mock.patch.object(planned, "choose_pipeline", chosen):
         yield
 
 
@@ -40,7 +40,7 @@ def by_permutes() -> Generator[None]:
 def moving(way: Way | None) -> Generator[None]:
     """What moves outside of loops goes that way wherever there is work beside it.
 
-    Of any size; with None as was chosen.
+    Of any size, so that none is small and goes with others; with None as was chosen.
     """
     yes = mock.Mock(return_value=True)
     asked = {"is_open": yes, "gains": yes}
@@ -52,5 +52,6 @@ def moving(way: Way | None) -> Generator[None]:
     with (
         mock.patch.multiple(ChooseTransfers, **asked),
         mock.patch.object(ChooseCycles, "gains", yes),
+        mock.patch.object(combine_small, "SMALL", 0),
     ):
         yield

@@ -27,7 +27,8 @@ Move: TypeAlias = tuple[str, Layout]
 class Decisions:
     """Layouts and assignments, and the bytes that they move and the work, in all.
 
-    A value is brought to another layout once, however many operations read it there.
+    A value is brought to another layout once, however many operations read it there,
+    from the nearest one that it is in by then.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Decisions:
         self.flops = 0
         self.movers: dict[Move, list[int]] = {}
         self.moves_of: dict[str, set[Layout]] = {}
+        self.moving: dict[str, TransferBytes] = {}
 
     def decide(self, number: int, assignment: Assignment) -> set[str]:
         """Assign an operation so; the results whose layout is another than before."""
@@ -104,34 +106,39 @@ class Decisions:
         movers = self.movers.setdefault(move, [])
         if not movers:
             self.moves_of.setdefault(move[0], set()).add(move[1])
-            self.total += self._cost(*move)
         # In the order of the operations: the first that wants a move makes it, and the
         # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
         if movers[place : place + 1] != [number]:  # it may want a value twice
             movers.insert(place, number)
+            if place == 0:
+                self._count(move[0])
 
     def _drop(self, move: Move, number: int) -> None:
         movers = self.movers.get(move, [])
         if number in movers:
+            is_first = movers[0] == number
             movers.remove(number)
             if not movers:
                 self.moves_of[move[0]].discard(move[1])
-                self.total -= self._cost(*move)
+            if is_first:
+                self._count(move[0])
 
     def _lay_out(self, name: str, layout: Layout) -> bool:
         """Lay out a value, and move it from there; whether that is new."""
         old = self.layouts.get(name)
         if old == layout:
             return False
-        # Moves from the old layout go out of the total, moves from the new one come in.
-        moves = self.moves_of.get(name, ())
-        for want in moves:
-            self.total -= self._cost(name, want)
         self.layouts[name] = layout
-        for want in moves:
-            self.total += self._cost(name, want)
+        if self.moves_of.get(name):
+            self._count(name)
         return True
 
-    def _cost(self, name: str, want: Layout) -> TransferBytes:
-        return self.costs.reshard(name, self.layouts[name], want)
+    def _count(self, name: str) -> None:
+        """Count the moves of a value anew, each from the nearest place then."""
+        wanted = self.moves_of[name]
+        if len(wanted) > 1:
+            wanted = sorted(wanted, key=lambda want: (self.movers[name, want][0], want))
+        self.total -= self.moving.get(name, NOTHING)
+        self.moving[name] = self.costs.moves(name, self.layouts[name], [*wanted])
+        self.total += self.moving[name]

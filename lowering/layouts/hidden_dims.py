@@ -87,17 +87,23 @@ def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
     """The dims of values that pipelines chosen or asked for will cut, by value."""
     asked = stream_choices(program)
     # Nothing is cut unasked: with `auto` each candidate comes with its own choice.
-    if not any(mark.pipeline in _HIDING for mark in asked):
+    if not any(map(_hides, asked)):
         return {}
     graph, plan = plan_program(program)
     streamed: dict[str, StreamedDim] = {}
     for stream, mark in plan.marks.items():
-        if mark.pipeline in _HIDING:
+        if _hides(mark):
+            assert mark.pipeline is not None
             dims = _dims_of_values(graph, plan, stream)
             axes = _given_axes(program, dims)
             for name, dim in dims.items():
                 streamed.setdefault(name, StreamedDim(dim, mark.pipeline, axes))
     return streamed
+
+
+def _hides(mark: StreamChoice) -> bool:
+    """Whether a mark asks for a loop: one chunk is none."""
+    return mark.pipeline in _HIDING and mark.chunks != 1
 
 
 def reached_by_streams(program: Program) -> Mapping[str, tuple[str, StreamChoice]]:

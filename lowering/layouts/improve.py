@@ -14,6 +14,9 @@ from jhost.lowering.rules.dim_rule import factors_of
 _TRIALS = 256
 """How many decisions are tried otherwise, at most: each costs a walk of the program."""
 
+_ROUNDS = 4
+"""How often all decisions are tried alone, at most; one round mostly finds nothing."""
+
 _RESTARTS = 8
 """How many contractions are spread otherwise from the start, at most: each has to pay
 for that part of all bytes."""
@@ -36,6 +39,22 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
         else:
             # A change may let earlier ones pay, so all are asked again.
             numbers, number = solver.paying(made), 0
+    return _refined(solver, made)
+
+
+def _refined(solver: Solver, made: Decisions) -> Decisions:
+    """`made`, with single decisions changed that pay while all others stay.
+
+    A weight is so gathered behind its cast to a narrower dtype, whatever its readers
+    would have preferred.  Such a trial is quick, so all are made.
+    """
+    for _ in range(_ROUNDS):
+        better = False
+        for number in solver.paying(made):
+            for candidate in others(solver, number, made):
+                better |= tried(solver, number, candidate, made, alone=True)
+        if not better:
+            break
     return made
 
 
@@ -54,8 +73,17 @@ def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
     ]
 
 
-def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -> bool:
-    """Change a decision, and those after it that it bears on, if that is better."""
+def tried(
+    solver: Solver,
+    number: int,
+    candidate: Assignment,
+    made: Decisions,
+    alone: bool = False,
+) -> bool:
+    """Change a decision, and those after it that it bears on, if that is better.
+
+    If it is changed `alone`, only what has to follow other values does.
+    """
     before, undo = made.price, list[tuple[int, Assignment]]()
     waiting = {number}
     order = [number]
@@ -70,6 +98,8 @@ def tried(solver: Solver, number: int, candidate: Assignment, made: Decisions) -
         # Readers of the results, and others that read the same operands.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
+            if alone and not solver.is_bound(solver.operations[reader]):
+                continue
             # Each is decided once, in program order, so that a trial ends.
             if reader > other and reader not in waiting:
                 waiting.add(reader)

@@ -270,9 +270,11 @@ class Rewriter:
             return self.resharded[value, layout]
         if value in self.fills:
             target = self.made(self.fills[value], layout)
-        elif (have := layout_of(source := self.buffers[value])) == layout:
+        elif layout_of(source := self.buffers[value]) == layout:
             return source
         else:
+            source = self.nearest(value, layout)
+            have = layout_of(source)
             # Named after the last step, as `x_gathered`.
             (*_, last) = plan_reshard(have, layout, (), self.mesh)
             name = local_name(value)
@@ -283,6 +285,12 @@ class Rewriter:
             self.remarks.append(self.explain.operand(number, position, have))
         self.resharded[value, layout] = target
         return target
+
+    def nearest(self, value: str, layout: Layout) -> Buffer:
+        """A value where it rests, or one of its copies, whatever is the nearest."""
+        copies = [copy for (name, _), copy in self.resharded.items() if name == value]
+        there = {layout_of(copy): copy for copy in (self.buffers[value], *copies)}
+        return there[self.solution.costs.nearest(value, [*there], layout)]
 
     def made(self, op: Operation, layout: Layout) -> Buffer:
         """The result of an operation that reads nothing, made in `layout`."""

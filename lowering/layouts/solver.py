@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.layout import Layout, replicated
 from jhost.lowering.ir.marks import BarrierMark, ShardMark
@@ -157,7 +157,7 @@ class Solver:
         return self.found[case]
 
     def find_cheapest(
-        self, op: Operation, layouts: Mapping[str, Layout], moves: Container[Move]
+        self, op: Operation, layouts: Mapping[str, Layout], moves: Collection[Move]
     ) -> Assignment:
         """The best among assignments that share the work over as many axes, by bytes.
 
@@ -205,19 +205,25 @@ class Solver:
         """Whether its operand's layout decides: a barrier, too, binds no layouts."""
         return op.taking or not self.barriers.isdisjoint(op.outs)
 
+    def is_bound(self, op: Operation) -> bool:
+        """Whether it lies as another value does, and has no choice."""
+        return op.like is not None or self.follows(op)
+
     def rank(
         self,
         op: Operation,
         assignment: Assignment,
         layouts: Mapping[str, Layout],
-        moves: Container[Move],
+        moves: Collection[Move],
     ) -> AssignmentRank:
         """How good an assignment is, with the way to what the consumers prefer."""
         effect = self.effects.of(op, assignment)
         moved, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
             if layouts[name] != want and (name, want) not in moves:
-                moved += self.costs.reshard(name, layouts[name], want)
+                there = [have for value, have in moves if value == name]
+                have = self.costs.nearest(name, [layouts[name], *there], want)
+                moved += self.costs.reshard(name, have, want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
         shared = -sum(len(axes) for axes in assignment)
         cost = LayoutCost(moved, effect.flops).in_bytes

@@ -6,7 +6,7 @@ Work has a price too, in the same unit: the bytes that could come while it is do
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jhost.lowering.ir.layout import Layout, Partial, used_axes
 from jhost.lowering.ir.statements import Buffer
@@ -122,6 +122,25 @@ class ReshardCosts:
         if key not in self.known:
             self.known[key] = self.count(name, have, want, partial)
         return self.known[key]
+
+    def nearest(self, name: str, places: Sequence[Layout], want: Layout) -> Layout:
+        """The layout, of those that a value is in, from which the way is the cheapest.
+
+        The first of equals.  Chunks of a streamed value come from where it rests: in
+        another place the loop would have to keep it whole.
+        """
+        if name in self.streamed or len(places) == 1:
+            return places[0]
+        return min(places, key=lambda have: self.reshard(name, have, want))
+
+    def moves(self, name: str, rest: Layout, wanted: Sequence[Layout]) -> TransferBytes:
+        """What it takes to bring a value to several layouts, one after another."""
+        places, moved = [rest], NOTHING
+        for want in wanted:
+            have = self.nearest(name, places, want)
+            moved += self.reshard(name, have, want)
+            places.append(want)
+        return moved
 
     def count(
         self, name: str, have: Layout, want: Layout, partial: Partial

@@ -15,7 +15,7 @@ from jhost.lowering.schedule.barriers import Barriers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class StatementBlock:
     """A statement, or those from one switch of streams to the way back.
 
     `reads` and `writes` have the names of what it touches, and of the memory that is
@@ -51,7 +51,7 @@ class Block:
         )
 
 
-class Blocks:
+class StatementBlocks:
     """The blocks of a program, and who makes what."""
 
     def __init__(self, program: Program) -> None:
@@ -68,7 +68,7 @@ class Blocks:
             for name in block.writes
         }
 
-    def _block(self, stmts: Sequence[ir.Stmt]) -> Block:
+    def _block(self, stmts: Sequence[ir.Stmt]) -> StatementBlock:
         reads, writes = set[str](), set[str]()
         for stmt in stmts:
             read, written = reads_writes(stmt)
@@ -76,7 +76,7 @@ class Blocks:
             # An alias is another name for memory, and writes nothing there.
             alias = isinstance(stmt, ir.Select)
             writes |= {stmt.out.name} if alias else self._names(written)
-        return Block(
+        return StatementBlock(
             tuple(stmts), frozenset(reads), frozenset(writes), _contracts(stmts)
         )
 

@@ -34,7 +34,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.schedule.blocks import Blocks
+from jhost.lowering.schedule.blocks import StatementBlocks
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.units.make import unit_of
 
@@ -103,7 +103,7 @@ class _Found:
         first = len(scan.consts)
         last = first + len(scan.carry)
         self.body, self.is_open = scan.body, is_open
-        self.blocks = Blocks(scan.body)
+        self.blocks = StatementBlocks(scan.body)
         params = scan.body.params
         self.constant = {param.name for param in params[:first]}
         self.carried = {param.name for param in params[first:last]}

@@ -35,7 +35,7 @@ from typing import Literal, TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS, on_stream
-from jhost.lowering.schedule.blocks import Block, Blocks
+from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
 from jhost.lowering.schedule.permutes import Permutes, Round
 
 _WINDOW = 2
@@ -75,7 +75,7 @@ def beside_work(
     # Most programs that passes ask about have none.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
         return []
-    return [each.stmt for each in _intervals(Blocks(program), is_open)]
+    return [each.stmt for each in _intervals(StatementBlocks(program), is_open)]
 
 
 def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
@@ -91,7 +91,7 @@ def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
 
 
 def _intervals(
-    blocks: Blocks, is_open: Callable[[ir.Communicate], bool]
+    blocks: StatementBlocks, is_open: Callable[[ir.Communicate], bool]
 ) -> list[Interval]:
     """The intervals of gathers and sums, by reader: who is needed first comes first."""
     found: dict[int, Interval] = {}
@@ -115,14 +115,14 @@ _Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 """Its block, itself, its reader's block, and the work that it may be issued before."""
 
 
-def _sums(blocks: Blocks) -> Iterator[_Candidate]:
+def _sums(blocks: StatementBlocks) -> Iterator[_Candidate]:
     working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
         if stmt.kind in ("ReduceScatter", "AllReduce"):
             yield number, stmt, blocks.reader(number, stmt), working
 
 
-def _gathers(blocks: Blocks) -> Iterator[_Candidate]:
+def _gathers(blocks: StatementBlocks) -> Iterator[_Candidate]:
     # A loop would keep the whole for all of its iterations.
     working = [number for number, block in enumerate(blocks.all) if block.contracts]
     readers: list[int] = []
@@ -133,7 +133,7 @@ def _gathers(blocks: Blocks) -> Iterator[_Candidate]:
         yield number, stmt, reader, [work for work in working if work >= turn]
 
 
-def _read(blocks: Blocks) -> Iterator[tuple[int, ir.Communicate, int]]:
+def _read(blocks: StatementBlocks) -> Iterator[tuple[int, ir.Communicate, int]]:
     """The gathers, each with the first block that reads it and cannot wait."""
     for number, stmt in blocks.transfers():
         if stmt.kind == "AllGather":
@@ -144,7 +144,7 @@ def _read(blocks: Blocks) -> Iterator[tuple[int, ir.Communicate, int]]:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Transfer:
+class _ScheduledTransfer:
     """A transfer, with those of its rounds that have not ended."""
 
     interval: Interval
@@ -158,19 +158,21 @@ class _Walk:
     """
 
     def __init__(self, program: Program, ways: Mapping[str, Way]) -> None:
-        self.blocks = Blocks(program)
+        self.blocks = StatementBlocks(program)
         permutes = Permutes(program)
         self.transfers = {
-            each.stmt.out.name: _Transfer(each, _rounds(each.stmt, ways, permutes))
+            each.stmt.out.name: _ScheduledTransfer(
+                each, _rounds(each.stmt, ways, permutes)
+            )
             for each in _intervals(self.blocks, lambda stmt: stmt.name in ways)
         }
         """By the name of what they bring, those that have not ended."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
-        self.sums: list[list[_Transfer]] = []
+        self.sums: list[list[_ScheduledTransfer]] = []
         """Sums under way, by when they were issued."""
         self.seen: set[int] = set()
-        self.put_off: list[Block] = []
+        self.put_off: list[StatementBlock] = []
         self.body: list[ir.Stmt] = []
 
     def statements(self) -> list[ir.Stmt]:
@@ -182,7 +184,7 @@ class _Walk:
         self.end([*self.transfers.values()])
         return self.body
 
-    def block(self, number: int, block: Block) -> None:
+    def block(self, number: int, block: StatementBlock) -> None:
         """A block, or what it does later; before it what is issued and waited for."""
         if not block.reads.isdisjoint(self.missing()):
             if block.can_wait:
@@ -196,7 +198,7 @@ class _Walk:
         beside = any(t.interval.gathers for t in self.under_way())
         self.body += _on_own(block) if beside else block.stmts
 
-    def under_way(self) -> list[_Transfer]:
+    def under_way(self) -> list[_ScheduledTransfer]:
         waiting = {id(transfer) for transfer in self.to_come}
         return [t for t in self.transfers.values() if id(t) not in waiting]
 
@@ -207,7 +209,7 @@ class _Walk:
 
     # --- Issue ---------------------------------------------------------------- #
 
-    def issue(self, transfers: Sequence[_Transfer]) -> None:
+    def issue(self, transfers: Sequence[_ScheduledTransfer]) -> None:
         """Issue what is due, and wait for the first of the sums under way."""
         for transfer in transfers:
             self.along(transfer)
@@ -219,7 +221,7 @@ class _Walk:
         if sums:
             self.issue_sums(sums)
 
-    def along(self, transfer: _Transfer) -> None:
+    def along(self, transfer: _ScheduledTransfer) -> None:
         """What goes with a transfer, unless it has had its turn."""
         numbers = [n for n in transfer.interval.along if n not in self.seen]
         reads = {transfer.interval.stmt.source.name}
@@ -228,7 +230,7 @@ class _Walk:
             self.seen.add(number)
             self.body += self.blocks.all[number].stmts
 
-    def issue_sums(self, sums: list[_Transfer]) -> None:
+    def issue_sums(self, sums: list[_ScheduledTransfer]) -> None:
         first = self.sums.pop(0) if len(self.sums) == _WINDOW else []
         self.sums.append(sums)
         # New sums are issued before the wait, which may take a while.
@@ -250,7 +252,7 @@ class _Walk:
                 wanted |= block.reads
         self.end([t for name, t in self.transfers.items() if name in wanted])
 
-    def end(self, transfers: Sequence[_Transfer]) -> None:
+    def end(self, transfers: Sequence[_ScheduledTransfer]) -> None:
         """Wait for transfers and for all rounds that they have left."""
         if not transfers:
             return
@@ -267,7 +269,9 @@ class _Walk:
                 self.moves(*_sends(left))
         self.resume()
 
-    def round_over(self, transfers: Sequence[_Transfer]) -> list[_Transfer]:
+    def round_over(
+        self, transfers: Sequence[_ScheduledTransfer]
+    ) -> list[_ScheduledTransfer]:
         """Those of the transfers that have another round; the others have ended."""
         for transfer in transfers:
             transfer.rounds.pop(0)
@@ -300,15 +304,15 @@ def _rounds(
     return [Round((stmt,))]
 
 
-def _sends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _sends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].sends]
 
 
-def _waits(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _waits(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].waits]
 
 
-def _ends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _ends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].ends]
 
 
@@ -325,7 +329,7 @@ def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
     return [ir.GetCurrentStream(stream=MAIN), *moved]
 
 
-def _on_own(block: Block) -> Sequence[ir.Stmt]:
+def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
     """A block that is work on the main stream, on that of such work."""
     # Loops have streams already, and what is no work hides nothing.
     if not (isinstance(block.stmt, ir.Compute) and block.contracts):

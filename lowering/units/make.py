@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.ir.statements import Buffer, Compute, Unit, UnitEqn
+from jhost.lowering.ir.statements import Buffer, Compute, Dim, Unit, UnitEqn
 from jhost.lowering.rules.table import rule_of
 
 
@@ -44,7 +44,8 @@ def computes_of(
 ) -> list[Compute]:
     """Statements of an equation each that compute `fun` of `ins` into `out`.
 
-    Between them stand values laid out as `out` is; `name` and `pads` are the units'.
+    Between them stand values laid out as `out` is, if they have as many dims, and whole
+    ones; `name` and `pads` are the units'.
     """
     unit = unit_of(name, fun, *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins))
     (result,) = unit.outvars
@@ -56,13 +57,16 @@ def computes_of(
         invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
         (var,) = eqn.outvars
         if var not in buffers:
-            between = dataclasses.replace(
+            aval = aval_of(var)
+            rank = len(aval.shape)
+            buffers[var] = dataclasses.replace(
                 out,
                 name=names.fresh(f"{out.name}_{eqn.primitive.name}"),
-                dtype=aval_of(var).dtype,
+                shape=aval.shape,
+                dtype=aval.dtype,
+                dims=out.dims if rank == len(out.dims) else (Dim(),) * rank,
                 partial=(),
             )
-            buffers[var] = between
         one = Unit(
             name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,), pads=pads
         )

@@ -80,6 +80,8 @@ def test_the_passes_stand_in_order() -> None:
         "delay_reductions",
         "convert_to_communications",
         "split_all_reduces",
+        "leave_idle_marks",
+        "combine_small",
         "stack_less",
         "compute_late",
         "lower_streams",
@@ -102,6 +104,8 @@ def test_the_program_as_it_is_built(golden: Golden) -> None:
 LEAVING = (
     "delay_reductions",
     "split_all_reduces",
+    "leave_idle_marks",
+    "combine_small",
     "stack_less",
     "compute_late",
     "order_by_steps",

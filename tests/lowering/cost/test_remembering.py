@@ -156,7 +156,7 @@ def test_a_gradient_is_built_planned_and_laid_out_few_times(
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8, 8), (8, 8))]
     jax.jit(jax.grad(function, (0, 1, 2))).lower(*types)
     assert counts["build"] <= 7
-    assert counts["plan_streams"] <= 17
+    assert counts["plan_streams"] <= 18
     assert counts["solve_layouts"] <= 5
 
 

@@ -144,3 +144,23 @@ def test_a_body_without_any_operation_has_nothing_to_spread() -> None:
     assert f(jnp.arange(8)).tolist() == list(range(8))
     empty = jhost.jit(lambda: (), mesh=mesh_of({"ep": DEVICES}))
     assert empty() == ()
+
+
+def test_a_value_is_moved_on_from_the_nearest_place() -> None:
+    """From where it rests, the second reader would have gathered it over both axes."""
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sort(x, 0), jnp.sort(x.astype(jnp.int16).ravel())
+
+    axes, size = {"a": 2, "b": 2}, 512
+    x: Any = np.arange(size * size, dtype=np.int16).reshape(size, size) % 251
+    jitted = jhost.jit(
+        f,
+        mesh=mesh_of(axes),
+        in_shardings=P("a", "b"),
+        out_shardings=(P(None, "b"), P()),
+    )
+    chex.assert_trees_all_equal(jitted(x), jax.jit(f)(x))
+    moved = [(c.axes, c.bytes) for c in jhost.explain(jitted, x).communications]
+    quarter = x.nbytes // 4
+    assert moved == [(("a",), quarter), (("b",), 2 * quarter)]

@@ -12,11 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jhost.lowering.cost.choose_cycles import ChooseCycles
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Scan, walk
 from jhost.lowering.layouts import carry_partial_sums
+from tests import sums
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, check
 
@@ -24,12 +23,8 @@ from tests.lowering.traced import array, check
 @pytest.fixture(autouse=True)
 def cycles() -> Iterator[None]:
     """Transfers of any size are hidden wherever they can be."""
-    yes = mock.Mock(return_value=True)
-    with (
-        mock.patch.multiple(ChooseTransfers, is_open=yes, gains=yes),
-        mock.patch.object(ChooseCycles, "gains", yes),
-        mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0),
-    ):
+    no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
+    with sums.by_permutes(), no_latency:
         yield
 
 
@@ -90,7 +85,7 @@ def test_layers_that_are_computed_again() -> None:
         y, _ = lax.scan(jax.checkpoint(layer), x, weights)
         return jnp.sum(y * y)
 
-    how = settings(FSDP) | {"out_shardings": FSDP[0]}
+    how: dict[str, Any] = settings(FSDP) | {"out_shardings": FSDP[0]}
     program = check(jax.grad(again), *operands(4), **how)
     assert len(notes(program)) == 2
     for scan in scans(program):

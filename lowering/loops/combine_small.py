@@ -1,0 +1,343 @@
+"""Small transfers of one kind become one, where nothing has to be read in between.
+
+A transfer of few bytes takes its latency.  The norm of all gradients is a sum of one
+number for each of them, and the gradients of gains are vectors.  XLA's combiner would
+join such ones.  It is off, because it would join chunks, and weights that go early.
+
+Values are put side by side in one vector, so each element is reduced as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jhost._dtypes import bits
+from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.graph import Node, nodes
+from jhost.lowering.ir.layout import axes_size, bytes_of, layout_of, used_axes
+from jhost.lowering.ir.marks import BarrierMark
+from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import (
+    Buffer,
+    Communicate,
+    Compute,
+    Dim,
+    Stmt,
+    Wait,
+)
+from jhost.lowering.streams.plan import plan_program
+from jhost.lowering.units.make import computes_of
+
+SMALL = 1 << 16
+"""The bytes up to which a transfer is small: larger ones should run beside work."""
+
+_TOGETHER = 1 << 18
+"""The bytes that small ones may come to, which still take about a latency."""
+
+_KINDS = ("AllReduce", "AllGather", "ReduceScatter")
+
+_SAID = "{{}}: {} small transfers over {} are one {}"
+
+Groups: TypeAlias = Sequence[Sequence[Communicate]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CombineSmall(EachProgram):
+    """Small collectives of one kind, over the same axes -> one of all their values.
+
+    What a stream may take into its loop is left to it.
+    """
+
+    name: ClassVar[str] = "combine_small"
+
+    def change(self, program: Program) -> Program:
+        graph, small = _small_ones(program)
+        if len(small) < 2:
+            return program
+        groups = _CombiningWalk(graph, small).groups
+        together = {
+            stmt.name: number for number, each in enumerate(groups) for stmt in each
+        }
+        if not together:
+            return program
+        writer = _CombinedWriter(program)
+        body = _CombiningWalk(graph, together.keys(), writer).body
+        remarks = (*program.remarks, *map(_note, groups))
+        return dataclasses.replace(program, body=tuple(body), remarks=remarks)
+
+
+def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:
+    """The nodes of a program, and the communications that may be combined, by name."""
+    if stream_choices(program):
+        graph, plan = plan_program(program)
+        streamed = plan.parts.keys()
+    else:
+        barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
+        graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
+        streamed = ()
+    return graph, {
+        node.stmt.name
+        for number, node in enumerate(graph)
+        if isinstance(node.stmt, Communicate)
+        and number not in streamed
+        and _is_small(node)
+    }
+
+
+def _is_small(node: Node) -> bool:
+    stmt = node.stmt
+    assert isinstance(stmt, Communicate)
+    whole_bytes = bits(stmt.out.dtype) >= 8 if _is_number(stmt.out) else False
+    largest = max(bytes_of(stmt.source), bytes_of(stmt.out))
+    fits = 0 < largest <= SMALL
+    return stmt.kind in _KINDS and len(node.stmts) == 2 and whole_bytes and fits
+
+
+def _is_number(buffer: Buffer) -> bool:
+    return jnp.issubdtype(buffer.dtype, jnp.number)
+
+
+# --- Which ones ------------------------------------------------------------------- #
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """Communications of one kind that others may still join."""
+
+    kind: Hashable
+    bit: int
+    members: list[Communicate] = dataclasses.field(default_factory=list[Communicate])
+
+    def has_room(self, stmt: Communicate) -> bool:
+        return _bytes([*self.members, stmt]) <= _TOGETHER
+
+
+def _bytes(stmts: Iterable[Communicate]) -> int:
+    return sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
+
+
+class _CombiningWalk:
+    """Goes through a program and puts small communications off until one is read.
+
+    What is small and reads them waits as well.  With a `writer`, `body` has the
+    statements in their new order, those put off together as one.
+    """
+
+    def __init__(
+        self,
+        graph: Sequence[Node],
+        small: Iterable[str],
+        writer: _CombinedWriter | None = None,
+    ) -> None:
+        self.small = frozenset(small)
+        self.writer = writer
+        self.body: list[Stmt] = []
+        self.closed: list[_Open] = []
+        self.open: list[_Open] = []
+        self.waiting: list[Node] = []
+        self.behind: dict[str, int] = {}
+        """By value, a bit for each group that it waits for."""
+        self.bits = itertools.count()
+        for node in graph:
+            self.take(node)
+        self.close(-1)
+
+    @property
+    def groups(self) -> Groups:
+        """Those that are more than one."""
+        return [each.members for each in self.closed if len(each.members) > 1]
+
+    def take(self, node: Node) -> None:
+        stmt, needed = node.stmt, self.needed(node)
+        if isinstance(stmt, Communicate) and stmt.name in self.small:
+            # It is made of what these bring.
+            self.close(needed)
+            self.behind[stmt.out.name] = self.joined(stmt).bit
+        elif not needed:
+            self.body += node.stmts
+        elif _can_wait(node):
+            self.waiting.append(node)
+            self.behind.update((buffer.name, needed) for buffer in node.writes)
+        else:
+            self.close(needed)
+            self.body += node.stmts
+
+    def needed(self, node: Node) -> int:
+        """The open groups that a node waits for."""
+        needed, still_open = 0, sum(each.bit for each in self.open)
+        for name in (*(buffer.name for buffer in node.reads), *node.barrier):
+            needed |= self.behind.get(name, 0)
+        return needed & still_open
+
+    def joined(self, stmt: Communicate) -> _Open:
+        """The open group of a communication's kind, or a new one, which it joins."""
+        kind = _kind(stmt)
+        for each in self.open:
+            if each.kind == kind:
+                if each.has_room(stmt):
+                    each.members.append(stmt)
+                    return each
+                self.close(each.bit)
+                break
+        self.open.append(_Open(kind, 1 << next(self.bits), [stmt]))
+        return self.open[-1]
+
+    def close(self, bits: int) -> None:
+        """Write the groups of those bits, and what waited for no others."""
+        closing = [each for each in self.open if each.bit & bits]
+        self.open = [each for each in self.open if not each.bit & bits]
+        self.closed += closing
+        for each in closing if self.writer else ():
+            assert self.writer is not None
+            self.body += self.writer.written(each.members)
+        still, self.waiting = self.waiting, []
+        for node in still:
+            if self.needed(node):
+                self.waiting.append(node)
+            else:
+                self.body += node.stmts
+
+
+def _kind(stmt: Communicate) -> Hashable:
+    """What communications have alike that can be one; sums know no order of axes."""
+    reduces = stmt.kind == "AllReduce"
+    axes = tuple(sorted(stmt.axes)) if reduces else stmt.axes
+    return stmt.kind, axes, stmt.reducer, stmt.out.dtype
+
+
+def _can_wait(node: Node) -> bool:
+    """Whether a node is a computation of small values, and waits for nothing else."""
+    stmt = node.stmt
+    return (
+        isinstance(stmt, Compute)
+        and not node.barrier
+        and not any(e.eqn.effects or e.rule.is_closed for e in stmt.unit.eqns)
+        and all(bytes_of(buffer) <= SMALL for buffer in (*node.reads, *node.writes))
+    )
+
+
+def _note(stmts: Sequence[Communicate]) -> Note:
+    first = stmts[0]
+    form = _SAID.format(len(stmts), " and ".join(first.axes), first.kind)
+    return Note(form=form, values=tuple(stmt.out.name for stmt in stmts))
+
+
+# --- As one ----------------------------------------------------------------------- #
+
+
+class _CombinedWriter:
+    """Writes communications of one kind as one."""
+
+    def __init__(self, program: Program) -> None:
+        self.names = FreshNames.of(program)
+        self.mesh = dict(program.mesh.shape)
+
+    def written(self, stmts: Sequence[Communicate]) -> Iterator[Stmt]:
+        if len(stmts) == 1:
+            yield stmts[0]
+            yield Wait(communication=stmts[0].name)
+            return
+        first = stmts[0]
+        devices = 1 if first.kind == "AllReduce" else axes_size(first.axes, self.mesh)
+        packed, whole = self.buffers(stmts, devices)
+        yield from self.packing(stmts, packed, devices)
+        dim = None if first.dim is None else 0
+        yield dataclasses.replace(first, out=whole, source=packed, dim=dim)
+        yield Wait(communication=first.name)
+        yield from self.parts(stmts, whole, devices)
+
+    def buffers(
+        self, stmts: Sequence[Communicate], devices: int
+    ) -> tuple[Buffer, Buffer]:
+        """One vector of what all send, and one of what all then have."""
+        first = stmts[0]
+        scatters, gathers = (first.kind == k for k in ("ReduceScatter", "AllGather"))
+        used = set[str]().union(
+            *(used_axes(layout_of(s.out)) - {*first.axes} for s in stmts)
+        )
+        beside = tuple(axis for axis in self.mesh if axis in used)
+        spread = (*beside, *first.axes)
+        sent = sum(math.prod(stmt.source.shape) for stmt in stmts)
+        there = sum(math.prod(stmt.out.shape) for stmt in stmts)
+        return (
+            dataclasses.replace(
+                first.source,
+                name=self.names.fresh(f"{first.out.name}_packed"),
+                shape=(sent,),
+                dims=(Dim(axes=spread if gathers else beside),),
+            ),
+            dataclasses.replace(
+                first.out,
+                name=self.names.fresh(f"{first.out.name}_together"),
+                shape=(there,),
+                dims=(Dim(axes=spread if scatters else beside),),
+            ),
+        )
+
+    def packing(
+        self, stmts: Sequence[Communicate], packed: Buffer, devices: int
+    ) -> Iterator[Stmt]:
+        """Each device's parts of all values, one device after another in a scatter."""
+        dims = [stmt.dim for stmt in stmts]
+        scatters = stmts[0].kind == "ReduceScatter"
+
+        def pack(*values: jax.Array) -> jax.Array:
+            if not scatters:
+                return lax.concatenate([lax.reshape(x, (x.size,)) for x in values], 0)
+            rows = [_rows(x, dim, devices) for x, dim in zip(values, dims, strict=True)]
+            return lax.concatenate(rows, 1).reshape(packed.shape)
+
+        sources = [stmt.source for stmt in stmts]
+        yield from computes_of("pack", pack, sources, packed, self.names)
+
+    def parts(
+        self, stmts: Sequence[Communicate], whole: Buffer, devices: int
+    ) -> Iterator[Stmt]:
+        """Each value, out of all of them."""
+        gathers, start = stmts[0].kind == "AllGather", 0
+        for stmt in stmts:
+            shape, dim = stmt.out.shape, stmt.dim
+            size = math.prod(shape) // (devices if gathers else 1)
+
+            def part(
+                x: jax.Array,
+                start: int = start,
+                size: int = size,
+                shape: tuple[int, ...] = shape,
+                dim: int | None = dim,
+            ) -> jax.Array:
+                if not gathers:
+                    return lax.slice(x, (start,), (start + size,)).reshape(shape)
+                rows = x.reshape(devices, x.size // devices)
+                rows = lax.slice(rows, (0, start), (devices, start + size))
+                return _from_rows(rows, dim, devices, shape)
+
+            yield from computes_of("part", part, [whole], stmt.out, self.names)
+            start += size
+
+
+def _rows(x: jax.Array, dim: int | None, devices: int) -> jax.Array:
+    """A row for each device, of its part of `dim`."""
+    assert dim is not None, "what is scattered has a dim for that"
+    shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0).reshape(devices, x.size // devices)
+
+
+def _from_rows(
+    rows: jax.Array, dim: int | None, devices: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """The value whose parts along `dim` are rows."""
+    assert dim is not None, "what is gathered has a dim for that"
+    part = (*shape[:dim], shape[dim] // devices, *shape[dim + 1 :])
+    return jnp.moveaxis(rows.reshape(devices, *part), 0, dim).reshape(shape)

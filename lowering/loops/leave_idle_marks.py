@@ -1,0 +1,38 @@
+"""Marks of which no loop comes are left out before anything is ordered for loops.
+
+A mark may ask for a pipeline that jhost finds not to pay, or stand on a mesh whose axes
+move nothing along its dim.  The program is then the one that it is without the mark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.loops.planned import planned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaveIdleMarks(EachProgram):
+    """Programs whose streams get no loop -> the same without marks of streams.
+
+    What is to be said of the marks is said here.
+    """
+
+    name: ClassVar[str] = "leave_idle_marks"
+
+    strict: bool = True
+
+    def change(self, program: Program) -> Program:
+        if not stream_choices(program):
+            return program
+        streams = planned(program, self.strict)
+        if streams.pipelined:
+            return program
+        marks = (m for m in program.marks if not isinstance(m, StreamChoice))
+        remarks = (*program.remarks, *streams.remarks())
+        return dataclasses.replace(program, marks=tuple(marks), remarks=remarks)

@@ -1,0 +1,303 @@
+"""The streams of a program with what each gets, before any loop is made.
+
+What marks ask for is checked here, and what is said about them is said here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jhost import errors
+from jhost._jax import source_line
+from jhost.lowering.ir.bodies import CONTROL_FLOW
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.marks import StreamChoice, Wish
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note, Remark, StreamReport, UnmetWish
+from jhost.lowering.ir.requests import stream_choices, without_wish
+from jhost.lowering.ir.statements import Communicate, Compute, Stmt
+from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
+from jhost.lowering.rules.collectives import written_in
+from jhost.lowering.streams.participation import Access, participation_of
+from jhost.lowering.streams.plan import StreamPlan, plan_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStreams:
+    """The streams of a program, the nodes that they reach, and what each gets.
+
+    In the `program` nothing is wished for any more that cannot be.
+    """
+
+    program: Program
+    graph: Sequence[Node]
+    plan: StreamPlan
+    made: Mapping[str, Pipelining]
+
+    @property
+    def pipelined(self) -> set[int]:
+        """The nodes that work in chunks, by number."""
+        return {number for each in self.made.values() for number in each.parts}
+
+    def remarks(self) -> list[Remark]:
+        """What became of each stream, and why streams stop where they do."""
+        asked = stream_choices(self.program)
+        marks, left_out = _that_are_on(asked), [m for m in asked if m.pipeline == "off"]
+        streams, extents = self.plan.marks, self.plan.extents
+        reports = [
+            stream_report(stream, mark, extents[stream], self.made[stream], self.graph)
+            for stream, mark in streams.items()
+            if not mark.unpipelined
+        ]
+        reports += plain_reports(marks, self.graph, self.plan)
+        reports += [
+            stream_report(f"s{number}", mark, 1, off("off, as asked"))
+            for number, mark in enumerate(left_out, start=len(marks))
+        ]
+        return [*reports, *unmet_notes(asked), *stop_notes(self.graph, self.plan)]
+
+
+def planned(program: Program, strict: bool) -> PlannedStreams:
+    """What the streams of a straight-line program get.
+
+    What cannot be is refused, or, in a program that is not `strict`, left unpipelined.
+    """
+    graph, plan = plan_program(program)
+    mesh = dict(program.mesh.shape)
+    if unmet := [*wishes_that_fail(graph, plan, mesh)]:
+        return planned(without_wishes(program, unmet), strict)
+    if strict:
+        check_marks(program, graph, plan, _that_are_on(stream_choices(program)))
+    made = {stream: _choose(stream, graph, plan, mesh, strict) for stream in plan.marks}
+    return PlannedStreams(program, graph, plan, made)
+
+
+def _that_are_on(marks: Sequence[StreamChoice]) -> list[StreamChoice]:
+    return [mark for mark in marks if mark.pipeline != "off"]
+
+
+def _choose(
+    stream: str,
+    graph: Sequence[Node],
+    plan: StreamPlan,
+    mesh: Mapping[str, int],
+    strict: bool,
+) -> Pipelining:
+    mark, extent = plan.marks[stream], plan.extents[stream]
+    try:
+        return choose_pipeline(mark, extent, graph, plan.parts_of(stream), mesh)
+    except (errors.PipelineError, errors.ChunksError) as refusal:
+        if strict:
+            raise
+        return off(errors.first_line(refusal))
+
+
+# --- What was wished for ------------------------------------------------------ #
+
+
+def wishes_that_fail(
+    graph: Sequence[Node], plan: StreamPlan, mesh: Mapping[str, int]
+) -> Iterator[UnmetWish]:
+    """What a function's settings say of streams that cannot have it, one of each."""
+    wishing = {stream: mark for stream, mark in plan.marks.items() if mark.wished}
+    idle = dict(_without_work(graph, plan)) if wishing else {}
+    for stream, mark in wishing.items():
+        wish, reason = None, idle.get(stream, "")
+        if reason:
+            wish = _wish_among(mark, "chunks")
+        else:
+            parts = plan.parts_of(stream)
+            try:
+                choose_pipeline(mark, plan.extents[stream], graph, parts, mesh)
+            except errors.PipelineError as refusal:
+                wish, reason = _wish_among(mark, "pipeline"), _in_short(refusal)
+            except errors.ChunksError as refusal:
+                wish = _wish_among(mark, "chunks", "pipeline")
+                reason = _in_short(refusal)
+        if wish is not None:
+            yield UnmetWish(numbers=mark.numbers, wish=wish, reason=reason)
+
+
+def _wish_among(mark: StreamChoice, *wishes: Wish) -> Wish | None:
+    """The first that settings say of the mark, and could be left open."""
+    return next((wish for wish in wishes if wish in mark.wished), None)
+
+
+def _in_short(refusal: errors.JhostError) -> str:
+    """What is said of the mark, or else what is wrong, without advice."""
+    _, _, said = refusal.offenders[0].partition(": ")
+    return said or errors.first_line(refusal).partition(". ")[0].rstrip(".")
+
+
+def without_wishes(program: Program, unmet: Sequence[UnmetWish]) -> Program:
+    """`program` with what is unmet left open, and remarks that say so."""
+    marks = list(program.marks)
+    for each in unmet:
+        for place, mark in enumerate(marks):
+            if isinstance(mark, StreamChoice) and set(mark.numbers) & {*each.numbers}:
+                marks[place] = without_wish(mark, each.wish, each.reason)
+    remarks = (*program.remarks, *unmet)
+    return dataclasses.replace(program, marks=tuple(marks), remarks=remarks)
+
+
+def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
+    """Which wishes marks could not follow, in the user's names and lines."""
+    for mark in marks:
+        for said in mark.unmet:
+            form = f"stream on axis {mark.dim} of {{}}: {said}; it is left to jhost"
+            yield Note(form=form, values=(mark.buffer,), where=mark.where)
+
+
+# --- What was asked for ------------------------------------------------------- #
+
+
+def check_marks(
+    program: Program,
+    graph: Sequence[Node],
+    plan: StreamPlan,
+    marks: Sequence[StreamChoice],
+) -> None:
+    """Refuse streams on dims that nothing can work on in chunks.
+
+    That is, a value's own computation cannot, or chunks were asked for and none of the
+    computations around the value can.
+    """
+    mesh = dict(program.mesh.shape)
+    offenders = [
+        *_made_whole(graph, marks, mesh),
+        *(
+            f"axis={plan.marks[stream].dim} at {plan.marks[stream].where}: {reason}"
+            for stream, reason in _without_work(graph, plan)
+        ),
+    ]
+    if offenders:
+        raise errors.StreamDimError(
+            f"{program.name} asks for streams on dims that cannot be worked on in "
+            "chunks. Stream another dim, or mark a value before or after.",
+            list(dict.fromkeys(offenders)),
+        )
+
+
+def check_no_mark_is_lost(program: Program) -> None:
+    """Refuse marks in what stays one equation, which nobody would take up."""
+    computes = [stmt for stmt in program.body if isinstance(stmt, Compute)]
+    eqns = [each.eqn for stmt in computes for each in stmt.unit.eqns]
+    offenders = [
+        f"axis={mark.params['axis']} at {source_line(mark)}: in the body of a "
+        f"{eqn.primitive.name}, at {source_line(eqn)}"
+        for eqn in eqns
+        for mark in _marks_in(eqn)
+    ]
+    if offenders:
+        raise errors.StreamDimError(
+            f"{program.name} asks for streams inside of what is no loop or branch of "
+            "JAX's, and runs as it is. Leave the marks there out.",
+            list(dict.fromkeys(offenders)),
+        )
+
+
+def _marks_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    for body in jaxprs_in_params(eqn.params):
+        for inner in body.eqns:
+            if inner.primitive.name == "stream":
+                yield inner
+            yield from _marks_in(inner)
+
+
+def _made_whole(
+    graph: Sequence[Node], marks: Sequence[StreamChoice], mesh: Mapping[str, int]
+) -> Iterator[str]:
+    makers = {buffer.name: node for node in graph for buffer in node.writes}
+    for mark in marks:
+        name, node = mark.buffer, makers.get(mark.buffer)
+        while node is not None and not _is_own(node.stmt):
+            name = node.reads[0].name
+            node = makers.get(name)
+        if node is None:
+            continue
+        position = [buffer.name for buffer in node.writes].index(name)
+        access = Access(mark.dim, Fraction(1))
+        part = participation_of(node, "", True, position, access, mesh)
+        if isinstance(part, str):
+            yield f"axis={mark.dim} at {mark.where}: {part}"
+
+
+def _is_own(stmt: Stmt) -> bool:
+    """Whether a value's own computation is this one: copies and padding hand it on."""
+    if isinstance(stmt, CONTROL_FLOW):
+        return True
+    return isinstance(stmt, Compute) and not stmt.unit.pads
+
+
+def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str, str]]:
+    """The streams with chunks around which nothing works in any, and why."""
+    for stream, mark in plan.marks.items():
+        asked = mark.chunks not in (None, 1)
+        if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
+            continue
+        for number, reason in plan.declined.items():
+            reads_writes = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in reads_writes}:
+                yield stream, reason
+
+
+# --- What to say about it ----------------------------------------------------- #
+
+
+def stream_report(
+    stream: str,
+    mark: StreamChoice,
+    extent: int,
+    made: Pipelining,
+    graph: Sequence[Node] = (),
+) -> StreamReport:
+    """What became of one stream, whose parts are nodes of `graph`."""
+    return StreamReport(
+        stream=stream,
+        axis=mark.dim,
+        pipeline=made.pipeline,
+        chunks=made.chunks,
+        extent=extent,
+        reason=made.reason,
+        lines=mark.lines,
+        predicted=mark.predicted,
+        measured=mark.measured,
+        moves=not made.parts or any(moves(graph[number].stmt) for number in made.parts),
+    )
+
+
+def moves(stmt: Stmt) -> bool:
+    """Whether anything goes from device to device in a statement."""
+    if isinstance(stmt, Compute):
+        return any(any(written_in(each.eqn)) for each in stmt.unit.eqns)
+    return isinstance(stmt, Communicate)
+
+
+def plain_reports(
+    marks: Sequence[StreamChoice], graph: Sequence[Node], plan: StreamPlan
+) -> Iterator[StreamReport]:
+    """Reports on marks that are better not pipelined, one for each line."""
+    streams = {
+        buffer.name: part.stream
+        for number, part in plan.parts.items()
+        for buffer in graph[number].writes
+    }
+    said: set[tuple[tuple[str, ...], str]] = set()
+    for number, mark in enumerate(marks):
+        if mark.unpipelined and (mark.lines, mark.reason) not in said:
+            said.add((mark.lines, mark.reason))
+            stream = streams.get(mark.buffer, f"s{number}")
+            extent = plan.extents.get(stream, 1)
+            yield stream_report(f"s{number}", mark, extent, off(mark.reason))
+
+
+def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
+    """Where streams stopped, and why."""
+    for number, reason in plan.declined.items():
+        if number not in plan.parts:
+            values = tuple(buffer.name for buffer in graph[number].writes)
+            yield Note(form=f"streams stop before {{}}: {reason}", values=values)
