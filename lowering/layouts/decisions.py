@@ -18,6 +18,8 @@ from jhost.lowering.layouts.effects import Effects
 Move: TypeAlias = tuple[str, Layout]
 """A value, and a layout that some operation wants it in."""
 
+_NO_MOVES = frozenset[Move]()
+
 
 class Decisions:
     """Layouts and assignments, and the bytes that they move and the work, in all.
@@ -87,12 +89,13 @@ class Decisions:
 
     def known(self, number: int) -> frozenset[Move]:
         """The moves of an operation's operands that others before it make."""
-        return frozenset(
+        known = [
             (name, want)
             for name in self.operations[number].ins
             for want in self.moves_of.get(name, ())
             if self.movers[name, want][0] < number
-        )
+        ]
+        return frozenset(known) if known else _NO_MOVES  # as most often
 
     def _add(self, move: Move, number: int) -> None:
         movers = self.movers.setdefault(move, [])
@@ -101,9 +104,10 @@ class Decisions:
             self.total += self._cost(*move)
         # In the order of the operations: the first that wants a move makes it, and the
         # others find it there (`known`).
-        place = bisect.bisect_left(movers, number)
-        if movers[place : place + 1] != [number]:  # it may want a value twice
-            movers.insert(place, number)
+        if not movers or movers[-1] < number:
+            movers.append(number)
+        elif number not in movers:  # it may want a value twice
+            bisect.insort(movers, number)
 
     def _drop(self, move: Move, number: int) -> None:
         movers = self.movers.get(move, [])

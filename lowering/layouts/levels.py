@@ -60,8 +60,12 @@ class Level:
                 yield from level.walk()
 
 
-def flattened(program: Program) -> tuple[tuple[Operation, ...], Level]:
-    """All operations in order, and which of them are whose."""
+Flat: TypeAlias = tuple[tuple[Operation, ...], Level]
+"""All operations of a program in order, and which of them are whose."""
+
+
+def flattened(program: Program) -> Flat:
+    """The operations of a program and of all bodies in it."""
     flattener = _Flattener()
     level = flattener.level(program, "", 1)
     return tuple(flattener.operations), level

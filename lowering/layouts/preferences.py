@@ -29,6 +29,8 @@ from jhost.lowering.ir.statements import Buffer
 
 Kept: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
+_Asked: TypeAlias = tuple[str, Layout, bool]
+
 
 class Wishes:
     """Layouts by buffer name: `fixed` ones, and `goals`, which are all there are."""
@@ -42,6 +44,7 @@ class Wishes:
         self.buffers = buffers
         self.mesh = mesh
         self.specs = {name: mark.spec for name, mark in marks.items()}
+        self.known: dict[tuple[Operation, Assignment], Sequence[_Asked]] = {}
         self.goals: dict[str, Layout] = {}
         self.open: dict[str, frozenset[str]] = {}
         """Axes of which a goal says nothing: its value may be sharded over them."""
@@ -88,16 +91,29 @@ class Wishes:
                 assignment = self.suggested(op)
             else:
                 assignment = assignments[number]
-            for position, name in enumerate(op.ins):
-                wish = op.required(position, assignment)
-                if name not in self.fixed and self.is_legal(name, wish):
-                    # A factor on no axis wishes for nothing, a whole dim does.
-                    needed = not any(op.operands[position]) and name not in self.goals
-                    if used_axes(wish) or needed:
-                        self.goals[name] = self.constrained(name, wish)
-                        # At first only what the constraints suggest is known.
-                        known = self.mesh if assignments else used_axes(assignment)
-                        self.open[name] = self._axes_beside(known)
+            for name, wish, used in self.asked(op, assignment):
+                # A factor on no axis wishes for nothing, a whole dim does.
+                if used or name not in self.goals:
+                    self.goals[name] = wish
+                    # At first only what the constraints suggest is known.
+                    known = self.mesh if assignments else used_axes(assignment)
+                    self.open[name] = self._axes_beside(known)
+
+    def asked(self, op: Operation, assignment: Assignment) -> Sequence[_Asked]:
+        """What may be wished of operands so assigned, and whether that uses axes.
+
+        Where it does not, a whole dim is all that the operand has.
+        """
+        case = op, assignment
+        if case not in self.known:
+            wishes = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+            self.known[case] = [
+                (name, self.constrained(name, wish), bool(used_axes(wish)))
+                for (name, wish), dims in zip(wishes, op.operands, strict=True)
+                if name not in self.fixed and self.is_legal(name, wish)
+                if used_axes(wish) or not any(dims)
+            ]
+        return self.known[case]
 
     def suggested(self, op: Operation) -> Assignment:
         """The assignment that constraints around `op` suggest, its operands' first."""
@@ -113,7 +129,9 @@ class Wishes:
 
     def goal(self, name: str, rest: Layout) -> Layout:
         """The layout wished for of a value that is in `rest`; `rest` without a wish."""
-        wish = self.goals.get(name, rest)
+        wish = self.goals.get(name)
+        if wish is None:
+            return rest
         free = self.open.get(name, frozenset()) - used_axes(wish)
         return tuple(
             want or tuple(axis for axis in have if axis in free)
@@ -122,7 +140,8 @@ class Wishes:
 
     def about(self, names: Iterable[str]) -> Hashable:
         """All present wishes about some values."""
-        return tuple((self.goals.get(n), self.open.get(n)) for n in names)
+        goals, left_open = self.goals, self.open
+        return tuple([(goals.get(n), left_open.get(n)) for n in names])
 
     def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(self.mesh).difference(axes)
@@ -137,7 +156,9 @@ class Wishes:
         """
         if name in self.fixed:
             return self.fixed[name]
-        wish = self.goals.get(name, produced)
+        wish = self.goals.get(name)
+        if wish is None:
+            return self.constrained(name, produced)
         axes = {axis for axis, _ in partial}
         rest = tuple(
             want
@@ -149,7 +170,9 @@ class Wishes:
 
     def constrained(self, name: str, layout: Layout) -> Layout:
         """`layout` in the dims that the user left free, elsewhere what was given."""
-        spec = self.specs.get(name, (None,) * len(layout))
+        spec = self.specs.get(name)
+        if spec is None:
+            return layout
         given = {axis for axes in spec for axis in axes or ()}
         return tuple(
             tuple(itertools.takewhile(lambda axis: axis not in given, have))

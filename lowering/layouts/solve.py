@@ -17,11 +17,10 @@ from jhost.lowering.ir.operation import (
     Claim,
     Operation,
 )
-from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.costs import Costs, Price
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
-from jhost.lowering.layouts.levels import Level
+from jhost.lowering.layouts.levels import Flat, Level
 from jhost.lowering.layouts.solver import Score, Solver
 
 
@@ -60,7 +59,7 @@ class Solution:
 
 
 def solve_layouts(
-    program: Program,
+    flat: Flat,
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
 ) -> Solution:
@@ -69,7 +68,7 @@ def solve_layouts(
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
     and dims are those of values by their names in `flattened`.
     """
-    solver = Solver(program, marks, streamed)
+    solver = Solver(flat, marks, streamed)
     best = restarted(solver, improved(solver, solver.settled()))
     contests = [
         _contest(solver, op, assignment, best.layouts)

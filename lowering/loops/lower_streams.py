@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jhost import errors
 from jhost._jax import source_line
 from jhost.lowering.ir.bodies import CONTROL_FLOW, EachProgram, is_alike
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.graph import Group, Node, merge_groups
 from jhost.lowering.ir.marks import StreamChoice, Wish
 from jhost.lowering.ir.program import Program
@@ -70,8 +71,8 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
-    known: dict[int, list[_Loops]] = dataclasses.field(
-        default_factory=dict[int, "list[_Loops]"], compare=False, repr=False
+    known: Shared[_Loops] = dataclasses.field(
+        default_factory=Shared[_Loops], compare=False, repr=False
     )
 
     def change(self, program: Program) -> Program:
@@ -124,7 +125,7 @@ class LowerStreams(EachProgram):
     ) -> Built:
         """The loops of a program, which may be those of a candidate before."""
         made = {s: _as_built(each, graph) for s, each in made.items()}
-        known = self.known.setdefault(id(program.body), [])
+        known = self.known.of(program)
         loops = next((e for e in known if e.are_of(program, made, extents)), None)
         if loops is None:
             builder = LoopBuilder(program, graph, made, extents, self.streams)

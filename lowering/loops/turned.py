@@ -14,8 +14,16 @@ A value qualifies if nothing asks for the order of position.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -23,7 +31,7 @@ import jax.numpy as jnp
 from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
 from jhost.lowering.ir.effects import touched
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
@@ -74,20 +82,26 @@ class _Factor:
         return free and whole and all(alike)
 
 
+_Factors: TypeAlias = Callable[[], Sequence[_Factor]]
+
+
 @dataclasses.dataclass(slots=True)
 class _Uses:
-    """How a value is used: the parts that `Select`s show, and computations of all."""
+    """How a value is used: the parts that `Select`s show, and computations of all.
+
+    The factors of a computation are found out when they are asked for.
+    """
 
     parts: list[tuple[ir.Select, Mapping[str, int]]] = dataclasses.field(
         default_factory=list[tuple[ir.Select, Mapping[str, int]]]
     )
-    computations: list[Sequence[_Factor]] = dataclasses.field(
-        default_factory=list[Sequence[_Factor]]
-    )
+    computations: list[_Factors] = dataclasses.field(default_factory=list[_Factors])
 
 
 def turned_values(program: Program) -> set[Name]:
     """The values of a program and its bodies that may be turned, and are."""
+    if not any(isinstance(s, ir.Select) and _axes(s) for s in statements(program)):
+        return set()
     values = _Values(program)
     turns = values.turns()
     waiting = [*turns]
@@ -139,9 +153,11 @@ class _Values:
                 case ir.Scan():
                     self.scan(here, stmt)
                 case ir.Compute() if _is_known(stmt):
-                    self.computation(here, stmt, _factors(here, stmt, self.ranks))
+                    found = functools.partial(_factors, here, stmt, self.ranks)
+                    self.computation(here, stmt, found)
                 case ir.Set():
-                    self.computation(here, stmt, _dims_alike(here, stmt))
+                    found = functools.partial(_dims_alike, here, stmt)
+                    self.computation(here, stmt, found)
                 case _:
                     self.touch(here, itertools.chain(*touched(stmt)))
                     for each in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
@@ -155,12 +171,15 @@ class _Values:
         for one, other in zip(inside, (*scan.xs, *scan.ys), strict=True):
             self.of(id(body), one)
             iterations = _Factor([((here, other.name), -len(other.shape))], scan.length)
-            self.of(here, other).computations.append([iterations])
+            self.of(here, other).computations.append(
+                functools.partial(list, [iterations])
+            )
             self.same.merge((id(body), one.name), (here, other.name))
 
     def computation(
-        self, here: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
+        self, here: int, stmt: ir.Compute | ir.Set, found: _Factors
     ) -> None:
+        factors = functools.cache(found)
         for buffer in itertools.chain(*touched(stmt)):
             self.of(here, buffer).computations.append(factors)
 
@@ -185,7 +204,7 @@ class _Values:
         waiting = [*turns]
         while waiting:
             name = waiting.pop()
-            for factor in itertools.chain(*self.uses[name].computations):
+            for factor in self.factors(name):
                 if factor.parallel and (name, turns[name].dim) in factor.dims:
                     for other, dim in factor.dims:
                         names = self.same.subset(other)
@@ -214,14 +233,19 @@ class _Values:
         """Whether every computation takes a value as it is turned."""
         place = name, turns[name].dim
         return all(
-            all(f.takes(turns[name], turns) for f in factors if place in f.dims)
-            for factors in self.uses[name].computations
+            factor.takes(turns[name], turns)
+            for factor in self.factors(name)
+            if place in factor.dims
         )
 
     def beside(self, name: Name) -> set[Name]:
         """The values that share a factor with a value in some computation."""
-        factors = itertools.chain(*self.uses[name].computations)
-        return {other for factor in factors for other, _ in factor.dims}
+        return {other for factor in self.factors(name) for other, _ in factor.dims}
+
+    def factors(self, name: Name) -> Iterator[_Factor]:
+        """Those of all computations of a value."""
+        for factors in self.uses[name].computations:
+            yield from factors()
 
 
 def _axes(select: ir.Select) -> frozenset[str]:
