@@ -26,7 +26,8 @@ class Config:
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
     order to run: not those of `lower`, which one process may call alone.  `role` and
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.
+    names for messages, of a program that JAX has made without any.  An `unchecked` call
+    was not lowered when the user made it: a gradient's forward program is instead.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Config:
     role: Role = ""
     batched: bool = False
     operands: tuple[str, ...] = ()
+    unchecked: bool = False
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ def derived_params(
     params: Mapping[str, Any], how: Derivation, operands: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """A call's parameters, where JAX has derived its program from another's."""
-    config: Config = params["config"]
+    config: Config = dataclasses.replace(params["config"], unchecked=False)
     if how != "batched":
         config = dataclasses.replace(config, operands=operands)
     match how:
@@ -100,7 +102,9 @@ def plain(config: Config) -> Config:
     But where it could put: in an outer program it must not.
     """
     embedded = config.embedded and puts_are_known(config.mesh)
-    return dataclasses.replace(config, embedded=embedded, compared=True, identity=())
+    return dataclasses.replace(
+        config, embedded=embedded, compared=True, identity=(), unchecked=False
+    )
 
 
 @cached(256)
