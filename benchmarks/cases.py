@@ -155,6 +155,38 @@ ATTENDING = ("attention", "layer")
 """Those that attend within sequences, each of which one group of devices has whole."""
 
 
+GPT = "nvfuser_layer"
+
+WHOLE_LAYERS = ("layer", GPT)
+"""Those that compute what they gather."""
+
+
+def _gpt(axes: Axes, shrink: int) -> Case:
+    """A layer of GPT-3 with 175 billion parameters, one sequence, as nvFuser has it."""
+    whole = Model("gpt3", hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96)
+    model = whole.shrunk(shrink)
+    hidden, ffn, attended = model.hidden, model.ffn, model.heads * model.head
+    gains = [Operand(f"{nth}_gain", (hidden,), WHOLE) for nth in ("first", "second")]
+    return Case(
+        name=f"{GPT}/gpt3/2048",
+        model=model,
+        tokens=model.sequence,
+        axes=axes,
+        layer=layers.gelu_layer,
+        operands=(
+            Operand("x", (model.sequence, hidden), axes.rows),
+            gains[0],
+            _weight("qkv", (hidden, model.qkv), COLUMNS),
+            _weight("out", (attended, hidden), ROWS),
+            gains[1],
+            _weight("up", (hidden, ffn), COLUMNS),
+            _weight("down", (ffn, hidden), ROWS),
+        ),
+        out_spec=axes.rows,
+        exact_integers=False,
+    )
+
+
 def _peers_own(axes: Axes, shrink: int) -> Iterator[Case]:
     """The sizes that nvFuser's and Pallas' own benchmarks publish."""
 
@@ -177,6 +209,12 @@ def _peers_own(axes: Axes, shrink: int) -> Iterator[Case]:
 
     row_parallel = [(8192, 32768), (32768, 8192)]
     yield case("nvfuser_ar/h8192/8192", layers.reduced, row_parallel)
+    column_parallel = [(8192, 8192), (8192, 32768)]
+    yield case("nvfuser_ag/h8192/8192", layers.gathered, column_parallel)
+    deep, few = [(32768, 32768), (32768, 8192)], [(1024, 1024), (1024, 1024)]
+    yield case("nvfuser_ag/k32768/32768", layers.gathered, deep)
+    yield case("nvfuser_ag/k1024/1024", layers.gathered, few)
+    yield _gpt(axes, shrink)
     for k in (4096, 65536):
         # There each device multiplies by 1024 columns.
         wide = (k, 1024 * axes.tp)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -50,8 +50,21 @@ def progress_of_all(total: int) -> Progress:
     return no_progress() if jax.process_index() else progress(total)
 
 
-def start(module: str, argv: Sequence[str], processes: int, devices: int) -> int:
+def start(
+    module: str,
+    argv: Sequence[str],
+    processes: int,
+    devices: int,
+    variables: Mapping[str, str] | None = None,
+) -> int:
     """Runs `python -m module` in so many processes, which share so many devices.
+
+    Args:
+        module: what they run, as in `python -m module`.
+        argv: its arguments.
+        processes: how many there are.
+        devices: how many they share.
+        variables: more for their environment.
 
     Returns:
         The exit status: that of the first process that failed, or 0.
@@ -77,7 +90,7 @@ def start(module: str, argv: Sequence[str], processes: int, devices: int) -> int
     running = [
         subprocess.Popen(
             [sys.executable, "-m", module, *argv],
-            env=os.environ | fixed | {_NUMBER: str(number)},
+            env=os.environ | (variables or {}) | fixed | {_NUMBER: str(number)},
         )
         for number in range(processes)
     ]

@@ -132,6 +132,13 @@ def layer(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Arr
     return x + swiglu_mlp(comm, model, block)
 
 
+def gelu_layer(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
+    """GPT-3's: the same with gelu between two matmuls."""
+    x, first_gain, qkv, out, second_gain, up, down = xs
+    x = x + attention(comm, model, (_normalized(x, first_gain), qkv, out))
+    return x + mlp(comm, model, (_normalized(x, second_gain), up, down))
+
+
 def _swiglu(rows: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(rows @ gate) * (rows @ up)
 

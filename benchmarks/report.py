@@ -67,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def stored(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """The runs in those files, or in all of benchmarks/results, as they began.
 
-    Those of `python -m benchmarks.step` are of another form, and have their own table.
+    Those of `python -m benchmarks.step` are of other forms, and have their own tables.
     """
     every = sorted(RESULTS.glob("*.json"))
-    files = files or [file for file in every if not file.match("*-step.json")]
+    steps = ("-step.json", "-whole.json")
+    files = files or [file for file in every if not file.name.endswith(steps)]
     runs = (json.loads(file.read_text()) for file in files)
     return sorted(runs, key=lambda run: run["started"])
 

@@ -136,6 +136,12 @@ def layer(comm: Communication, model: Model, xs: Sequence[Any]) -> Any:
     return x + swiglu_mlp(comm, model, block)
 
 
+def gelu_layer(comm: Communication, model: Model, xs: Sequence[Any]) -> Any:
+    x, first_gain, qkv, out, second_gain, up, down = xs
+    x = x + attention(comm, model, (_normalized(x, first_gain), qkv, out))
+    return x + mlp(comm, model, (_normalized(x, second_gain), up, down))
+
+
 def _normalized(x: Any, gain: Any) -> Any:
     return F.rms_norm(x, (x.shape[1],), gain, EPSILON)
 
@@ -163,5 +169,6 @@ LAYERS: dict[str, Callable[[Communication, Model, Sequence[Any]], Any]] = {
         swiglu_mlp,
         attention,
         layer,
+        gelu_layer,
     )
 }

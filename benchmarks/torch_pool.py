@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,9 +41,14 @@ class PoolError(Exception):
 
 
 class Pool:
-    """One process a device."""
+    """One process a device, with `variables` in its environment."""
 
-    def __init__(self, devices: int, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        devices: int,
+        device: str = "cuda",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.devices = devices
         self.versions: dict[str, Any] = {}
         self._broken: str | None = None
@@ -51,7 +56,8 @@ class Pool:
         self._log: IO[str] = tempfile.TemporaryFile("w+")
         port = str(_free_port())
         self._processes = [
-            _start(rank, devices, port, device, self._log) for rank in range(devices)
+            _start(rank, devices, port, device, self._log, variables or {})
+            for rank in range(devices)
         ]
         self._readers = [_Reader(process) for process in self._processes]
 
@@ -131,7 +137,12 @@ class Pool:
 
 
 def _start(
-    rank: int, size: int, port: str, device: str, log: IO[str]
+    rank: int,
+    size: int,
+    port: str,
+    device: str,
+    log: IO[str],
+    variables: Mapping[str, str],
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
@@ -144,7 +155,7 @@ def _start(
             device,
         ],
         cwd=_ROOT,
-        env=os.environ | _NO_MULTICAST,
+        env=os.environ | variables | _NO_MULTICAST,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

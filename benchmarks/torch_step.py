@@ -26,7 +26,7 @@ Tensor: TypeAlias = Any
 Function: Any = torch.autograd.Function
 
 # cuDNN's first, which the arms in JAX call as well.
-_KERNELS = [
+KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -118,11 +118,11 @@ def step(
         return (x.float() ** 2).sum()
 
     def forward(operands: Sequence[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), sdpa_kernel(_KERNELS, set_priority=True):
+        with torch.no_grad(), sdpa_kernel(KERNELS, set_priority=True):
             return [_total(loss(operands[0], operands[1:]))]
 
     def both(operands: Sequence[Tensor]) -> list[Tensor]:
-        with sdpa_kernel(_KERNELS, set_priority=True):
+        with sdpa_kernel(KERNELS, set_priority=True):
             result = loss(operands[0], operands[1:])
             gradients = torch.autograd.grad(result, list(operands))
         return [_total(result.detach()), *_with_summed_gains(gradients)]

@@ -20,7 +20,7 @@ from typing import Any, TextIO, TypeAlias
 import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-from benchmarks import torch_layers, torch_profile, torch_step
+from benchmarks import torch_layers, torch_profile, torch_step, torch_whole
 
 Job: TypeAlias = dict[str, Any]
 Device: TypeAlias = Any  # torch.device; type checkers need not have PyTorch
@@ -87,6 +87,8 @@ def _run(job: Job, device: Device) -> dict[str, Any]:
         try:
             calls[arm] = _call(arm, job, sets, device)
             found[arm] = _first(calls[arm], device)
+            if "whole" in job:
+                found[arm]["losses"] = [float(calls[arm](0)[0]) for _ in range(4)]
         except Exception as error:
             calls.pop(arm, None)
             found[arm] = {"error": _text(error)}
@@ -117,10 +119,12 @@ def _operands(job: Job, device: Device) -> list[Tensor]:
 def _call(
     arm: str, job: Job, sets: list[list[Tensor]], device: Device
 ) -> Callable[[int], Any]:
+    if "whole" in job:
+        return torch_whole.step(job["model"], job["whole"], device)
     if arm == "torch_compute":
         shape = job["gathered"]
         placed = None if shape is None else _placed(shape, device)
-        comm = torch_layers.InPlace(placed, job["layer"] == "layer")
+        comm = torch_layers.InPlace(placed, job["layer"] in ("layer", "gelu_layer"))
     elif arm == "torch_async":
         comm = _symmetric(device)
     else:

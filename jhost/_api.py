@@ -12,7 +12,7 @@ from jhost._annotate import Chunks, Pipeline
 from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
-from jhost._jax import Inline, Names, Nums
+from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
 from jhost.lowering.explain import Explanation
 from jhost.runtime.mesh import AnyMesh
@@ -38,15 +38,14 @@ def jit(
     mesh: AnyMesh | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    static_argnums: Nums = None,
-    static_argnames: Names = None,
-    donate_argnums: Nums = None,
-    donate_argnames: Names = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
     keep_unused: bool = False,
     inline: Inline = False,
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
-    streams: int = 4,
     replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
@@ -79,11 +78,11 @@ def jit(
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
             over devices with work behind them go beside it, by permutes, where that is
             predicted to gain, or with `"p2p"` of the whole function.
-        streams: how many streams the iterations of a loop take turns on.
         replication_limit: the bytes that a device may receive for an operation that
             all devices repeat, on values that were spread over them, without a
             `jhost.errors.ReplicationWarning`.
-        compiler_options: XLA options for this function's executables.
+        compiler_options: XLA options for this function's executables.  As for
+            `jax.jit`, a function that is called in another program can have none.
         tuning: what `jhost.tune` measured of this function, once or on several
             arguments; it decides what marks and settings leave open.  One that does
             not hold here is ignored with a warning.
@@ -93,8 +92,7 @@ def jit(
         arrays of the global shapes and of the dtypes that `f` does.
 
     Raises:
-        OptionError: a pipeline that there is not, fewer than one stream, or a limit
-            below 0.
+        OptionError: a pipeline that there is not, or a limit below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument of another type.
         NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
@@ -121,7 +119,6 @@ def jit(
         inline=inline,
         chunks=chunks,
         pipeline=pipeline,
-        streams=streams,
         replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,

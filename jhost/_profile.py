@@ -15,7 +15,7 @@ from jhost._call.arguments import by_name
 from jhost._call.stages import Compiled
 from jhost.lowering.cost.choose_permutes import by_permutes
 from jhost.lowering.explain import puts
-from jhost.lowering.ir.said import said_statements
+from jhost.lowering.ir.display_names import displayed_statements
 from jhost.lowering.ir.scopes import statement_texts
 from jhost.runtime.devices import devices_of
 from jhost.runtime.profile.hlo_text import parse_module
@@ -67,7 +67,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
     _check_arrays(by_name(f.__wrapped__, args, kwargs))
     compiled = f.lower(*args, **kwargs).compile()
     devices, program = devices_of(compiled.mesh), compiled.host_ir
-    call = _caller(compiled, *f.without_static(args, kwargs))
+    call = _caller(compiled, *f.__jhost_source__.static.without(args, kwargs))
     # XLA's CPU devices share their threads: two calls at once would hinder each other.
     wait = devices.platform == "cpu"
     _repeat(call, _WARM_UP, wait)
@@ -83,7 +83,7 @@ def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapRe
             name=program.name,
             module=module.name,
             statements=statement_texts(program),
-            values=said_statements(program),
+            values=displayed_statements(program),
         ),
         mesh=", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items()),
         device_kind=devices.kind,

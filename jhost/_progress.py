@@ -28,7 +28,7 @@ def progress(total: int, unit: str = "case") -> Progress:
         tqdm = importlib.import_module("tqdm")
     except ImportError:
         return _Lines(total)
-    return _Bar(tqdm.tqdm(total=total, unit=unit, dynamic_ncols=True))
+    return _TqdmBar(tqdm.tqdm(total=total, unit=unit, dynamic_ncols=True))
 
 
 def no_progress() -> Progress:
@@ -36,7 +36,7 @@ def no_progress() -> Progress:
     return _Silence()
 
 
-class _Bar:
+class _TqdmBar:
     def __init__(self, bar: Any) -> None:
         self._bar, self._under_way = bar, 0
 

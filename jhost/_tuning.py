@@ -18,7 +18,7 @@ from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, t
 from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
-from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.marks import SumsPlace
 from jhost.lowering.ir.statements import PipelineKind
 
 FORMAT = 2
@@ -47,7 +47,7 @@ class Candidate:
         text: the way in words.
         pipeline: "p2p" or "collective"; None for no pipeline.
         chunks: how many; None with no pipeline, or as many as the pipeline has unasked.
-        streams: on how many the loop takes turns; None for those of `jhost.jit`.
+        streams: on how many the loop takes turns; None for jhost's default.
         minimum: seconds of the fastest call.
         median: seconds of the median call.
         predicted: seconds by the cost model; None if it does not know the devices.
@@ -61,7 +61,7 @@ class Candidate:
     minimum: float
     median: float
     predicted: float | None
-    sums: Sums = "in chunks"
+    sums: SumsPlace = "in chunks"
 
     def __post_init__(self) -> None:
         if self.pipeline not in (None, "collective", "p2p"):

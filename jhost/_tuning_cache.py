@@ -15,7 +15,7 @@ from jhost._tuning import FORMAT, Environment, Tuning
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class CacheKey:
     """What a tuning is asked for: programs by fingerprint, and where they run."""
 
     environment: Environment
@@ -31,7 +31,7 @@ class Key:
         return (tuning.environment, found) == (self.environment, self.fingerprints)
 
 
-def load(key: Key) -> Tuning | None:
+def load(key: CacheKey) -> Tuning | None:
     """The tuning that was kept, if there is one; what is wrong with a file is said."""
     path = key.path()
     try:
@@ -47,7 +47,7 @@ def load(key: Key) -> Tuning | None:
     return tuning
 
 
-def store(key: Key, tuning: Tuning) -> None:
+def store(key: CacheKey, tuning: Tuning) -> None:
     """Keeps a tuning, in place of what was kept before; says so if it cannot."""
     path = key.path()
     try:

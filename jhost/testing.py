@@ -183,7 +183,8 @@ def _calls(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Inn
     if not callable(fun):
         raise errors.ArgumentError(f"jhost.testing takes a function, but got {fun!r}.")
     if isinstance(fun, JitFunction):
-        return [InnerCall(*fun.as_call(args, kwargs)[:2])]
+        call = fun.__jhost_source__.call(args, kwargs)
+        return [InnerCall(call.call_jaxpr, call.config)]
     return calls_in(fun, args, kwargs)
 
 

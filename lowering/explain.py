@@ -21,11 +21,18 @@ from jhost._page import (
     titled,
 )
 from jhost._text import bytes_text, counted, seconds_text
+from jhost.lowering.cost.leave_to_xla import is_left_to_xla
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
-from jhost.lowering.ir.said import said_remarks
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    LeftToXla,
+    Note,
+    PermuteReport,
+    StreamReport,
+)
 from jhost.lowering.steps import (
     CommunicationReport,
     Step,
@@ -165,12 +172,19 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
 
 def explain_program(program: Program) -> Explanation:
     """What `program` does, from its statements and from what its passes remarked."""
-    return _explained(program, program.name, 1)
+    explained = _explained(program, program.name, 1)
+    if not is_left_to_xla(program):
+        return explained
+    # What XLA moves is in its schedule, and is not what these statements move.
+    notes = tuple(str(r) for r in program.remarks if isinstance(r, LeftToXla))
+    return dataclasses.replace(
+        explained, notes=notes, layouts=(), communications=(), bodies=(), steps=()
+    )
 
 
 def _explained(program: Program, name: str, times: int) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    remarks, steps = said_remarks(program), steps_of(program, times)
+    remarks, steps = displayed_remarks(program), steps_of(program, times)
     return Explanation(
         name=name,
         loops=count_loops(program),
@@ -178,7 +192,7 @@ def _explained(program: Program, name: str, times: int) -> Explanation:
         layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
         communications=tuple(communications_in(steps)),
         permutes=tuple(r for r in remarks if isinstance(r, PermuteReport)),
-        notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
+        notes=tuple(str(r) for r in remarks if isinstance(r, Note | LeftToXla)),
         bodies=tuple(_bodies(program, times)),
         steps=steps,
     )
@@ -203,11 +217,6 @@ def count_loops(program: Program) -> int:
         for each in programs(program)
         for stmt in each.body
     )
-
-
-def is_pipelined(program: Program) -> bool:
-    """Whether streams order anything: loops, or transfers and the sums beside them."""
-    return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
 
 
 def puts(program: Program) -> bool:

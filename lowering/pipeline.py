@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 from jax.sharding import AbstractMesh
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
-from jhost.lowering.frontend.values import SaidNames
+from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults, Tunings
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.carry_partial_sums import CarryPartialSums
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.partial_carry import CarryPartialSums
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
@@ -28,7 +30,7 @@ from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.pad_uneven import PadUneven
-from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
 
@@ -72,11 +74,13 @@ def passes(
     strict: bool = True,
     rates: Rates | None = None,
     device_kind: str = "unknown",
+    between: Collection[str] = (),
     tuned: Tunings | None = None,
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
-    `tuned` has what was measured best for the marks of some programs.
+    Along the axes `between` lie GPUs of several processes.  `tuned` has what was
+    measured best for the marks of some programs.
 
     A program that is not `strict` was derived by JAX from one that was lowered before:
     a mark of the user's that fits the one need not fit the other.
@@ -87,6 +91,7 @@ def passes(
         CarryPartialSums(),
         DelayReductions(),
     )
+    transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         ConvertToCommunications(),
@@ -95,7 +100,9 @@ def passes(
         ComputeLate(),
         LowerStreams(streams=streams, strict=strict),
         OrderBySteps(),
-        ChooseTransfers(rates, settings.pipeline),
+        ChooseCycles(transfers),
+        transfers,
+        LeaveToXla(transfers.between),
         Segment(),
         ReceiveEarly(),
     )
@@ -143,7 +150,7 @@ def build_program(
     mesh: AbstractMesh,
     param_names: Sequence[str],
     result_names: Sequence[str],
-    said_names: SaidNames | None = None,
+    display_names: DisplayNames | None = None,
 ) -> Program:
     """The Host IR program of `closed_jaxpr` before any pass, with global shapes."""
     program = build(
@@ -152,7 +159,7 @@ def build_program(
         mesh=mesh,
         param_names=param_names,
         result_names=result_names,
-        said_names=said_names,
+        display_names=display_names,
     )
     verify(program, after="build")
     return program

@@ -11,13 +11,13 @@ from fractions import Fraction
 from jhost._jax import NO_LINE, aval_of, source_line
 from jhost._text import bytes_text, counted
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.said import said
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.ir.unit_printer import aval_text, type_text
-from jhost.lowering.rules.collectives import Written, written_in
+from jhost.lowering.rules.collectives import WrittenCollective, written_in
 from jhost.lowering.rules.dim_rule import shape_of
 
 
@@ -35,6 +35,8 @@ class CommunicationReport:
         written: whether the user wrote it, in a `jax.shard_map`; of a ragged one
             `bytes` is the most that there is room for.
         where: the line of that `jax.shard_map`, if it is known.
+        beside: how many matmuls, and other kernels that sum products, stand between
+            where it is issued and where it is waited for, outside a loop over chunks.
     """
 
     kind: str
@@ -45,9 +47,11 @@ class CommunicationReport:
     times: int = 1
     written: bool = False
     where: str = ""
+    beside: int = 0
 
     def __str__(self) -> str:
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+        chunks = f", beside {counted(self.beside, 'matmul')}" if self.beside else chunks
         chunks = ", as written" if self.written else chunks
         times = f", {self.times} times" if self.times > 1 else ""
         most = "at most " if self.kind == "RaggedAllToAll" else ""
@@ -119,13 +123,15 @@ def _steps(
     program: Program, body: Sequence[ir.Stmt], repeats: Fraction, times: int
 ) -> Iterator[Step]:
     """What statements do that are so many of their first chunk, so many `times`."""
+    beside = _beside(body) if body is program.body else {}
     for stmt in body:
         match stmt:
             case ir.Compute():
                 yield _computation(program, stmt)
                 yield from _written_in(program, stmt, times)
-            case ir.Communicate():
-                yield _communication(program, stmt, repeats, times)
+            case ir.Communicate(name=name):
+                among = beside.get(name, 0)
+                yield _communication(program, stmt, repeats, times, among)
             case ir.For():
                 worth = repeats * _chunks_worth(stmt)
                 inner = tuple(_steps(program, stmt.body, worth, times))
@@ -163,7 +169,7 @@ def _written_in(program: Program, stmt: ir.Compute, times: int) -> Iterator[Step
 
 
 def _as_written(
-    found: Written, where: str, mesh: Mapping[str, int], times: int
+    found: WrittenCollective, where: str, mesh: Mapping[str, int], times: int
 ) -> Step:
     value, most = aval_text(found.source), found.room or found.source
     layout = value if found.room is None else f"{value} -> {aval_text(found.room)}"
@@ -185,21 +191,47 @@ def _as_written(
 
 def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
     """Each once: several buffers may be parts of one value."""
-    texts = [f"{said(program, b.name)}: {type_text(b)}" for b in buffers]
+    texts = [f"{display_name(program, b.name)}: {type_text(b)}" for b in buffers]
     return ", ".join(dict.fromkeys(texts))
 
 
+def _beside(body: Sequence[ir.Stmt]) -> dict[str, int]:
+    """For each communication, by name, the matmuls until it is waited for."""
+    matmuls = 0
+    issued: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for stmt in body:
+        match stmt:
+            case ir.Communicate(name=name):
+                issued[name] = matmuls
+            case ir.Wait(communication=name) if name in issued:
+                found[name] = matmuls - issued[name]
+            case _:
+                matmuls += _matmuls(stmt)
+    return found
+
+
+def _matmuls(stmt: ir.Stmt) -> int:
+    """The contractions of a statement, all iterations of a loop counted."""
+    if isinstance(stmt, ir.For):
+        return stmt.extent * sum(map(_matmuls, stmt.body))
+    if not isinstance(stmt, ir.Compute):
+        return 0
+    return sum(eqn.rule.contracts for eqn in stmt.unit.eqns)
+
+
 def _communication(
-    program: Program, stmt: ir.Communicate, repeats: Fraction, times: int
+    program: Program, stmt: ir.Communicate, repeats: Fraction, times: int, beside: int
 ) -> Step:
     mesh = dict(program.mesh.shape)
     report = CommunicationReport(
         kind=stmt.kind,
         axes=stmt.axes,
-        value=said(program, stmt.source.name),
+        value=display_name(program, stmt.source.name),
         bytes=int(_received(stmt, mesh) * repeats) * times,
         chunks=math.ceil(repeats),
         times=times,
+        beside=beside,
     )
     layout = f"{type_text(stmt.source)} -> {type_text(stmt.out)}"
     return Step(text=str(report), layout=layout, communication=report)

@@ -41,7 +41,7 @@ class _Meetings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Program:
+class _Announced:
     """What a process says it is about to run."""
 
     digest: str
@@ -88,13 +88,13 @@ def compare_programs(
         lines = describe()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         with _lock:
-            _meet(client, processes, _Program(digest, name), lines, _timeout)
+            _meet(client, processes, _Announced(digest, name), lines, _timeout)
 
 
 def _meet(
     client: Coordination,
     processes: Processes,
-    program: _Program,
+    program: _Announced,
     lines: Sequence[str],
     timeout: float,
 ) -> None:
@@ -119,7 +119,7 @@ class _Meeting:
     number: int
     timeout: float
 
-    def compare(self, program: _Program, lines: Sequence[str]) -> None:
+    def compare(self, program: _Announced, lines: Sequence[str]) -> None:
         mine = f"{self._key('programs')}{jax.process_index()}"
         told = f"{program.digest} {program.name}"
         self.client.key_value_set(mine, told, allow_overwrite=True)
@@ -138,9 +138,9 @@ class _Meeting:
         told = self.client.key_value_dir_get_bytes(self._key("lines"))
         return {_process(k): zlib.decompress(v).decode().split("\n") for k, v in told}
 
-    def _programs(self) -> dict[int, _Program]:
+    def _programs(self) -> dict[int, _Announced]:
         told = dict(self.client.key_value_dir_get(self._key("programs")))
-        programs = {_process(k): _Program(*v.split(" ", 1)) for k, v in told.items()}
+        programs = {_process(k): _Announced(*v.split(" ", 1)) for k, v in told.items()}
         return dict(sorted(programs.items()))
 
     def _wait(self, what: str) -> Exception | None:
@@ -173,7 +173,7 @@ def _process(key: str) -> int:
 
 
 def _timed_out(
-    meeting: _Meeting, name: str, found: Mapping[int, _Program]
+    meeting: _Meeting, name: str, found: Mapping[int, _Announced]
 ) -> errors.ProcessTimeoutError:
     missing = [process for process in meeting.processes if process not in found]
     offenders = [f"process {process} has not come" for process in missing]
@@ -187,7 +187,7 @@ def _timed_out(
 
 
 def _mismatch(
-    found: Mapping[int, _Program], lines: Mapping[int, Sequence[str]]
+    found: Mapping[int, _Announced], lines: Mapping[int, Sequence[str]]
 ) -> errors.ProcessMismatchError:
     """The most common program, or the first process's, is what others differ from."""
     groups: dict[str, list[int]] = {}
@@ -206,7 +206,7 @@ def _mismatch(
 def _differences(
     usual: Sequence[int],
     other: Sequence[int],
-    found: Mapping[int, _Program],
+    found: Mapping[int, _Announced],
     lines: Mapping[int, Sequence[str]],
 ) -> Iterator[str]:
     """How the program of the processes `other` differs from that of `usual`."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jhost.lowering.ir.reach import Reach
+from jhost.lowering.ir.reach import Reach, between_processes
 from jhost.runtime.mesh import AnyMesh
 
 
@@ -39,6 +39,12 @@ class Devices:
         """The axes along which permutes can be copies: GPUs that one process owns."""
         within = {axis for axis, reach in self.reach.items() if reach == "process"}
         return frozenset(within) if self.platform == "gpu" else frozenset()
+
+    @property
+    def between(self) -> frozenset[str]:
+        """The axes along which GPUs of several processes lie."""
+        axes = frozenset(between_processes(self.reach, self.reach))
+        return axes if self.platform == "gpu" else frozenset()
 
 
 _assumed: ContextVar[str] = ContextVar("_assumed", default="")

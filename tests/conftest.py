@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--examples",
         type=int,
-        default=40,
+        default=12,
         metavar="N",
         help="how many random programs a property test tries (default: %(default)s; "
         "of rules and plans at most 25)",

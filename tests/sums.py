@@ -1,22 +1,24 @@
-"""Where sums stand, over all chunks and over devices, as a choice may have it."""
+"""Where sums stand, and how transfers move, as a choice may have it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, get_args
 from unittest import mock
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
-from jhost.lowering.ir.marks import Sums
+from jhost.lowering.ir.marks import SumsPlace
 from jhost.lowering.loops import lower_streams
+from jhost.lowering.schedule.order import Way
 
-EVERY: tuple[Sums, ...] = get_args(Sums)
+EVERY: tuple[SumsPlace, ...] = get_args(SumsPlace)
 
 
 @contextmanager
-def standing(sums: Sums) -> Generator[None]:
+def standing(sums: SumsPlace) -> Generator[None]:
     """Streams have those of their loops there, whatever was chosen."""
     choose = lower_streams.choose_pipeline
 
@@ -28,12 +30,27 @@ def standing(sums: Sums) -> Generator[None]:
 
 
 @contextmanager
-def by_permutes(asked: bool = True) -> Generator[None]:
-    """What moves outside of loops goes by permutes wherever there is work beside it.
+def by_permutes() -> Generator[None]:
+    """What moves outside of loops goes by permutes wherever there is work beside it."""
+    with moving("permutes"):
+        yield
 
-    If that is `asked`; of any size.
+
+@contextmanager
+def moving(way: Way | None) -> Generator[None]:
+    """What moves outside of loops goes that way wherever there is work beside it.
+
+    Of any size; with None as was chosen.
     """
     yes = mock.Mock(return_value=True)
-    is_asked = mock.patch.multiple(ChooseTransfers, is_open=yes, gains=yes)
-    with is_asked if asked else nullcontext():
+    asked = {"is_open": yes, "gains": yes}
+    if way == "collective":
+        asked["way"] = mock.Mock(return_value=way)
+    if way is None:
+        yield
+        return
+    with (
+        mock.patch.multiple(ChooseTransfers, **asked),
+        mock.patch.object(ChooseCycles, "gains", yes),
+    ):
         yield

@@ -49,6 +49,8 @@ from benchmarks.arms.base import tied  # noqa: E402
 from benchmarks.axes import Axes, along_tp  # noqa: E402
 from benchmarks.communication import Whole  # noqa: E402
 
+pytestmark = pytest.mark.newest  # what we measure with, and not the library
+
 
 def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(BENCHMARKS / name))
@@ -148,7 +150,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 
@@ -179,7 +181,10 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     assert exact == {True if chosen.exact_integers else None}
 
 
-@pytest.mark.parametrize("name", ["swiglu_mlp/8b/2048", *EXPERTS])
+@pytest.mark.parametrize(
+    "name",
+    ["swiglu_mlp/8b/2048", *(pytest.param(e, marks=pytest.mark.slow) for e in EXPERTS)],
+)
 def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
     chosen = case(name)
     wanted = plan("plain", "compute", "communication", "jhost_p2p")
@@ -194,7 +199,14 @@ def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
 GRID = Axes((("dp", 2), ("tp", 2)))
 
 
-@pytest.mark.parametrize("name", ["down_ar/8b/2048", "layer/8b/8192", EXPERTS[0]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "down_ar/8b/2048",
+        pytest.param("layer/8b/8192", marks=pytest.mark.slow),
+        pytest.param(EXPERTS[0], marks=pytest.mark.slow),
+    ],
+)
 def test_rows_may_be_split_over_another_axis(name: str, grid: Mesh) -> None:
     """Each group has all weights, whose gradients are summed over the groups."""
     chosen = case(name, GRID)
@@ -224,6 +236,7 @@ def test_a_case_over_two_axes_counts_its_work_and_its_bytes() -> None:
 # --- Keys that go around ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_arm_attends_to_keys_that_go_around(
     make_mesh: Callable[..., Mesh],
 ) -> None:
@@ -388,6 +401,15 @@ def test_experts_count_their_work_and_their_bytes(
     one_way = 2 * places * width // devices * (devices - 1) // devices
     assert experts.bytes_moved(False) == 2 * one_way
     assert experts.bytes_moved(True) == 4 * one_way
+
+
+def test_a_layer_of_gpt_counts_its_matmuls_and_its_bytes() -> None:
+    listed = cases.all_cases(along_tp(2), small=False)
+    (gpt,) = cases.select(listed, ["nvfuser_layer"])
+    rows, hidden = gpt.operands[0].shape
+    scores = 2 * 2 * rows * rows * hidden
+    assert gpt.flops(False) == (2 * rows * 12 * hidden**2 + scores) // 2
+    assert gpt.bytes_moved(False) == 4 * 2 * rows * hidden // 2
 
 
 def test_attention_is_causal() -> None:

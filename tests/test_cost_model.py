@@ -35,6 +35,8 @@ from benchmarks.axes import along_tp  # noqa: E402
 from benchmarks.communication import AXIS, Streamed  # noqa: E402
 from benchmarks.step.predicted import as_with_cudnn  # noqa: E402
 
+pytestmark = pytest.mark.newest  # what we measure with, and not the library
+
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
 

@@ -77,6 +77,7 @@ def test_several_processes_give_what_one_gives() -> None:
 # --- adopt -------------------------------------------------------------------------- #
 
 
+@pytest.mark.slow
 @with_flax
 def test_an_adopted_model_trains_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     losses: list[list[str]] = []
@@ -211,6 +212,7 @@ def sends(program: str) -> list[str]:
     return [f"{kind} over {axes}" for kind, axes in found]
 
 
+@pytest.mark.slow
 def test_keys_and_values_go_around_and_scores_stay_in_chunks(
     run: Run, dumped: Dumped, capsys: Captured
 ) -> None:

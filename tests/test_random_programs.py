@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import chex
 import hypothesis
@@ -19,14 +19,18 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
-from jhost.lowering.ir.marks import Sums
-from tests import sums
+from jhost.lowering.ir.marks import SumsPlace
+from jhost.lowering.schedule.order import Way
+from tests import apart, sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
 from tests.random_derivatives import Derivatives, derivatives
 from tests.random_programs import OF_MORE_AXES, REFUSALS, Case, cases
 from tests.random_rows import LOOKUPS, UPDATES
 from tests.random_steps import BOOLEANS, INT4, INT8, SMOOTH, UINT8, WHOLE, ZEROS
+
+WAYS = st.sampled_from([None, *get_args(Way)])
+"""How what moves outside of loops does."""
 
 EXACT = 2.0**20
 """Up to here float32 holds whole numbers, their sums, and halves of them."""
@@ -55,11 +59,11 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(WHOLE), st.sampled_from(sums.EVERY), st.booleans())
+@given(cases(WHOLE), st.sampled_from(sums.EVERY), WAYS)
 def test_random_programs_equal_the_plain_function(
-    case: Case, where: Sums, permutes: bool
+    case: Case, where: SumsPlace, way: Way | None
 ) -> None:
-    with sums.standing(where), sums.by_permutes(permutes):
+    with sums.standing(where), sums.moving(way):
         assert_case(case)
 
 
@@ -75,6 +79,22 @@ def test_random_programs_of_narrow_integers_and_booleans_equal_the_plain_functio
 @given(cases(ROWS, most_steps=4))
 def test_random_lookups_and_updates_equal_the_plain_function(case: Case) -> None:
     assert_case(case)
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(cases(WHOLE))
+def test_random_programs_that_xla_partitions_equal_the_plain_function(
+    case: Case,
+) -> None:
+    case.count()
+    expected = by_jax(lambda: case.compiled(jax.jit)(*case.arguments()))
+    with apart.in_processes():
+        try:
+            f = case.compiled(functools.partial(jhost.jit, **case.settings()))
+            result = f(*case.placed())
+        except REFUSALS:
+            return
+    assert_same(result, expected)
 
 
 def assert_case(case: Case) -> None:
@@ -164,9 +184,9 @@ def leaves_of(results: Any) -> list[Any]:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), st.booleans())
+@given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), WAYS)
 def test_their_gradients_equal_the_plain_functions(
-    case: Case, inside: bool, where: Sums, permutes: bool
+    case: Case, inside: bool, where: SumsPlace, way: Way | None
 ) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()
@@ -191,7 +211,7 @@ def test_their_gradients_equal_the_plain_functions(
             f = jhost.jit(both(case.function), **case.settings(results=False))
         else:
             f = both(case.compiled(functools.partial(jhost.jit, **case.settings())))
-        with sums.standing(where), sums.by_permutes(permutes):
+        with sums.standing(where), sums.moving(way):
             result = f(*case.placed())
     except REFUSALS:
         return

@@ -30,6 +30,8 @@ from benchmarks.step import (
 )
 from benchmarks.timing import CODE_PATH
 
+pytestmark = pytest.mark.newest  # what we measure with, and not the library
+
 
 def run(path: Path, *options: str) -> dict[str, Any]:
     tiny = ["--quick", "--layers", "1", "--no-profile", "--json", str(path)]

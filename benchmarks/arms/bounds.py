@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from benchmarks.arms.base import Built, Function, forward_or_both, per_device
 from benchmarks.axes import Axes
 from benchmarks.case import Case, Operand
-from benchmarks.cases import RING
+from benchmarks.cases import RING, WHOLE_LAYERS
 from benchmarks.communication import AXIS, InPlace
 
 _LARGE = 1 << 31
@@ -29,7 +29,7 @@ def compute(case: Case, mesh: Mesh, backward: bool) -> list[Built]:
     of it has to be summed.
     """
     comes = _comes(case)
-    keep_rows = case.kind == "layer"
+    keep_rows = case.kind in WHOLE_LAYERS
     axes = case.axes
     operands = [_own_copies(o, axes) for o in case.operands]
     if comes:
@@ -86,7 +86,7 @@ def _cotangent(function: Function, operands: Sequence[Operand], out: P) -> Opera
 
 
 def _unused_x(case: Case) -> bool:
-    computed = case.kind in ("layer", RING)
+    computed = case.kind in (*WHOLE_LAYERS, RING)
     return not computed and case.moved(False)[0][0] in ("gather", "exchange")
 
 

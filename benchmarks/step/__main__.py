@@ -36,6 +36,8 @@ _MODULE = "benchmarks.step"
 PASSES = {"forward": (False,), "backward": (True,), "both": (True, False)}
 
 FULL = timing.Effort(warmups=2, blocks=5, calls=8, lead_in=4, instances=1)
+_FORM = "whole: embedding to optimizer; its options: --form whole --help"
+
 QUICK = timing.Effort(warmups=1, blocks=3, calls=5, lead_in=3, instances=1)
 CODE_PATH = timing.Effort(
     warmups=1, blocks=2, calls=1, lead_in=1, instances=1, settling_s=0
@@ -45,6 +47,11 @@ CODE_PATH = timing.Effort(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the arguments, measures, and prints what came of it."""
+    if _form(argv) == "whole":
+        # Only where it is asked for: it needs optax.
+        from benchmarks.step.whole import command
+
+        return command.main(argv)
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -147,6 +154,13 @@ def _plan(arguments: argparse.Namespace, on_gpu: bool) -> Plan:
     )
 
 
+def _form(argv: Sequence[str] | None) -> str:
+    """Which step: of layers alone, or a user's whole one, with options of its own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--form", default="layers")
+    return parser.parse_known_args(argv)[0].form
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step",
@@ -154,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="On CPUs every size is a 64th, and no time means anything.",
     )
     names, add = separated(str), parser.add_argument
+    add("--form", choices=["layers", "whole"], default="layers", help=_FORM)
     add("--quick", action="store_true", help="fewer calls, and one case by default")
     add("--models", type=names, help="8b, 70b; default: both, quick: 8b")
     add("--forms", type=names, help=f"{', '.join(LAYERS)}; default: all, quick: scan")

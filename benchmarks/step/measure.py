@@ -65,7 +65,7 @@ def measure(step: Step, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         arms[arm] |= _figures(each, step) if each.blocks_ms else dict(OUT_OF_TIME)
     entry["clocks"] = environment.clocks()
     for arm in times:
-        arms[arm] |= _profiled(compiled[arm], functools.partial(calls[arm], 0), plan)
+        arms[arm] |= profiled(compiled[arm], functools.partial(calls[arm], 0), plan)
     return entry
 
 
@@ -165,7 +165,7 @@ def _norm(gradients: list[jax.Array]) -> jax.Array:
 # --- When nothing computes ---------------------------------------------------------- #
 
 
-def _profiled(compiled: Any, call: Callable[[], Any], plan: Plan) -> Entry:
+def profiled(compiled: Any, call: Callable[[], Any], plan: Plan) -> Entry:
     """The parts of a call, and its share in which no computation runs."""
     if not plan.profiled or plan.deadline.passed():
         why = OUT_OF_TIME["skipped"] if plan.profiled else "not asked for"

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.run_file import RESULTS
+from benchmarks.step.whole import page as whole
 
 Record = Mapping[str, Any]
 
@@ -35,8 +36,14 @@ def stored() -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: run["started"])
 
 
+def every() -> str:
+    """All that is between the marks of the page: whole steps after those of layers."""
+    wholes = whole.stored()
+    return "\n\n".join([measured(), *([whole.section(wholes)] if wholes else [])])
+
+
 def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """All that is between the marks of the page.
+    """Tables of steps of layers.
 
     Of a case the last record of the same arms counts: ratios hold within a run.
     """

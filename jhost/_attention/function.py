@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jhost import errors
 from jhost._attention.primitives import attention_p
-from jhost._attention.written_out import Settings
+from jhost._attention.written_out import AttentionSettings
 from jhost._jax import varying_alike
 
 _LETTERS = {
@@ -123,7 +123,7 @@ def dot_product_attention(
     left, right = _window(local_window_size)
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    settings = Settings(
+    settings = AttentionSettings(
         scale=_scale(scale, shape[-1]),
         left=left,
         right=right,

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jhost._attention.written_out import (
-    Settings,
+    AttentionSettings,
     attention,
     attention_jvp,
     attention_vjp,
@@ -30,12 +30,12 @@ from jhost._jax import (
 # --- Types ------------------------------------------------------------------------- #
 
 
-def _types(query: Any, *_: Any, settings: Settings) -> list[Any]:
+def _types(query: Any, *_: Any, settings: AttentionSettings) -> list[Any]:
     sums = without_last_dim(query, width(query.dtype))
     return [query.update(weak_type=False), sums]
 
 
-def _jvp_types(*args: Any, settings: Settings, **_: Any) -> list[Any]:
+def _jvp_types(*args: Any, settings: AttentionSettings, **_: Any) -> list[Any]:
     return parted(args, settings)[1][:2]
 
 
@@ -61,7 +61,7 @@ attention_vjp_p = define_primitive(
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any | None], settings: Settings
+    primals: Sequence[Any], tangents: Sequence[Any | None], settings: AttentionSettings
 ) -> tuple[list[Any], list[Any]]:
     results = attention_p.bind(*primals, settings=settings)
     argnums = tuple(n for n, tangent in enumerate(tangents) if tangent is not None)
@@ -76,7 +76,7 @@ def _transpose(
     cotangents: Sequence[Any | None],
     *args: Any | None,
     argnums: tuple[int, ...],
-    settings: Settings,
+    settings: AttentionSettings,
 ) -> list[Any]:
     first = len(args) - len(argnums)
     pairs = zip(argnums, args[first:], strict=True)

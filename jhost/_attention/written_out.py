@@ -28,7 +28,7 @@ Positions: TypeAlias = tuple[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AttentionSettings:
     """What attention is to do, but for its arrays.
 
     A query sees keys as far `left` and `right` of its own position, or all of them
@@ -59,7 +59,7 @@ def width(dtype: Any) -> np.dtype:
 
 
 def attention(
-    *operands: Any, settings: Settings, positions: Positions | None = None
+    *operands: Any, settings: AttentionSettings, positions: Positions | None = None
 ) -> list[Any]:
     """What queries find, and the logarithms of the sums; 0 and -inf of no keys."""
     with jax.default_matmul_precision(settings.precision):
@@ -75,7 +75,7 @@ def attention(
 def attention_jvp(
     *args: Any,
     argnums: Sequence[int],
-    settings: Settings,
+    settings: AttentionSettings,
     positions: Positions | None = None,
 ) -> list[Any]:
     """The tangents of both results, from those of the operands `argnums`.
@@ -107,7 +107,7 @@ def attention_jvp(
 def attention_vjp(
     *args: Any,
     argnums: Sequence[int],
-    settings: Settings,
+    settings: AttentionSettings,
     positions: Positions | None = None,
 ) -> list[Any]:
     """The cotangents of the operands `argnums`, from the results' cotangents.
@@ -131,7 +131,9 @@ def attention_vjp(
         return [made[number]() for number in argnums]
 
 
-def parted(args: Sequence[Any], settings: Settings) -> tuple[list[Any], list[Any]]:
+def parted(
+    args: Sequence[Any], settings: AttentionSettings
+) -> tuple[list[Any], list[Any]]:
     """The operands of attention, and what its derivatives have besides."""
     count = 3 + len(settings.more)
     return [*args[:count]], [*args[count:]]
@@ -141,7 +143,7 @@ def parted(args: Sequence[Any], settings: Settings) -> tuple[list[Any], list[Any
 
 
 def _scores(
-    operands: Sequence[Any], settings: Settings, positions: Positions | None
+    operands: Sequence[Any], settings: AttentionSettings, positions: Positions | None
 ) -> Any:
     """Of each query and key, by head: `[..., N, T, S]`; -inf where a key is hidden."""
     query, key, _, *rest = operands
@@ -156,7 +158,7 @@ def _scores(
 
 def _masks(
     shape: Sequence[int],
-    settings: Settings,
+    settings: AttentionSettings,
     more: Mapping[str, Any],
     positions: Positions | None,
 ) -> Iterator[Any]:
@@ -184,7 +186,7 @@ def _masks(
 def _weights(
     operands: Sequence[Any],
     sums: Any,
-    settings: Settings,
+    settings: AttentionSettings,
     positions: Positions | None,
 ) -> Any:
     """What each query takes of each key's value; nothing where it sees no key."""

@@ -20,16 +20,16 @@ from jhost.runtime.compiler_options import accepted, overlap_options
 
 AXIS = "devices"
 
-Step: TypeAlias = Callable[..., jax.Array]
+OneOperation: TypeAlias = Callable[..., jax.Array]
 """One operation on a device's part: its result has the shape of its first operand."""
 
-Chain: TypeAlias = Callable[..., Any]
+OperationChain: TypeAlias = Callable[..., Any]
 """As many operations as its first argument says, of a device's parts."""
 
-Call: TypeAlias = Callable[[], Any]
+ChainCall: TypeAlias = Callable[[], Any]
 
 
-def chained(step: Step) -> Chain:
+def chained(step: OneOperation) -> OperationChain:
     """`step` of its own result, again and again, none fused with the next."""
 
     def chain(times: int, x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ def chained(step: Step) -> Chain:
     return chain
 
 
-def beside(step: Step, other: Step) -> Chain:
+def beside(step: OneOperation, other: OneOperation) -> OperationChain:
     """`step` and `other` at the same time, both ending before the next.
 
     Of `step` and another in chains of their own, XLA starts one `step` at a time that
@@ -56,7 +56,7 @@ def beside(step: Step, other: Step) -> Chain:
     return chain
 
 
-def behind_matmul(chain: Chain, times: int) -> Callable[..., Any]:
+def behind_matmul(chain: OperationChain, times: int) -> Callable[..., Any]:
     """So many operations, after a matmul of the first operand with itself."""
 
     def behind(matrix: jax.Array, *operands: jax.Array) -> Any:
@@ -73,7 +73,7 @@ def compiled(
     f: Callable[..., Any],
     operands: Sequence[jax.Array],
     more: Mapping[str, Any] | None = None,
-) -> Call:
+) -> ChainCall:
     """A call of `f` on each device's part, compiled as a program with loops is.
 
     `more` are options of XLA beside those, as far as it takes them.
@@ -132,7 +132,7 @@ def normalize(x: jax.Array) -> jax.Array:
     return (wide * lax.rsqrt(square + jnp.float32(1e-6))).astype(x.dtype)
 
 
-def communicate(kind: CommunicationKind, devices: int) -> Step:
+def communicate(kind: CommunicationKind, devices: int) -> OneOperation:
     """One communication of a device's part, among `devices` of them."""
 
     def step(x: jax.Array) -> jax.Array:

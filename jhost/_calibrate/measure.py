@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from jhost._calibrate.chains import (
     AXIS,
-    Call,
-    Chain,
+    ChainCall,
+    OperationChain,
     behind_matmul,
     beside,
     chained,
@@ -39,7 +39,7 @@ from jhost._calibrate.chains import (
 )
 from jhost._progress import Progress, no_progress
 from jhost._timing import take_turns
-from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic
+from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, Transfer
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime.compiler_options import PUTS
@@ -77,7 +77,7 @@ _ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cost:
+class _Seconds:
     """Seconds of one operation on the devices, and of the host to launch it."""
 
     seconds: float
@@ -128,7 +128,7 @@ class Measuring:
 
     # --- What one device does ------------------------------------------------- #
 
-    def kernel(self) -> _Cost:
+    def kernel(self) -> _Seconds:
         self.bar.step("launches of kernels")
         x, gpu = small(self.mesh), self.devices[0].platform == "gpu"
         more = _ONE_BY_ONE if gpu else {}
@@ -177,7 +177,7 @@ class Measuring:
         if count > 2:
             yield _IN_PAIRS, 2
 
-    def moved(self) -> Iterator[Moved]:
+    def moved(self) -> Iterator[Transfer]:
         for kinds, count in self.groups():
             mesh = Mesh(np.array(self.devices[:count]), (AXIS,))
             for kind in kinds:
@@ -193,7 +193,7 @@ class Measuring:
         """Whether NCCL makes permutes that are one-sided."""
         return not why_no_puts(self.mesh)
 
-    def puts(self) -> Iterator[Moved]:
+    def puts(self) -> Iterator[Transfer]:
         for size in _SIZES if self.can_put else ():
             held = self.size(size, self.mesh.size)
             yield self.move(self.mesh, "CollectivePermute", held, "put", PUTS)
@@ -205,7 +205,7 @@ class Measuring:
         held: int,
         said: str = "",
         more: Mapping[str, Any] | None = None,
-    ) -> Moved:
+    ) -> Transfer:
         self.bar.step(f"{said or kind} of {held / 1e6:.3g} MB among {mesh.size}")
         step, operands = communicate(kind, mesh.size), [row(mesh, held)]
         chain = chained(step)
@@ -214,7 +214,7 @@ class Measuring:
             chain = beside(step, touch)
             operands.append(small(mesh))
         cost = self.cost(mesh, chain, operands, more=more)
-        return Moved(
+        return Transfer(
             kind=kind,
             devices=mesh.size,
             held=held,
@@ -243,12 +243,12 @@ class Measuring:
     def cost(
         self,
         mesh: Mesh,
-        chain: Chain,
+        chain: OperationChain,
         operands: Sequence[jax.Array],
         *,
         times: int = 1,
         more: Mapping[str, Any] | None = None,
-    ) -> _Cost:
+    ) -> _Seconds:
         """What one more step takes in a chain, which is `times` as long as usual."""
         given = [self.first(mesh), *operands]
         short, long = (
@@ -259,7 +259,7 @@ class Measuring:
         count = times * (_LONG - _SHORT)
         each = (seconds["long"] - seconds["short"]) / count
         # A difference of times, unless noise is all there is of it.
-        return _Cost(
+        return _Seconds(
             seconds=each if each > 0 else seconds["long"] / (times * _LONG),
             host=max(0.0, (_host(long) - _host(short)) / count),
         )
@@ -270,7 +270,7 @@ class Measuring:
             self.matrices[mesh] = square(mesh, self.side())
         return self.matrices[mesh]
 
-    def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
+    def medians(self, calls: Mapping[str, ChainCall]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""
         longest = max(_once(call) for call in calls.values())
         count = max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
@@ -283,14 +283,14 @@ def multiprocessors(device: Any, start: Rates) -> int:
     return int(getattr(device, "core_count", start.multiprocessors))
 
 
-def _once(call: Call) -> float:
+def _once(call: ChainCall) -> float:
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
-def _host(call: Call) -> float:
+def _host(call: ChainCall) -> float:
     """Seconds until a call returns, which does not wait for the devices."""
     times: list[float] = []
     for _ in range(_ROUNDS):

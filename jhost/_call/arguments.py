@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jhost._jax import StaticArguments, Traced, arg_names, is_reference, type_of
+from jhost._jax import StaticArguments, TracedCall, arg_names, is_reference, type_of
 from jhost.lowering.ir.fingerprint import value_text
 
 
@@ -36,7 +36,7 @@ def by_name(
 
 
 def identity_of(
-    traced: Traced,
+    traced: TracedCall,
     static: StaticArguments,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

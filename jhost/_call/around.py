@@ -11,9 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 from jhost import errors
 from jhost._call.arguments import name_of
-from jhost._call.config import Config, plain
+from jhost._call.config import Config, program_config
 from jhost._call.program import derived_program
 from jhost._call.stages import explained
+from jhost._call.whole import left_whole
 from jhost._primitives import jhost_p
 from jhost.lowering.explain import Explanation, joined
 from jhost.lowering.ir.program import Program
@@ -59,14 +60,15 @@ def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
     found: dict[Any, InnerCall] = {}
     for call in calls:
         # A function that is called again on the same types has the same jaxpr.
-        key = id(call.call_jaxpr), plain(call.config)
+        key = id(call.call_jaxpr), program_config(call.config)
         times = call.times + (found[key].times if key in found else 0)
         found[key] = call._replace(times=times)
     return found.values()
 
 
 def _explained(call: InnerCall) -> Explanation:
-    explanation = explained(call.program(), call.config)
+    program = left_whole(call.call_jaxpr, call.config) or call.program()
+    explanation = explained(program, call.config)
     return dataclasses.replace(explanation, calls=call.times)
 
 

@@ -26,16 +26,19 @@ class Config:
     jhost's own, which sees to the compiler options.  `compared` ones are lowered in
     order to run: not those of `lower`, which one process may call alone.  `role` and
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
-    names for messages, of a program that JAX has made without any.  An `unchecked` call
-    was not lowered when the user made it: a gradient's forward program is instead.
+    names for messages, of a program that JAX has made without any.  A function around
+    it is `left_to_xla`, and this call with it.  An `unchecked` call was not lowered
+    when the user made it: a gradient's forward program is instead.  `streams` is how
+    many streams a loop's iterations take turns on: no argument of `jhost.jit`, as a GPU
+    has one queue for computations, and `jhost.tune` tries fewer where that may gain.
     """
 
     name: str
     mesh: AnyMesh | None
     chunks: int | Literal["auto"]
     pipeline: Pipeline
-    streams: int
     replication_limit: int
+    streams: int = 4
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()
     embedded: bool = False
@@ -43,6 +46,7 @@ class Config:
     identity: tuple[str, ...] = ()
     role: Role = ""
     batched: bool = False
+    left_to_xla: bool = False
     operands: tuple[str, ...] = ()
     unchecked: bool = False
 
@@ -96,7 +100,7 @@ class Call(NamedTuple):
     operands: tuple[Any, ...]
 
 
-def plain(config: Config) -> Config:
+def program_config(config: Config) -> Config:
     """What a program depends on: it is the same wherever it is called.
 
     But where it could put: in an outer program it must not.

@@ -17,9 +17,11 @@ import jax
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as jaxlib_version
 
+from jhost import errors
 from jhost._call.config import Config
+from jhost._call.left_to_xla import for_xla
 from jhost._call.program import derived_program
-from jhost._call.whole import stays_whole
+from jhost._call.whole import Whole, stays_whole
 from jhost._jax import (
     as_weak,
     cached_by_jaxpr,
@@ -31,10 +33,11 @@ from jhost._jax import (
     with_width,
 )
 from jhost._primitives import jhost_p
+from jhost.lowering.cost.leave_to_xla import begins_early, is_left_to_xla
 from jhost.lowering.emit.program import emit
-from jhost.lowering.explain import is_pipelined, puts
+from jhost.lowering.explain import puts
 from jhost.lowering.interpret.program import Record, interpret
-from jhost.lowering.ir.bodies import adds_up, most_under_way
+from jhost.lowering.ir.bodies import adds_up, is_pipelined, most_under_way
 from jhost.lowering.ir.fingerprint import fingerprint_lines
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import permutes
@@ -55,6 +58,9 @@ def emitted(
     """The JAX function of flat arrays that a program stands for, by its jaxpr."""
     avals, wide = call_jaxpr.out_avals, is_wide(call_jaxpr)
     mesh = program.mesh if config.mesh is None else config.mesh
+    if is_left_to_xla(program):
+        held: Any = weakref.ref(call_jaxpr)  # by which results of this are cached
+        return lambda *args: evaluate(for_xla(held(), mesh), args)
     on_mesh = emit(program, mesh)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -111,7 +117,8 @@ def _compiled(call_jaxpr: Any, config: Config) -> Callable[..., Sequence[Any]]:
     # Called from Python, also where a transform has traced the call.
     if stays_whole(call_jaxpr, config.mesh is not None):
         held: Any = weakref.ref(call_jaxpr)  # by which this is cached
-        return jax.jit(lambda *args: evaluate(held(), args))
+        options = dict(config.compiler_options)
+        return jax.jit(lambda *args: evaluate(held(), args), compiler_options=options)
     config = dataclasses.replace(config, embedded=False)
     program = derived_program(call_jaxpr, config)
     compare(program, config)
@@ -136,20 +143,25 @@ def jitted(program: Program, config: Config, call_jaxpr: Any) -> Any:
     return jax.jit(traced, compiler_options=options)
 
 
-def executable_options(program: Program, config: Config) -> dict[str, Any] | None:
+def executable_options(
+    program: Program | Whole, config: Config
+) -> dict[str, Any] | None:
     """What XLA is told for `program` alone: jhost's wishes, then the user's."""
     return _asked(program, config) | dump.compiler_options() or None
 
 
-def _asked(program: Program, config: Config) -> dict[str, Any]:
-    if not is_pipelined(program):
-        return dict(config.compiler_options)
-    wishes = overlap_options(config.mesh, **loops_of(program))
+def _asked(program: Program | Whole, config: Config) -> dict[str, Any]:
+    loops = None if isinstance(program, Whole) else loops_of(program)
+    wishes = {} if loops is None else overlap_options(config.mesh, **loops)
     return wishes | dict(config.compiler_options)
 
 
-def loops_of(program: Program) -> Loops:
-    """What XLA's options for `program` depend on."""
+def loops_of(program: Program) -> Loops | None:
+    """What XLA's options for `program` depend on, if it needs any."""
+    if is_left_to_xla(program):
+        return {"left_to_xla": True} if begins_early(program) else None
+    if not is_pipelined(program):
+        return None
     return {
         "adds_up": adds_up(program),
         "permuted": permutes(program),
@@ -181,6 +193,23 @@ def compare(program: Program, config: Config) -> None:
     compare_programs(config.name, config.mesh, describe)
 
 
+def check_has_no_options(config: Config) -> None:
+    """Refuses the user's options for a part of a program, where they would be lost.
+
+    So does JAX, as it traces a `jax.jit` in another (`pjit_staging_rule`).
+
+    Raises:
+        CompilerOptionError: there are some.
+    """
+    if options := dict(config.compiler_options):
+        raise errors.CompilerOptionError(
+            "`compiler_options` can only be passed to top-level `jax.jit` and "
+            f"`jhost.jit`. Got compiler_options={options} specified on a nested "
+            f"jhost.jit with name: {config.name}. XLA takes options for a whole "
+            "program: give them to the jit around."
+        )
+
+
 def _trace_late(
     *args: Any, call_jaxpr: Any, config: Config, devices: int
 ) -> Sequence[Any]:
@@ -190,13 +219,17 @@ def _trace_late(
     the communications, and would have more of them in loops over chunks.  What JAX has
     derived may hold references, which stood in bodies before.
     """
+    if config.embedded:
+        check_has_no_options(config)
     has_mesh = config.mesh is not None
-    if (not has_mesh and devices > 1) or stays_whole(call_jaxpr, has_mesh):
+    left = config.left_to_xla or (not has_mesh and devices > 1)
+    if left or stays_whole(call_jaxpr, has_mesh):
         return evaluate(call_jaxpr, args)
     program = derived_program(call_jaxpr, config)
     if config.compared:
         compare(program, config)
-    if config.embedded:
+    # XLA's own way needs no options: the program is the one of an outer `jax.jit`.
+    if config.embedded and not is_left_to_xla(program):
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
     return emitted(program, config, call_jaxpr)(*args)

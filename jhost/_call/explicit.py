@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jhost._annotate import spec_entries
-from jhost._jax import Traced, cached_by_jaxpr, is_type, untyped
+from jhost._jax import TracedCall, cached_by_jaxpr, is_type, untyped
 from jhost._primitives import Spec
 from jhost.runtime.mesh import (
     AnyMesh,
@@ -64,7 +64,7 @@ def _own(leaf: Any, mesh: AbstractMesh) -> PartitionSpec:
     return sharding.spec if same_mesh(sharding.mesh, mesh) else PartitionSpec()
 
 
-def without_types(traced: Traced) -> Traced:
+def without_types(traced: TracedCall) -> TracedCall:
     """What was traced, with the types of results as specs beside its jaxpr."""
     with automatic_axes():
         jaxpr = _without_types(traced.jaxpr, get_abstract_mesh())
@@ -78,7 +78,7 @@ _without_types = cached_by_jaxpr(untyped)
 
 
 def wanted_specs(
-    traced: Traced, given: Sequence[Spec | None], mesh: AnyMesh
+    traced: TracedCall, given: Sequence[Spec | None], mesh: AnyMesh
 ) -> list[Spec | None]:
     """The specs of results: those `given`, or else what their types say."""
     if traced.out_types is None:
@@ -92,7 +92,7 @@ def wanted_specs(
 
 
 def result_types(
-    traced: Traced, given: Sequence[Spec | None], laid_out: Iterable[PartitionSpec]
+    traced: TracedCall, given: Sequence[Spec | None], laid_out: Iterable[PartitionSpec]
 ) -> list[PartitionSpec]:
     """What types say of results: JAX's own words, or else how they are `laid_out`."""
     known = traced.out_types or [None] * len(given)

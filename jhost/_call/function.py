@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary, proxy
 
@@ -14,16 +14,20 @@ import jax
 from jhost import errors
 from jhost._call import shardings, stages
 from jhost._call.arguments import identity_of, name_of
-from jhost._call.config import Call, Config, derived_params
-from jhost._call.execute import executable_options, is_interpreting
+from jhost._call.config import Config, derived_params
+from jhost._call.execute import (
+    check_has_no_options,
+    executable_options,
+    is_interpreting,
+)
 from jhost._call.explicit import result_types
 from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
-from jhost._call.source import Key, Source, inside
-from jhost._call.whole import exports_over_devices, over_devices, stays_whole
+from jhost._call.source import CallKey, Source, inside
+from jhost._call.whole import for_devices
 from jhost._jax import (
-    Traced,
+    TracedCall,
     def_split,
     forget_traces,
     is_linearized,
@@ -65,10 +69,14 @@ class JitFunction(Generic[P, R]):
         self._settings = settings
         self._name = name_of(fun)
         # For where nothing is between devices; and it refuses what JAX does.
-        self._on_one_device = jax.jit(fun, **settings.of_arguments)
+        self._on_one_device = jax.jit(
+            fun,
+            compiler_options=dict(settings.compiler_options or {}),
+            **settings.of_arguments,
+        )
         self._source = Source(fun, settings)
-        self._jitted: dict[Key, Any] = {}
-        self._uncompared: dict[Key, Any] = {}
+        self._jitted: dict[CallKey, Any] = {}
+        self._uncompared: dict[CallKey, Any] = {}
         self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
@@ -102,7 +110,8 @@ class JitFunction(Generic[P, R]):
             NoMeshError, MeshMismatchError: there is no mesh, or there are several.
             StreamConflictError, StreamDimError, PipelineError, ChunksError: marks that
                 cannot be followed.
-            CompilerOptionError: XLA refuses one of the `compiler_options`.
+            CompilerOptionError: XLA refuses one of the `compiler_options`, or there are
+                some, and the call is part of another program.
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
                 all about to run the same.
             UnsupportedError: a part of JAX that jhost does not take.
@@ -224,7 +233,16 @@ class JitFunction(Generic[P, R]):
     def with_options(self, **options: Unpack[Options]) -> JitFunction[P, R]:
         """This function with other arguments of `jhost.jit`.
 
-        With another mesh, each `NamedSharding` keeps its spec.
+        Args:
+            **options: arguments of `jhost.jit` by name; the others stay as they are.
+                With another mesh, each `NamedSharding` keeps its spec.
+
+        Returns:
+            A function of its own, which compiles anew: this one stays as it is.
+
+        Raises:
+            ArgumentError: `jhost.jit` has no such argument, or takes no such value.
+            ChunksError, OptionError: values that no function could be compiled with.
 
         Example:
             >>> import jax.numpy as jnp
@@ -245,22 +263,24 @@ class JitFunction(Generic[P, R]):
 
     # --- Calls ---------------------------------------------------------------- #
 
-    def without_static(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments that what is compiled takes."""
-        return self._source.static.without(args, kwargs)
+    @property
+    def __jhost_source__(self) -> Source:
+        """The function with its settings: for `tune`, `profile`, `testing`, `explain`.
 
-    def _staged(self, key: Key, args: Any, kwargs: Any) -> stages.Traced:
+        As `__jax_array__` it is between libraries' own modules, and no user's.
+        """
+        return self._source
+
+    def _staged(self, key: CallKey, args: Any, kwargs: Any) -> stages.Traced:
         """JAX's stage, with what jhost makes of the function."""
         settled = self._source.settled(key, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
-        named = self._source.names_devices(settled, args, kwargs)
-        call_jaxpr = self._source.call_jaxpr(settled, traced, named)
         config = self._identified(self._source.config(settled), traced, args, kwargs)
+        named = self._source.names_devices(settled, args, kwargs)
+        program, call_jaxpr = self._source.program(settled, traced, named)
         as_lowered = functools.partial(
             stages.Lowered,
-            host_ir=host_program(call_jaxpr, config),
+            program=program,
             config=config,
             call_jaxpr=call_jaxpr,
             consts=traced.consts,
@@ -268,7 +288,7 @@ class JitFunction(Generic[P, R]):
         jitted = self._jitted_alone(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
 
-    def _jitted_alone(self, key: Key, args: Any, kwargs: Any) -> Any:
+    def _jitted_alone(self, key: CallKey, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use, which one of several processes may call."""
         settled = self._source.settled(key, args, kwargs)
         if len(processes_of(settled[0])) < 2:
@@ -279,7 +299,7 @@ class JitFunction(Generic[P, R]):
         )
 
     def _make_jitted(
-        self, key: Key, args: Any, kwargs: Any, compared: bool = True
+        self, key: CallKey, args: Any, kwargs: Any, compared: bool = True
     ) -> Any:
         """JAX's own jit around the primitive: its dispatch, donation and caches."""
         settled = self._source.settled(key, args, kwargs)
@@ -287,10 +307,7 @@ class JitFunction(Generic[P, R]):
         named = self._source.names_devices(settled, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
         config = dataclasses.replace(self._source.config(settled), compared=compared)
-        options = None
-        if not self._stays_whole(settled, traced):
-            call_jaxpr = self._source.call_jaxpr(settled, traced, named)
-            options = executable_options(host_program(call_jaxpr, config), config)
+        program, _ = self._source.program(settled, traced, named)
 
         # `self` keeps what is made here.  Were that a cycle, arrays that the function
         # closes over would wait for the garbage collector.
@@ -305,25 +322,15 @@ class JitFunction(Generic[P, R]):
         jitted = self._jitted if compared else self._uncompared
         jitted[key] = jax.jit(
             call,
-            compiler_options=options,
+            compiler_options=executable_options(program, config),
             **self._settings.of_arguments,
             **shardings,
         )
         return jitted[key]
 
-    def as_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """What a call of the function with these arguments runs, and on what."""
-        leaves = self._source.leaves(args, kwargs)
-        key = self._source.key(leaves)
-        with self._source.explained(key, args, kwargs):
-            key = self._source.settled(key, args, kwargs)
-            traced = self._source.trace(key, args, kwargs)
-            call_jaxpr = self._source.call_jaxpr(key, traced)
-        return Call(call_jaxpr, self._source.config(key), (*traced.consts, *leaves))
-
     def _bind(
         self,
-        key: Key,
+        key: CallKey,
         args: Any,
         kwargs: Any,
         *,
@@ -337,9 +344,16 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.settled(key, args, kwargs)
         traced = self._source.trace(key, args, kwargs)
-        if self._stays_whole(key, traced):
-            fun = self._over_devices(key, traced)
-            return (self._whole(fun, key) if embedded else fun)(*args, **kwargs)
+        if self._source.left_whole(key, traced):
+            fun = for_devices(self._fun, traced.jaxpr, key[0])
+            if embedded:  # the program around has no shardings of this function
+                fun = jax.jit(
+                    fun,
+                    compiler_options=dict(self._settings.compiler_options or {}),
+                    **self._settings.of_arguments,
+                    **self._source.named_shardings(key[0]),
+                )
+            return fun(*args, **kwargs)
         config = dataclasses.replace(
             self._source.config(key), embedded=embedded, compared=compared
         )
@@ -354,6 +368,8 @@ class JitFunction(Generic[P, R]):
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
+        if inside.get():  # it is inlined, and nobody lowers it by itself
+            check_has_no_options(config)
         if in_program or config.unchecked:
             return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.
@@ -364,31 +380,8 @@ class JitFunction(Generic[P, R]):
             call = with_types(call, explicit, specs)
         return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
 
-    def _stays_whole(self, key: Key, traced: Traced) -> bool:
-        """Whether `jax.jit` is to compile it as it is."""
-        if is_interpreting():
-            return False
-        return stays_whole(traced.jaxpr, key[0] is not None)
-
-    def _over_devices(self, key: Key, traced: Traced) -> Callable[..., R]:
-        """The function, for the devices of the mesh where JAX has to know them."""
-        if key[0] is None or not exports_over_devices(traced.jaxpr):
-            return self._fun
-        return over_devices(self._fun, key[0])
-
-    def _whole(self, fun: Callable[..., R], key: Key) -> Callable[..., R]:
-        """What `jax.jit` makes of it in a program around."""
-        settings = self._settings
-        shardings = self._source.named_shardings(key[0])
-        return jax.jit(
-            fun,
-            static_argnums=settings.static_argnums,
-            static_argnames=settings.static_argnames,
-            **shardings,
-        )
-
     def _identified(
-        self, config: Config, traced: Traced, args: Any, kwargs: Any
+        self, config: Config, traced: TracedCall, args: Any, kwargs: Any
     ) -> Config:
         """With all that processes compare, where there are several."""
         if len(processes_of(config.mesh)) < 2:

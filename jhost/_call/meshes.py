@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jhost import errors
 from jhost._call.shardings import is_spread
-from jhost._jax import Traced, calls, shard_map_of, source_line
+from jhost._jax import TracedCall, calls, shard_map_of, source_line
 from jhost.runtime.mesh import (
     AnyMesh,
     context_mesh,
@@ -62,7 +62,7 @@ def _several_meshes(
     )
 
 
-def inside_mesh(traced: Traced, on_one_device: bool) -> AnyMesh | None:
+def inside_mesh(traced: TracedCall, on_one_device: bool) -> AnyMesh | None:
     """The mesh that a function names, or over which arrays lie that it closes over.
 
     Those do not count for a call with arguments committed to `on_one_device`: for XLA

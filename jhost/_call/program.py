@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from jhost import errors
 from jhost._calibration import rates_here
-from jhost._call.config import Config, Role, plain
+from jhost._call.config import Config, Role, program_config
 from jhost._call.meshes import check_devices
 from jhost._jax import (
     arg_names,
@@ -30,13 +30,13 @@ from jhost._jax import (
 from jhost._primitives import stream_p
 from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
-from jhost.lowering.frontend.values import SaidNames
+from jhost.lowering.frontend.values import DisplayNames
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport, UnmetWish
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
-from jhost.lowering.ir.said import said_remarks
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, build_program, passes, run_passes
 from jhost.runtime import dump
@@ -50,7 +50,7 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
     Raises:
         StreamDimError, ChunksError, PipelineError: marks that cannot be followed.
     """
-    config = plain(config)
+    config = program_config(config)
     if not config.tunings:
         return _lowered(call_jaxpr, config)
     _warn_if_stale(call_jaxpr, config)
@@ -65,7 +65,7 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
 
 def derived_program(call_jaxpr: Any, config: Config) -> Program:
     """The program of a jaxpr that JAX may have derived, where marks may be left out."""
-    config = plain(config)
+    config = program_config(config)
     for tunings in dict.fromkeys((config.tunings, ())):
         try:
             return _lowered(call_jaxpr, dataclasses.replace(config, tunings=tunings))
@@ -160,7 +160,7 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
 
 def _warn_of_replication(program: Program, limit: int) -> None:
     """Says once a line what every device repeats, if it has to receive much for it."""
-    for report in said_remarks(program):
+    for report in displayed_remarks(program):
         if isinstance(report, ReplicationReport) and report.bytes >= limit:
             line = report.where or f"{report.primitive} of {program.name}"
             if line in _warned_lines():
@@ -234,6 +234,7 @@ def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> 
         strict=strict,
         rates=rates_here(devices, config.may_put),
         device_kind=devices.kind,
+        between=devices.between,
         tuned=tuned_here(config.tunings, config.mesh),
     )
 
@@ -270,7 +271,7 @@ def _built(call_jaxpr: Any, config: Config) -> Program:
             mesh=abstract(config.mesh),
             param_names=params,
             result_names=results,
-            said_names=_said_names(call_jaxpr, config),
+            display_names=_display_names(call_jaxpr, config),
         )
 
 
@@ -296,7 +297,7 @@ def _no_garbage_collection() -> Generator[None]:
             gc.enable()
 
 
-def _said_names(call_jaxpr: Any, config: Config) -> SaidNames:
+def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
     """What messages call the operands and the results.
 
     The paths of results that JAX makes up for a derived program are not the user's.
@@ -311,7 +312,7 @@ def _said_names(call_jaxpr: Any, config: Config) -> SaidNames:
     params = [name or other.format(number) for number, name in enumerate(names)]
     paths = () if derived else result_paths(call_jaxpr)
     results = [path or None for path in paths] or [None] * len(call_jaxpr.out_avals)
-    return SaidNames(params, results, _VARIABLES[config.role])
+    return DisplayNames(params, results, _VARIABLES[config.role])
 
 
 _VARIABLES: Mapping[Role, Variables] = {

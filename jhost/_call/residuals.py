@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from jhost import errors
 from jhost._annotate import spec_entries
-from jhost._call.config import Config, derived_params, plain
+from jhost._call.config import Config, derived_params, program_config
 from jhost._call.program import host_program, laid_out, lower_as, streams_of
 from jhost._call.residual_cut import hand_over_least
 from jhost._call.residual_names import with_names
@@ -56,7 +56,7 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
         JhostError: whatever the program that both come from is refused for.
     """
     params = derived_params({"config": config}, split.how)
-    ahead = plain(params["config"])
+    ahead = program_config(params["config"])
     if not config.unchecked:
         return _settled(split, ahead)
     try:
@@ -83,15 +83,16 @@ def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Spli
         lean = with_names(hand_over_least(split))
     if config.mesh is None:
         return lean
-    here = _streams_of_results(lean, config)
-    there = {} if here else _streams_of_operands(lean, config)
+    of_results = _streams_of_results(lean, config)
+    of_operands = {} if of_results else _streams_of_operands(lean, config)
     layouts = _layouts(split, lean, config)
     # A program that lost its marks on the way is worked on in chunks as the other is.
-    taken = {} if calls(lean.second, stream_p) else _by_operand(here, lean)
-    first = _with_marked_results(lean, layouts, _one_of_each_stream(here or there))
+    taken = {} if calls(lean.second, stream_p) else _by_operand(of_results, lean)
+    reached = of_results or of_operands
+    first = _with_marked_results(lean, layouts, _one_of_each_stream(reached))
     second = _with_marked_operands(lean, layouts, _one_of_each_stream(taken))
     marked = with_names(dataclasses.replace(lean, first=first, second=second))
-    if not there:  # the other marks say what holds in `lean.first` without them
+    if not of_operands:  # the other marks say what holds in `lean.first` without them
         lower_as(marked.first, lean.first)
     return marked
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jhost import errors
 from jhost._annotate import Chunks, Pipeline, as_int
 from jhost._call import shardings
-from jhost._jax import Inline, Names, Nums
+from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
 from jhost.runtime.mesh import AnyMesh, mesh_text
 
@@ -24,15 +24,14 @@ class Settings:
     mesh: AnyMesh | None = None
     in_shardings: Any = None
     out_shardings: Any = None
-    static_argnums: Nums = None
-    static_argnames: Names = None
-    donate_argnums: Nums = None
-    donate_argnames: Names = None
+    static_argnums: ArgNums = None
+    static_argnames: ArgNames = None
+    donate_argnums: ArgNums = None
+    donate_argnames: ArgNames = None
     keep_unused: bool = False
     inline: Inline = False
     chunks: Chunks = "auto"
     pipeline: Pipeline = "auto"
-    streams: int = 4
     replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
@@ -82,15 +81,14 @@ class Options(TypedDict, total=False):
     mesh: AnyMesh | None
     in_shardings: Any
     out_shardings: Any
-    static_argnums: Nums
-    static_argnames: Names
-    donate_argnums: Nums
-    donate_argnames: Names
+    static_argnums: ArgNums
+    static_argnames: ArgNames
+    donate_argnums: ArgNums
+    donate_argnames: ArgNames
     keep_unused: bool
     inline: Inline
     chunks: Chunks
     pipeline: Pipeline
-    streams: int
     replication_limit: int
     compiler_options: Mapping[str, Any] | None
     tuning: Tuning | Sequence[Tuning] | None
@@ -118,12 +116,6 @@ def check(settings: Settings) -> None:
         raise errors.OptionError(
             f"jhost.jit got replication_limit={settings.replication_limit!r}, but "
             "needs a number of bytes, of at least 0."
-        )
-    streams = as_int(settings.streams)
-    if streams is None or streams < 1:
-        raise errors.OptionError(
-            f"jhost.jit got streams={settings.streams!r}, but needs an int of at least "
-            "1."
         )
 
 

@@ -21,7 +21,7 @@ from jhost._jax import (
     without_dead_code,
 )
 from jhost._primitives import Spec
-from jhost.lowering.frontend.specs import Problem, check_axes, check_spec
+from jhost.lowering.frontend.specs import SpecProblem, check_axes, check_spec
 from jhost.lowering.ir.layout import spec_text
 from jhost.runtime.mesh import AnyMesh, mesh_text, same_mesh
 
@@ -49,7 +49,7 @@ def leaves_with_path(shardings: Any) -> list[tuple[str, Any]]:
 
 def axis_problems(
     what: str, shardings: Any, mesh: AnyMesh
-) -> list[tuple[str, Problem]]:
+) -> list[tuple[str, SpecProblem]]:
     """Why no array could have these specs on `mesh`, and where they stand."""
     return [
         (what + path, problem)
@@ -211,7 +211,7 @@ def problems(
     specs: Sequence[Spec | None],
     avals: Iterable[Any],
     mesh: AnyMesh,
-) -> list[tuple[str, Problem]]:
+) -> list[tuple[str, SpecProblem]]:
     """Why specs do not fit these values, with the values' names."""
     return [
         (f"{name} of shape {aval.shape}", problem)

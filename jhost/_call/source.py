@@ -10,19 +10,28 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, get_abstract_mesh
 
 from jhost import errors
 from jhost._call import shardings
 from jhost._call.arguments import by_name, name_of, types_of
-from jhost._call.config import Config
+from jhost._call.config import Call, Config
+from jhost._call.execute import is_interpreting
 from jhost._call.explicit import typed, typed_mesh, wanted_specs, without_types
 from jhost._call.meshes import brought_mesh, check_context, inside_mesh
+from jhost._call.program import host_program
 from jhost._call.settings import Settings
-from jhost._call.whole import check_takes_arrays
-from jhost._jax import Traced, arg_names, result_paths, static_arguments, trace
+from jhost._call.whole import Whole, check_takes_arrays, left_whole
+from jhost._jax import (
+    TracedCall,
+    arg_names,
+    result_paths,
+    static_arguments,
+    trace,
+)
 from jhost._primitives import Spec
 from jhost.lowering.frontend.specs import raise_problems
+from jhost.lowering.ir.program import Program
 from jhost.runtime.compiler_options import explain_refusal
 from jhost.runtime.mesh import (
     AnyMesh,
@@ -33,10 +42,11 @@ from jhost.runtime.mesh import (
     explicit_mesh,
     foreign_arrays,
     mesh_text,
+    mesh_texts,
     resolve_mesh,
 )
 
-Key: TypeAlias = tuple[AnyMesh | None, tuple[Sharding | None, ...] | None]
+CallKey: TypeAlias = tuple[AnyMesh | None, tuple[Sharding | None, ...] | None]
 """A mesh, and the arguments' own shardings, where they count.
 
 The mesh is what `jhost.jit` and `jax.set_mesh` say; in a key that is settled, it is
@@ -73,14 +83,16 @@ class Source:
 
     # --- Which program -------------------------------------------------------- #
 
-    def key(self, leaves: Sequence[Any]) -> Key:
+    def key(self, leaves: Sequence[Any]) -> CallKey:
         """What a call on these leaves depends on, beside their types."""
         fixed = self._fixed_mesh
         if fixed is not None and not self._asks_arguments:
             return fixed, None
         return fixed or context_mesh(), tuple(map(shardings.own, leaves))
 
-    def settled(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
+    def settled(
+        self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CallKey:
         """The key with the mesh that the call runs on.
 
         Where `jhost.jit` has none, the arguments bring theirs, or what is inside has.
@@ -131,7 +143,7 @@ class Source:
         """The leaves of the arguments that are not static, in order."""
         return jax.tree.leaves(self.static.without(args, kwargs))
 
-    def names_devices(self, key: Key, args: Any, kwargs: Any) -> bool:
+    def names_devices(self, key: CallKey, args: Any, kwargs: Any) -> bool:
         """Whether JAX's jit is told of a mesh with explicit axes.
 
         Its shardings tell it, or those of the arguments, or `jax.set_mesh`.
@@ -164,7 +176,7 @@ class Source:
             if tree is not None
         }
 
-    def config(self, key: Key) -> Config:
+    def config(self, key: CallKey) -> Config:
         """What holds for the program of a key."""
         settings = self.settings
         return Config(
@@ -172,7 +184,6 @@ class Source:
             mesh=None if key[0] is None else auto_mesh(key[0]),
             chunks=settings.chunks or "auto",
             pipeline=settings.pipeline,
-            streams=settings.streams,
             replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),
             tunings=settings.tunings,
@@ -180,7 +191,9 @@ class Source:
 
     # --- Tracing -------------------------------------------------------------- #
 
-    def trace(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    def trace(
+        self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> TracedCall:
         """The function's jaxpr on types without shardings: they are jhost's business.
 
         On a mesh with explicit axes JAX's types hold while it is traced.  jhost takes
@@ -188,7 +201,8 @@ class Source:
         """
         mesh = typed_mesh(key[0])
         if mesh is None:
-            return self._automatic(args, kwargs)
+            with self._other_types_explained(key[0], args, kwargs):
+                return self._automatic(args, kwargs)
         try:
             return self._typed(mesh, args, kwargs)
         except Exception:
@@ -196,12 +210,45 @@ class Source:
                 return self._automatic(args, kwargs)
             raise  # what asks for types in vain without them means those
 
-    def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    @contextmanager
+    def _other_types_explained(
+        self, mesh: AnyMesh | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Generator[None]:
+        """Says so if a function fails because it means types over another mesh.
+
+        Raises:
+            MeshMismatchError: with types over the mesh of the context it can be traced.
+        """
+        try:
+            yield
+        except ValueError as error:
+            context = get_abstract_mesh()
+            if mesh is None or not explicit_axes(context):
+                raise
+            if not self._is_typed_over(context, args, kwargs):
+                raise
+            theirs, own = mesh_texts(context, mesh)
+            raise errors.MeshMismatchError(
+                f"Types in {self.name} are of the axes of jax.set_mesh, which are "
+                "explicit, and it runs on another mesh. Let both be one mesh, with "
+                "explicit axes.",
+                [f"of jax.set_mesh: {theirs}", f"the function's: {own}"],
+            ) from error
+
+    def _is_typed_over(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> bool:
+        """Whether JAX takes the function with types over a mesh."""
+        try:
+            self._typed(mesh, args, kwargs)
+        except Exception:
+            return False
+        return True
+
+    def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedCall:
         types = types_of(self.static.without(args, kwargs))
         with automatic_axes():
             return self._traced(args, kwargs, types)
 
-    def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> Traced:
+    def _typed(self, mesh: AbstractMesh, args: Any, kwargs: Any) -> TracedCall:
         arguments = self.static.without(args, kwargs)
         leaves, tree = jax.tree.flatten(arguments)
         given = self._in_specs(*arguments)
@@ -215,7 +262,7 @@ class Source:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         types: tuple[Sequence[Any], Mapping[str, Any]],
-    ) -> Traced:
+    ) -> TracedCall:
         """The function's jaxpr on `types` in place of arguments that are not static."""
         nums, positional = self.static.positions(len(args)), iter(types[0])
         with _tracing():
@@ -229,7 +276,20 @@ class Source:
                 donate_argnames=self.settings.donate_argnames,
             )
 
-    def call_jaxpr(self, key: Key, traced: Traced, named: bool = False) -> Any:
+    def program(
+        self, key: CallKey, traced: TracedCall, named: bool = False
+    ) -> tuple[Program | Whole, Any]:
+        """What jhost makes of the function, and the jaxpr that it makes it of."""
+        if whole := self.left_whole(key, traced):
+            return whole, traced.jaxpr
+        call_jaxpr = self.call_jaxpr(key, traced, named)
+        return host_program(call_jaxpr, self.config(key)), call_jaxpr
+
+    def left_whole(self, key: CallKey, traced: TracedCall) -> Whole | None:
+        """Whether `jax.jit` is to compile the function as it is, and why."""
+        return None if is_interpreting() else left_whole(traced.jaxpr, self.config(key))
+
+    def call_jaxpr(self, key: CallKey, traced: TracedCall, named: bool = False) -> Any:
         """The traced jaxpr with the shardings of operands and results as marks.
 
         Where devices are `named` around it, by a mesh with explicit axes, the marks
@@ -259,7 +319,18 @@ class Source:
             marked = marked.abstract_mesh if named else marked
             return shardings.annotate(jaxpr, marked, in_specs, out_specs)
 
-    def specs(self, traced: Traced) -> tuple[list[Spec | None], list[Spec | None]]:
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """What a call of the function with these arguments runs, and on what."""
+        leaves = self.leaves(args, kwargs)
+        key = self.key(leaves)
+        with self.explained(key, args, kwargs):
+            key = self.settled(key, args, kwargs)
+            traced = self.trace(key, args, kwargs)
+            whole = self.left_whole(key, traced)
+            call_jaxpr = traced.jaxpr if whole else self.call_jaxpr(key, traced)
+        return Call(call_jaxpr, self.config(key), (*traced.consts, *leaves))
+
+    def specs(self, traced: TracedCall) -> tuple[list[Spec | None], list[Spec | None]]:
         """What the user gave for each argument and each result."""
         # As for `jax.jit`, in_shardings are a prefix of the positional arguments.
         args, kwargs = _with_some_leaves(traced.in_tree)
@@ -284,7 +355,7 @@ class Source:
 
     @contextmanager
     def explained(
-        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Generator[None]:
         """As `explain_failure`, for what is done in the block."""
         try:
@@ -294,7 +365,11 @@ class Source:
             raise
 
     def explain_failure(
-        self, error: Exception, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        error: Exception,
+        key: CallKey,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Raise jhost's own error where it can say more than JAX's did."""
         if isinstance(error, errors.JhostError):
@@ -325,7 +400,7 @@ class Source:
         except Exception:
             return  # the call itself is wrong, and JAX's own words say how
 
-    def _check_has_devices(self, key: Key, leaves: Sequence[Any]) -> None:
+    def _check_has_devices(self, key: CallKey, leaves: Sequence[Any]) -> None:
         """Raises an error if neither the mesh nor the arguments name the devices."""
         if not isinstance(key[0], AbstractMesh):
             return
@@ -336,7 +411,9 @@ class Source:
                 "which has no devices. Call it under jax.set_mesh(...) of one that has."
             )
 
-    def _check_layouts(self, key: Key, traced: Traced, leaves: Sequence[Any]) -> None:
+    def _check_layouts(
+        self, key: CallKey, traced: TracedCall, leaves: Sequence[Any]
+    ) -> None:
         """Raises an error if arrays lie otherwise than `in_shardings` say."""
         if not isinstance(key[0], jax.sharding.Mesh):
             return

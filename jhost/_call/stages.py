@@ -13,11 +13,12 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
+from jhost._call.whole import Whole
 from jhost._jax import take_over
-from jhost.lowering.explain import Explanation, explain_program, is_pipelined
+from jhost.lowering.explain import Explanation, explain_program
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text, permutes
+from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.runtime.compiler_options import explained_refusals, options_report
 from jhost.runtime.devices import Devices, devices_of
 from jhost.runtime.mesh import AnyMesh
@@ -42,28 +43,44 @@ class Traced(jax.stages.Traced):
 
 
 class Lowered(jax.stages.Lowered):
-    """A `jax.stages.Lowered`; `host_ir` is jhost's program, `str(host_ir)` its text."""
+    """A `jax.stages.Lowered`: a function lowered for arguments of certain types.
 
-    host_ir: Program
+    Attributes:
+        host_ir: jhost's program, as one device runs it; `str(host_ir)` is its text.
+            A function that `jax.jit` compiles as a whole has none.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     def __init__(
         self,
         lowered: jax.stages.Lowered,
         *,
-        host_ir: Program,
+        program: Program | Whole,
         config: Config,
         call_jaxpr: Any,
         consts: Sequence[Any],
     ) -> None:
         take_over(self, lowered)
-        self.host_ir = host_ir
+        self._program = program
         self._config = config
         self._call_jaxpr = call_jaxpr
         self._consts = consts
 
+    @property
+    def host_ir(self) -> Program:
+        """jhost's program; `str` of it is its text.
+
+        Raises:
+            UnsupportedError: `jax.jit` compiles the function as a whole.
+        """
+        return _host_ir(self._program)
+
     def explain(self) -> Explanation:
         """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return explained(self.host_ir, self._config)
+        return explained(self._program, self._config)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -81,6 +98,7 @@ class Lowered(jax.stages.Lowered):
         Raises:
             ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
                 all about to run this program.
+            UnsupportedError: `jax.jit` compiles the function as a whole.
 
         Example:
             >>> import jax.numpy as jnp
@@ -102,9 +120,13 @@ class Lowered(jax.stages.Lowered):
         """Compiles the program for its devices.
 
         Args:
-            compiler_options: XLA options for this executable, beside those of
-                `jhost.jit`.
+            compiler_options: XLA's options for this executable: a dict from names to
+                values of the types that XLA takes.  One that `jhost.jit` was given as
+                well has the value that is given here.
             **how: what else `jax.stages.Lowered.compile` takes.
+
+        Returns:
+            The executable, to be called, explained or asked for its schedule.
 
         Raises:
             CompilerOptionError: XLA refuses one of the `compiler_options`.
@@ -113,21 +135,36 @@ class Lowered(jax.stages.Lowered):
         options = dict(self._config.compiler_options) | (given or {})
         with explained_refusals(self._config.name, options):
             compiled = super().compile(given, **how)
-        return Compiled(compiled, host_ir=self.host_ir, config=self._config)
+        return Compiled(compiled, program=self._program, config=self._config)
 
 
 class Compiled(jax.stages.Compiled):
-    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for."""
+    """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for.
 
-    host_ir: Program
+    Attributes:
+        host_ir: jhost's program that was compiled; `str(host_ir)` is its text.
+        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
+        out_tree: the tree of the results, likewise.
+        args_info: shape, dtype and donation of each argument, likewise.
+        out_info: shape and dtype of each result, likewise.
+    """
 
     def __init__(
-        self, compiled: jax.stages.Compiled, *, host_ir: Program, config: Config
+        self, compiled: jax.stages.Compiled, *, program: Program | Whole, config: Config
     ) -> None:
         take_over(self, compiled)
-        self.host_ir = host_ir
+        self._program = program
         self._config = config
-        self._compare = functools.cache(functools.partial(compare, host_ir, config))
+        self._compare = functools.cache(functools.partial(_compare, program, config))
+
+    @property
+    def host_ir(self) -> Program:
+        """jhost's program; `str` of it is its text.
+
+        Raises:
+            UnsupportedError: `jax.jit` compiles the function as a whole.
+        """
+        return _host_ir(self._program)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable.
@@ -179,16 +216,30 @@ class Compiled(jax.stages.Compiled):
             schedule = str(self.schedule())
         except errors.ScheduleError:
             schedule = "schedule: the backend does not give it"
-        explanation = explained(self.host_ir, self._config)
+        explanation = explained(self._program, self._config)
         return dataclasses.replace(explanation, schedule=schedule)
 
 
-def explained(program: Program, config: Config) -> Explanation:
+def _host_ir(program: Program | Whole) -> Program:
+    if isinstance(program, Whole):
+        program.refuse("host_ir")
+    return program
+
+
+def _compare(program: Program | Whole, config: Config) -> None:
+    if not isinstance(program, Whole):
+        compare(program, config)
+
+
+def explained(program: Program | Whole, config: Config) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
+    if isinstance(program, Whole):
+        return _explained_whole(program, config)
     explanation = explain_program(program)
+    loops = loops_of(program)
     options: tuple[str, ...] = ()
-    if is_pipelined(program):
-        options = options_report(config.name, config.mesh, **loops_of(program))
+    if loops is not None:
+        options = options_report(config.name, config.mesh, **loops)
     notes = (
         *explanation.notes,
         *_notes_of_nothing_marked(explanation, config),
@@ -199,6 +250,20 @@ def explained(program: Program, config: Config) -> Explanation:
     return dataclasses.replace(
         explanation, name=config.title, notes=notes, options=options
     )
+
+
+def _explained_whole(whole: Whole, config: Config) -> Explanation:
+    """That there is no program of jhost's, and why."""
+    none = Explanation(
+        name=config.title,
+        loops=0,
+        streams=(),
+        layouts=(),
+        communications=(),
+        notes=(str(whole), *whole.reasons),
+    )
+    unmarked = _notes_of_nothing_marked(none, config)
+    return dataclasses.replace(none, notes=(*none.notes, *unmarked))
 
 
 def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterator[str]:
@@ -232,8 +297,8 @@ def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
 
 
 def _notes_of_reach(program: Program, devices: Devices) -> Iterator[str]:
-    """Why permutes that were asked for hide nothing."""
+    """Why permutes that were asked for hide less than copies."""
     axes = sorted(permutes(program))
-    if devices.platform == "gpu" and apart(axes, devices.reach):
-        text = apart_text(axes, devices.reach, dict(program.mesh.shape))
-        yield f"a p2p pipeline hides nothing: {text}"
+    if devices.platform == "gpu" and between_processes(axes, devices.reach):
+        text = why_not_hidden(axes, devices.reach, dict(program.mesh.shape))
+        yield f"a p2p pipeline hides little here: {text}"

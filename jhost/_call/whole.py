@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jhost import errors
+from jhost._call.config import Config
 from jhost._jax import arg_names, cached_by_jaxpr, calls, is_array
 from jhost._primitives import stream_p
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.unsupported import (
     exported_over_devices,
+    left_to_jit,
     walk,
     with_references,
 )
@@ -46,19 +49,51 @@ def _may_stay(jaxpr: Any) -> bool:
     return any(eqn.primitive.name == "call_exported" for eqn in eqns)
 
 
-def exports_over_devices(jaxpr: Any) -> bool:
-    """Whether JAX has to know the devices of a function that stays whole.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """What stands in place of a program where there is none; `reasons` say why."""
 
-    References are where they are, and say so themselves.
+    name: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} is left to jax.jit as a whole, with its shardings: what it "
+            "holds cannot be part of a program of jhost's."
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        """Says that there is no such thing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise errors.UnsupportedError(
+            f"{self} There is no {what} of it; what jax.jit's stages have is there.",
+            self.reasons,
+        )
+
+
+def left_whole(jaxpr: Any, config: Config) -> Whole | None:
+    """What there is to say of a function, if it stays whole."""
+    has_mesh = config.mesh is not None
+    if not stays_whole(jaxpr, has_mesh):
+        return None
+    eqns = inline_calls(jaxpr).eqns
+    params = dict(zip(_operand_names(jaxpr), jaxpr.jaxpr.invars, strict=True))
+    return Whole(config.name, tuple(left_to_jit(params, eqns, has_mesh)))
+
+
+def for_devices(
+    fun: Callable[..., R], jaxpr: Any, mesh: AnyMesh | None
+) -> Callable[..., R]:
+    """A function that stays whole, for the devices of the mesh, as jhost's are.
+
+    JAX looks for devices in the shardings inside.  It has to know them for exported
+    programs; references are where they are, and say so themselves.
     """
-    return bool(exported_over_devices(jaxpr.eqns))
-
-
-def over_devices(fun: Callable[..., R], mesh: AnyMesh) -> Callable[..., R]:
-    """A function that `jax.jit` compiles for all devices of a mesh, as jhost does.
-
-    JAX looks for them in the shardings inside.
-    """
+    if mesh is None or not exported_over_devices(jaxpr.eqns):
+        return fun
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> R:
@@ -82,17 +117,18 @@ def check_takes_arrays(name: str, jaxpr: Any) -> None:
     Raises:
         UnsupportedError: there are some.
     """
-    names = arg_names(jaxpr) or ("",) * len(jaxpr.jaxpr.invars)
-    pairs = zip(names, jaxpr.jaxpr.invars, strict=True)
-    found = [
-        f"{given or 'one that it closes over'}: {var.aval}"
-        for given, var in pairs
-        if not is_array(var)
-    ]
+    pairs = zip(_operand_names(jaxpr), jaxpr.jaxpr.invars, strict=True)
+    found = [f"{operand}: {var.aval}" for operand, var in pairs if not is_array(var)]
     if found:
         raise errors.UnsupportedError(
             f"jhost.jit of {name} cannot take references (jax.new_ref) into its "
-            "program, with a stream or to be shown: they are changed where they are. "
-            "Give it what they hold, ref[...], and write to them what it returns.",
+            "program, with a stream or to be interpreted: they are changed where they "
+            "are. Give it what they hold, ref[...], and write to them what it returns.",
             found,
         )
+
+
+def _operand_names(jaxpr: Any) -> list[str]:
+    """The user's names of the operands, and numbers of those closed over."""
+    names = arg_names(jaxpr) or ("",) * len(jaxpr.jaxpr.invars)
+    return [name or f"closed-over array {number}" for number, name in enumerate(names)]

@@ -25,6 +25,7 @@ from jhost._call.around import calls_in, explain_around
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
+from jhost._call.whole import left_whole
 from jhost._commands.block import count, writable_file
 from jhost._commands.modules import NotThereError, loaded, made
 from jhost._page import PAGE
@@ -208,9 +209,10 @@ def _explained(
 ) -> tuple[Explanation, list[Any]]:
     """The explanation, and the programs if they are asked for."""
     if isinstance(function, JitFunction):
-        call = function.with_options(**options).as_call(tuple(args), {})
-        program = host_program(call.call_jaxpr, call.config)
-        return explained(program, call.config), [program] if host_ir else []
+        source = function.with_options(**options).__jhost_source__
+        jaxpr, config, _ = source.call(tuple(args), {})
+        program = left_whole(jaxpr, config) or host_program(jaxpr, config)
+        return explained(program, config), [program] if host_ir else []
     explanation = explain_around(function, args, {})
     calls = calls_in(function, args, {}) if host_ir else []
     return explanation, list(dict.fromkeys(str(call.program()) for call in calls))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jhost._commands.findings import JAX, Problem, Report
 from jhost._timing import take_turns
-from jhost.lowering.ir.reach import WHERE, apart, laid_better
+from jhost.lowering.ir.reach import WHERE, between_processes, laid_better
 from jhost.runtime.compiler_options import overlap_options, wanted_options
 from jhost.runtime.devices import Devices, devices_of
 
@@ -71,7 +71,7 @@ def examine_mesh(report: Report, mesh: Mesh) -> None:
         for axis, size in sizes.items()
     }
     *_, last = sizes  # which by convention is the one to pipeline along
-    advice = laid_better(apart([last], devices.reach), devices.reach, sizes)
+    advice = laid_better(between_processes([last], devices.reach), devices.reach, sizes)
     if advice:
         what = f"the devices along {last} are {WHERE[devices.reach[last]]} without need"
         report.problems.append(Problem(what, advice))

@@ -25,6 +25,7 @@ from jhost._jax.computations import (
     def_jvp as def_jvp,
     def_transpose as def_transpose,
     define_primitive as define_primitive,
+    is_own as is_own,
     varying_alike as varying_alike,
     without_last_dim as without_last_dim,
 )
@@ -34,6 +35,7 @@ from jhost._jax.eqns import (
     ClosedJaxpr as ClosedJaxpr,
     calls as calls,
     close as close,
+    constraint as constraint,
     fresh_var as fresh_var,
     new_eqn as new_eqn,
     new_jaxpr as new_jaxpr,
@@ -106,11 +108,11 @@ from jhost._jax.split import (
 )
 from jhost._jax.stages import take_over as take_over
 from jhost._jax.tracing import (
+    ArgNames as ArgNames,
+    ArgNums as ArgNums,
     Inline as Inline,
-    Names as Names,
-    Nums as Nums,
     StaticArguments as StaticArguments,
-    Traced as Traced,
+    TracedCall as TracedCall,
     forget_traces as forget_traces,
     is_linearized as is_linearized,
     is_reference as is_reference,

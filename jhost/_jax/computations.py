@@ -30,6 +30,14 @@ class Kernels:
     can_compute: Callable[..., bool]
 
 
+_DEFINED: set[Primitive] = set()
+
+
+def is_own(primitive: Primitive) -> bool:
+    """Whether `define_primitive` made it, and XLA knows nothing of its dims."""
+    return primitive in _DEFINED
+
+
 def define_primitive(
     name: str,
     fun: Callable[..., Sequence[Any]],
@@ -44,6 +52,7 @@ def define_primitive(
     no other.
     """
     prim = Primitive(name)
+    _DEFINED.add(prim)
     prim.multiple_results = True
     computed = fun if types is None else partial(_in_dtypes, fun, types)
     prim.def_impl(partial(dispatch.apply_primitive, prim))

@@ -31,11 +31,11 @@ def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     return like_closed(live, jaxpr)
 
 
-_Rule: TypeAlias = tuple[WrappedFun, int, int]
+_ResultRule: TypeAlias = tuple[WrappedFun, int, int]
 """What gives a `custom_jvp`'s rule; a result's number, and of how many it is one."""
 
 
-def _rules_of_results(jaxpr: Any) -> Iterator[tuple[Var, _Rule]]:
+def _rules_of_results(jaxpr: Any) -> Iterator[tuple[Var, _ResultRule]]:
     """The rule of each result of a `custom_jvp`, here and in bodies."""
     for eqn in jaxpr.eqns:
         if _has_rule(eqn):
@@ -50,7 +50,7 @@ def _has_rule(eqn: JaxprEqn) -> bool:
     return eqn.primitive is custom_jvp_call_p
 
 
-def _with_rule(rules: Mapping[Var, _Rule], eqn: JaxprEqn) -> JaxprEqn | None:
+def _with_rule(rules: Mapping[Var, _ResultRule], eqn: JaxprEqn) -> JaxprEqn | None:
     """The equation of a `custom_jvp` with its own rule, for the results that are left.
 
     JAX (0.10 to 0.12) makes another for these, which fails where the user's gives a

@@ -7,11 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jax
+from jax import lax
 from jax._src import core
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.sharding import NamedSharding
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr as ClosedJaxpr  # one class, from 0.11 on
@@ -58,6 +62,16 @@ def new_eqn(
         outvars=list(outvars),
         params=dict(params),
     )
+
+
+def constraint(
+    atom: Atom, out: Var, sharding: NamedSharding, like: JaxprEqn
+) -> JaxprEqn:
+    """The equation of `jax.lax.with_sharding_constraint`, at the line of another."""
+    constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+    # Traced, for JAX to fill in the parameters: they differ by version.
+    (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
+    return eqn.replace(invars=[atom], outvars=[out], source_info=like.source_info)
 
 
 def rewritten(

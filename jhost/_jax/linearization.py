@@ -18,10 +18,10 @@ from jax.interpreters.ad import instantiate_zeros
 from jhost._jax.split import (
     Refine,
     Rename,
-    handed_over,
     keep,
     new_split,
     operand_names,
+    residual_values,
     with_zeros,
 )
 
@@ -63,7 +63,7 @@ def _linearize(
     split = refine(split, **params)
     ahead, behind = rename(params, "forward"), rename(params, "tangents")
     results = prim.bind(*primals, call_jaxpr=split.first, **ahead)
-    residuals = handed_over(split, call_jaxpr.consts, results, primals)
+    residuals = residual_values(split, call_jaxpr.consts, results, primals)
     structured = results[len(results) - number_own :]
 
     def tangents_out(

@@ -30,9 +30,13 @@ DimAxes: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """An equation of `jax.shard_map`; `summed` if a spec speaks of sums to be made."""
+    """An equation of `jax.shard_map`; `summed` if a spec speaks of sums to be made.
+
+    Each device has its part along the `manual` axes; the others are automatic.
+    """
 
     mesh: Mesh | AbstractMesh
+    manual: frozenset[str]
     body: ClosedJaxpr
     operands: tuple[DimAxes, ...]
     results: tuple[DimAxes, ...]
@@ -44,6 +48,7 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap:
     ins, outs = eqn.params["in_specs"], eqn.params["out_specs"]
     return ShardMap(
         mesh=eqn.params["mesh"],
+        manual=frozenset(eqn.params["newly_manual_axes"]),
         body=close(eqn.params["jaxpr"]),
         operands=tuple(map(_dim_axes, ins)),
         results=tuple(map(_dim_axes, outs)),

@@ -25,10 +25,10 @@ from jhost._jax.split import (
     Rename,
     Residual,
     Split,
-    handed_over,
     keep,
     new_split,
     operand_names,
+    residual_values,
 )
 
 # By name, not by `import`: a type checker sees the newest JAX, where these differ.
@@ -87,7 +87,7 @@ def _partially_eval(
     known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     ahead, behind = rename(params, "known"), rename(params, "unknown")
     results = prim.bind(*known, call_jaxpr=split.first, **ahead)
-    residuals = handed_over(split, call_jaxpr.consts, results, known)
+    residuals = residual_values(split, call_jaxpr.consts, results, known)
     operands = [
         *map(trace.new_instantiated_const, residuals),
         *keep(tracers, unknown),
@@ -150,7 +150,7 @@ def _split_eqn(
     split = refine(split, **params)
     made = map(Var, split.first.out_avals[split.kept :])
     results = [*known.outvars[: split.kept], *made]
-    taken = handed_over(split, (), results, known.invars)
+    taken = residual_values(split, (), results, known.invars)
     known = known.replace(
         outvars=results, params=dict(rename(params, "forward"), call_jaxpr=split.first)
     )
@@ -213,7 +213,7 @@ def _rematerialize(
     split = refine(split, **params)
     ahead, again = rename(params, "forward"), rename(params, "recomputed")
     results = prim.bind(*args, call_jaxpr=split.first, **ahead)
-    saved = handed_over(split, (), results, args)
+    saved = residual_values(split, (), results, args)
 
     def rematerialize(saved: Sequence[Any], *args: Any) -> list[Any]:
         return prim.bind(*saved, *args, call_jaxpr=split.second, **again)

@@ -100,7 +100,7 @@ def new_split(
     return Split(first, second, tuple(residuals), kept)
 
 
-def handed_over(
+def residual_values(
     split: Split, constants: Sequence[Any], results: Sequence[Any], given: Sequence[Any]
 ) -> list[Any]:
     """The residuals, in the order in which the second program takes them."""

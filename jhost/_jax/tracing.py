@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 else:
     from jax.tree_util import PyTreeDef
 
-Nums: TypeAlias = int | Sequence[int] | None
-Names: TypeAlias = str | Iterable[str] | None
+ArgNums: TypeAlias = int | Sequence[int] | None
+ArgNames: TypeAlias = str | Iterable[str] | None
 Inline: TypeAlias = "bool | jax.Inline"  # the class is there from JAX 0.12 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedCall:
     """A function traced on one set of arguments; the trees leave static ones out."""
 
     jaxpr: ClosedJaxpr  # its operands are `consts`, then `args`; it has no consts
@@ -50,11 +50,11 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    static_argnums: Nums = None,
-    static_argnames: Names = None,
-    donate_argnums: Nums = None,
-    donate_argnames: Names = None,
-) -> Traced:
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
+) -> TracedCall:
     """Traces a function as `jax.jit` does, with what it closes over as operands.
 
     Arguments are arrays, tracers or `jax.ShapeDtypeStruct`s.  JAX's cache of traces is
@@ -81,7 +81,7 @@ def trace(
     # are operands already and their values stand aside, in `_consts`.
     jaxpr, consts = partial_eval.separate_consts(traced.jaxpr)
     leaves, in_tree = jax.tree.flatten(static.without(args, kwargs))
-    return Traced(
+    return TracedCall(
         jaxpr=jaxpr,
         consts=(*consts, *traced._consts),
         args=tuple(leaves),
@@ -118,7 +118,7 @@ class StaticArguments:
 
 
 def static_arguments(
-    fun: Callable[..., Any], static_argnums: Nums, static_argnames: Names
+    fun: Callable[..., Any], static_argnums: ArgNums, static_argnames: ArgNames
 ) -> StaticArguments:
     """What `jax.jit` makes of the two, and refuses of them."""
     signature = api_util.fun_signature(fun)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 from jax._src import linear_util
 from jax.core import AbstractValue, ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
@@ -26,7 +25,14 @@ from jax.interpreters.ad import Zero
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jhost import errors
-from jhost._jax.eqns import Atom, ClosedJaxpr, close, like_closed, with_each_leaf
+from jhost._jax.eqns import (
+    Atom,
+    ClosedJaxpr,
+    close,
+    constraint,
+    like_closed,
+    with_each_leaf,
+)
 
 _SHARDINGS = ("sharding", "out_sharding")
 """What primitives call the type that the user wants of their result."""
@@ -128,13 +134,8 @@ class _Untyped:
         self.env[eqn.outvars[0]] = source
 
     def constrained(self, atom: Atom, sharding: NamedSharding, like: JaxprEqn) -> Var:
-        constrain = partial(lax.with_sharding_constraint, shardings=sharding)
-        # Traced, for JAX to fill in the parameters: they differ by version.
-        (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
         out = Var(atom.aval)
-        self.eqns.append(
-            eqn.replace(invars=[atom], outvars=[out], source_info=like.source_info)
-        )
+        self.eqns.append(constraint(atom, out, sharding, like))
         return out
 
     def value(self, value: Any) -> Any:

@@ -21,8 +21,8 @@ from jhost._api import JitFunction
 from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
+from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.remarks import Note, StreamReport
-from jhost.lowering.ir.said import said_remarks
 from jhost.runtime.mesh import automatic, mesh_text
 
 
@@ -66,7 +66,7 @@ class Case:
         self.args = args
         self.kwargs = kwargs
         self.gradients = gradients
-        self.mesh = f.as_call(args, kwargs).config.mesh
+        self.mesh = f.__jhost_source__.call(args, kwargs).config.mesh
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
@@ -92,8 +92,9 @@ class Case:
         Raises:
             PipelineError: no stream can have it; that of one device, none has.
         """
-        program = derived_program(*f.as_call(self.args, self.kwargs)[:2])
-        remarks = said_remarks(program)
+        call = f.__jhost_source__.call(self.args, self.kwargs)
+        program = derived_program(call.call_jaxpr, call.config)
+        remarks = displayed_remarks(program)
         streams = [each for each in remarks if isinstance(each, StreamReport)]
         wish = f'pipeline="{pipeline}" of jhost.jit cannot be'
         unmet = [str(n) for n in remarks if isinstance(n, Note) and wish in n.form]

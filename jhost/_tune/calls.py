@@ -32,7 +32,7 @@ def calls_of(
     The gradients are by all floats, or by the positional arguments of these numbers, as
     inside `jax.jit`.  The calls are made without a tuning.
     """
-    calls = {f.__name__: f.as_call(args, kwargs)}
+    calls = {f.__name__: f.__jhost_source__.call(args, kwargs)}
     if gradients is not False:
         argnums = _argnums(gradients, len(args))
         derived = _gradient_calls(f, args, kwargs, argnums)

@@ -96,7 +96,7 @@ def tune(
     plans = {
         name: planned(call.call_jaxpr, call.config) for name, call in calls.items()
     }
-    key = _tuning_cache.Key(
+    key = _tuning_cache.CacheKey(
         environment=environment_of(primal.config.mesh),
         fingerprints=tuple(fingerprint(plan.program) for plan in plans.values()),
     )
@@ -144,7 +144,7 @@ def _check_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _kept(key: _tuning_cache.Key) -> Tuning | None:
+def _kept(key: _tuning_cache.CacheKey) -> Tuning | None:
     """What process 0 finds on its disk, for all processes."""
     found = _tuning_cache.load(key) if jax.process_index() == 0 else None
     if jax.process_count() == 1:

@@ -32,13 +32,13 @@ from jhost.lowering.cost.candidates import GAIN, Outcome, left_out_text
 from jhost.lowering.emit.program import spec_of
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import all_marks, programs
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.printer import type_text
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import marks_alike, open_marks, settle
-from jhost.lowering.ir.said import said
+from jhost.lowering.ir.requests import marks_alike, open_marks, set_choice
 
 _HOPELESS = 3.0
 """A candidate predicted to take that many times the best is not measured."""
@@ -46,7 +46,7 @@ _HOPELESS = 3.0
 WARMUPS, CALLS = 3, 10
 """Calls before the first round, and in a round: as many as keep the devices busy."""
 
-Run: TypeAlias = Callable[[], Any]
+TimedCall: TypeAlias = Callable[[], Any]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class _Ready:
     """A candidate that can be timed."""
 
     outcome: Outcome
-    run: Run
+    run: TimedCall
 
 
 class Tuner:
@@ -98,14 +98,14 @@ class Tuner:
         """Measures the candidates for some marks alike, and settles on the best."""
         program, chooser = self.plan.program, self.plan.passes.choice
         mark = open_marks(program)[numbers[0]]
-        trial = chooser.trial(program, self.marks, numbers)
-        outcomes = trial.measurable(mark)
-        left_out = list(trial.refusals)
+        evaluation = chooser.evaluation(program, self.marks, numbers)
+        outcomes = evaluation.measurable(mark)
+        left_out = list(evaluation.refusals)
         ready = self.prepare(_worth_it(outcomes, left_out), wanted, left_out)
         ranked = self.ranked(ready)
         if ranked:
             best, _ = ranked[0]
-            settle(self.marks, numbers, best.outcome.mark)
+            set_choice(self.marks, numbers, best.outcome.mark)
         return TunedStream(
             value=_value_text(program, mark.buffer),
             where=mark.where,
@@ -138,7 +138,7 @@ class Tuner:
                 ready.append(_Ready(outcome, run))
         return ready
 
-    def runner(self, outcome: Outcome) -> Run:
+    def runner(self, outcome: Outcome) -> TimedCall:
         """A call of the compiled candidate, on operands where it wants them."""
         program, config = self.plan.finish(outcome.program), self.call.config
         operands = _placed(self.call.operands, program, config.mesh)
@@ -185,7 +185,7 @@ def _value_text(program: Program, name: str) -> str:
         made = (buffer for stmt in ir.walk(each.body) for buffer in written(stmt))
         for buffer in (*each.params, *made):
             if buffer.name == name:
-                return f"{said(each, name)}: {type_text(buffer)}"
+                return f"{display_name(each, name)}: {type_text(buffer)}"
     return name
 
 

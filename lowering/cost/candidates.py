@@ -8,20 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
 from jhost.lowering.cost.choose_permutes import by_permutes
-from jhost.lowering.cost.parts import Part
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
+from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
-from jhost.lowering.ir.marks import StreamChoice, Sums
+from jhost.lowering.ir.marks import StreamChoice, SumsPlace
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text, permutes
+from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.lowering.ir.remarks import Prediction, StreamReport
-from jhost.lowering.ir.requests import REFUSALS, settle
+from jhost.lowering.ir.requests import REFUSALS, set_choice
 
 GAIN = 0.97
 """What a pipeline's time must be below, as a share of the time without."""
@@ -35,7 +35,7 @@ NOT_PIPELINED = "not pipelined"
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
 
-_SUMS: Mapping[Sums, str] = {
+_SUMS: Mapping[SumsPlace, str] = {
     "whole": "behind the loops",
     "beside transfers": "beside transfers",
 }
@@ -62,22 +62,22 @@ class Outcome:
     program: Program
 
 
-class Trial:
-    """The candidates for the marks of a part that are alike, the others as they are.
+class Evaluation:
+    """The candidates for the marks of a section that are alike, the others as they are.
 
     Candidates that are `to_measure` include what cannot win by prediction.
     """
 
     def __init__(
         self,
-        part: Part,
+        section: Section,
         following: Sequence[FollowingPass],
         rates: Rates | None,
         *,
         to_measure: bool = False,
     ) -> None:
-        self.part = part
-        self.marks = all_marks(part.program)
+        self.section = section
+        self.marks = all_marks(section.program)
         self.following = following
         self.rates = rates
         self.to_measure = to_measure
@@ -87,9 +87,7 @@ class Trial:
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
-        for candidate in self.candidates(mark):
-            if (outcome := self.weigh(candidate)) is not None:
-                self.outcomes.append(self.with_sums_elsewhere(outcome))
+        self.evaluate_all(mark, lambda outcome: [self.with_sums_elsewhere(outcome)])
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
         chosen = self.chosen()
@@ -120,16 +118,7 @@ class Trial:
 
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
-        for candidate in self.candidates(mark):
-            if (outcome := self.weigh(candidate)) is not None:
-                self.outcomes.append(outcome)
-            if outcome is not None and candidate.pipeline == "p2p":
-                fewer = self.weigh(dataclasses.replace(candidate, streams=2))
-                others = [
-                    self.weigh(dataclasses.replace(candidate, sums=sums))
-                    for sums in _SUMS
-                ]
-                self.outcomes += [other for other in (fewer, *others) if other]
+        self.evaluate_all(mark, self.with_variants)
         # Candidates may come to one program.  It is measured once, as the simplest.
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
@@ -140,63 +129,93 @@ class Trial:
         how = "estimated from data sheets" if self.known.estimated else "predicted"
         return ranking_text(how, rows, self.refusals)
 
-    def candidates(self, mark: StreamChoice) -> Iterator[StreamChoice]:
-        """What could be done with a mark, as far as it leaves that open."""
+    def with_variants(self, outcome: Outcome) -> list[Outcome]:
+        """An outcome; for a p2p pipeline also on fewer streams, and with other sums."""
+        if outcome.mark.pipeline != "p2p":
+            return [outcome]
+        variants = [
+            dataclasses.replace(outcome.mark, streams=2),
+            *(dataclasses.replace(outcome.mark, sums=sums) for sums in _SUMS),
+        ]
+        return [outcome, *filter(None, map(self.evaluate, variants))]
+
+    # --- The candidates --------------------------------------------------------- #
+
+    def evaluate_all(
+        self, mark: StreamChoice, found: Callable[[Outcome], Sequence[Outcome]]
+    ) -> None:
+        """Evaluate what could be done with a mark, as far as it leaves that open.
+
+        What is `found` of each outcome goes to `outcomes`.
+        """
+
+        def added(candidate: StreamChoice) -> Sequence[Outcome]:
+            outcome = self.evaluate(candidate)
+            outcomes = [] if outcome is None else found(outcome)
+            self.outcomes += outcomes
+            return outcomes
+
+        for candidate in self.without_permutes(mark):
+            added(candidate)
+        p2p = self.p2p(mark)
+        if p2p is not None and (outcomes := added(p2p)):
+            if more := self.in_more_chunks(p2p, outcomes[-1]):
+                added(more)
+
+    def without_permutes(self, mark: StreamChoice) -> Iterator[StreamChoice]:
+        """The candidates that need none, the simplest first: later ones must gain."""
         given = mark.chunks is not None
         if mark.pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
-            # The simplest first: a later one has to gain to be chosen.
-            yield dataclasses.replace(mark, plain=True)
+            yield dataclasses.replace(mark, unpipelined=True)
         if mark.pipeline is None or mark.pipeline == "collective":
             # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [mark.chunks] if given else _COUNTS if beside else []:
                 yield dataclasses.replace(mark, pipeline="collective", chunks=count)
+
+    def p2p(self, mark: StreamChoice) -> StreamChoice | None:
+        """A p2p pipeline, if the mark leaves it open and permutes hide anything."""
         beside = self.to_measure or self.known.permute.beside_compute
-        if mark.pipeline in (None, "p2p") and beside:
-            named = self.to_measure or mark.pipeline is not None
-            p2p = dataclasses.replace(mark, pipeline="p2p", by_name=named)
-            yield p2p
-            devices = None if given else self.devices()
-            # More chunks hide more, and cost more launches.
-            if devices is not None and self.hides_too_little():
-                yield dataclasses.replace(p2p, chunks=2 * devices)
+        if mark.pipeline not in (None, "p2p") or not beside:
+            return None
+        named = self.to_measure or mark.pipeline is not None
+        return dataclasses.replace(mark, pipeline="p2p", by_name=named)
+
+    def in_more_chunks(
+        self, p2p: StreamChoice, outcome: Outcome
+    ) -> StreamChoice | None:
+        """A p2p candidate in twice the chunks, if its outcome would gain by them."""
+        chunks = None if p2p.chunks is not None else _chunks_of(outcome)
+        # More chunks hide more, and cost more launches.
+        if chunks is None or not self.hides_too_little(outcome):
+            return None
+        return dataclasses.replace(p2p, chunks=2 * chunks)
 
     def others_pipelined(self) -> bool:
         """Whether a stream of other marks may reach the value."""
-        others = (m for n, m in enumerate(self.marks) if n not in self.part.numbers)
+        others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
         return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
 
-    def hides_too_little(self) -> bool:
-        """Whether the candidate weighed last would win if more chunks hid the rest."""
+    def hides_too_little(self, outcome: Outcome) -> bool:
+        """Whether an outcome would win if more chunks hid the rest."""
         if self.to_measure:
             return True
-        return self.outcomes[-1].compute < self.gain * self.chosen().seconds
+        return outcome.compute < self.gain * self.chosen().seconds
 
     @property
     def known(self) -> Rates:
         assert self.rates is not None, "only candidates to measure need no rates"
         return self.rates
 
-    def devices(self) -> int | None:
-        """The chunks that the p2p candidate got, if it is the one weighed last."""
-        last = self.outcomes[-1] if self.outcomes else None
-        if last is None or last.mark.pipeline != "p2p":
-            return None
-        for report in all_remarks(last.program):
-            if isinstance(report, StreamReport) and report.pipeline == "p2p":
-                if set(last.mark.lines) <= set(report.lines):
-                    return report.chunks
-        return None
-
-    def weigh(self, candidate: StreamChoice) -> Outcome | None:
+    def evaluate(self, candidate: StreamChoice) -> Outcome | None:
         """What the program would take with `candidate`; why it cannot be is noted."""
         candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
         marks = list(self.marks)
-        settle(marks, self.part.numbers, candidate)
-        # All of the part is lowered anew, since layouts depend on the choice as well.
-        program = with_marks(self.part.program, marks)
+        set_choice(marks, self.section.numbers, candidate)
+        # The whole section is lowered anew: layouts depend on the choice as well.
+        program = with_marks(self.section.program, marks)
         text = _text(candidate)
         try:
             for step in self.following:
@@ -204,7 +223,7 @@ class Trial:
         except REFUSALS as refusal:
             self.refusals.append(left_out_text(text, first_line(refusal)))
             return None
-        if why_not := self.moves_apart(candidate, program):
+        if why_not := self.moves_between_processes(candidate, program):
             self.refusals.append(left_out_text(text, why_not))
             return None
         if self.rates is None:
@@ -222,15 +241,15 @@ class Trial:
         (_, prediction), *_ = by_permutes(
             program,
             rates,
-            in_body=self.part.in_body,
-            in_pieces=self.part.in_pieces,
-            carried=self.part.carried,
+            in_body=self.section.in_body,
+            in_pieces=self.section.in_pieces,
+            carried=self.section.carried,
             followed=True,
         )
         self.predictions.append((program, prediction))
         return prediction
 
-    def moves_apart(self, candidate: StreamChoice, program: Program) -> str:
+    def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
         """Why a candidate that nobody named has permutes that nothing could hide."""
         if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
             return ""
@@ -238,12 +257,18 @@ class Trial:
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
         more = [axis for axis, n in permutes(program).items() if n > already[axis]]
         mesh, reach = dict(program.mesh.shape), self.rates.reach
-        return apart_text(more, reach, mesh) if apart(more, reach) else ""
+        return (
+            why_not_hidden(more, reach, mesh) if between_processes(more, reach) else ""
+        )
 
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
         """The outcome with what loops add up outside of them, where that is faster."""
         mark = outcome.mark
-        if mark.pipeline == "collective" or mark.plain or not adds_up(outcome.program):
+        if (
+            mark.pipeline == "collective"
+            or mark.unpipelined
+            or not adds_up(outcome.program)
+        ):
             return outcome
         for sums in _SUMS:
             outcome = self.if_faster(outcome, dataclasses.replace(mark, sums=sums))
@@ -257,7 +282,7 @@ class Trial:
 
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
-        other = self.weigh(mark)
+        other = self.evaluate(mark)
         if other is None or other.program.body is outcome.program.body:
             return outcome
         if str(other.program) == str(outcome.program):
@@ -278,6 +303,15 @@ class Trial:
         return self.if_faster(outcome, dataclasses.replace(mark, streams=2))
 
 
+def _chunks_of(outcome: Outcome) -> int | None:
+    """The chunks that a p2p candidate got unasked: one a device."""
+    for report in all_remarks(outcome.program):
+        if isinstance(report, StreamReport) and report.pipeline == "p2p":
+            if set(outcome.mark.lines) <= set(report.lines):
+                return report.chunks
+    return None
+
+
 def ranking_text(
     how: str, ranked: Sequence[tuple[str, float]], left_out: Sequence[str]
 ) -> str:
@@ -296,7 +330,7 @@ def left_out_text(candidate: str, why: str) -> str:
 
 def _text(mark: StreamChoice) -> str:
     if mark.pipeline is None:
-        return NOT_PIPELINED if mark.plain else "as the stream that reaches it"
+        return NOT_PIPELINED if mark.unpipelined else "as the stream that reaches it"
     count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
     streams = f" on {mark.streams} streams" if mark.streams else ""
     order = "" if mark.zigzag else " in order of position"

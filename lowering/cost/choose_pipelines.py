@@ -12,22 +12,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import Trial
-from jhost.lowering.cost.parts import Part, Parts
+from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
+from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart, apart_text
+from jhost.lowering.ir.reach import between_processes, why_not_hidden
 from jhost.lowering.ir.requests import (
     StreamDefaults,
     Tuned,
     Tunings,
     marks_alike,
     open_marks,
-    settle,
+    set_choice,
     take_known,
 )
 
@@ -55,16 +55,16 @@ class ChoosePipelines:
     def apply(self, program: Program) -> Program:
         program = self.settings.applied_to(program)
         marks, tuned = all_marks(program), self.tuned_marks(program)
-        open_ones, parts = open_marks(program), Parts(program)
+        open_ones, sections = open_marks(program), Sections(program)
         following = [Remembering(step) for step in self.following]
-        # Each group is weighed with what was chosen for the groups before it.
+        # Each group is evaluated with what was chosen for the groups before it.
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
-                marks[number] = tuned[number].settle(open_ones[number])
+                marks[number] = tuned[number].choice_for(open_ones[number])
             if others := [number for number in group if number not in known]:
-                choice = self.choice(parts, marks, others, following)
-                settle(marks, others, choice)
+                choice = self.choice(sections, marks, others, following)
+                set_choice(marks, others, choice)
         chosen = with_marks(program, marks)
         # Where a mark asked for all of it, its streams may be planned already.
         for before, after in zip(programs(program), programs(chosen), strict=True):
@@ -73,32 +73,32 @@ class ChoosePipelines:
 
     def choice(
         self,
-        parts: Parts,
+        sections: Sections,
         marks: Sequence[Mark],
         numbers: Sequence[int],
         following: Sequence[FollowingPass],
     ) -> StreamChoice:
         """The choice for some marks alike, with all other marks as they are.
 
-        Candidates are weighed in the part of the program that `Parts` finds for them.
+        Candidates are evaluated in the section that `Sections` finds for them.
         """
-        mark = open_marks(parts.program)[numbers[0]]
-        why_not = self.nothing_to_gain(parts.program)
+        mark = open_marks(sections.program)[numbers[0]]
+        why_not = self.nothing_to_gain(sections.program)
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
-        part = parts.holding(numbers, marks)
-        return Trial(part, following, self.rates).best(mark)
+        section = sections.holding(numbers, marks)
+        return Evaluation(section, following, self.rates).best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """The measured choices for the marks of a resolved program, by number."""
         return self.tuned.get(fingerprint(program), {}) if self.tuned else {}
 
-    def trial(
+    def evaluation(
         self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
-    ) -> Trial:
-        """A trial of all candidates for some marks of a resolved program, together."""
-        part = Part(program=with_marks(program, marks), numbers=numbers)
-        return Trial(part, self.following, self.rates, to_measure=True)
+    ) -> Evaluation:
+        """All candidates for some marks of a resolved program, to be measured."""
+        section = Section(program=with_marks(program, marks), numbers=numbers)
+        return Evaluation(section, self.following, self.rates, to_measure=True)
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""
@@ -116,8 +116,8 @@ class ChoosePipelines:
         mesh, reach = dict(program.mesh.shape), self.rates.reach
         axes = [axis for axis, size in mesh.items() if size > 1]
         # One axis within a process is enough: loops along it may gain.
-        if len(apart(axes, reach)) == len(axes):
-            return apart_text(axes, reach, mesh)
+        if len(between_processes(axes, reach)) == len(axes):
+            return why_not_hidden(axes, reach, mesh)
         return ""
 
 

@@ -1,15 +1,22 @@
-"""Choose whether transfers outside of loops are permutes beside other work.
+"""Choose how transfers outside of loops are made, and which stand beside other work.
 
 Two kinds qualify: shards of weights, which are there long before they are read, and
-sums of gradients, which nothing reads for long.  A collective runs alone.  Permutes run
-beside other work, but what they bring has to be put together or added.  So all gathers
-of a program go by permutes if that is predicted to gain, and so do all its sums.
+sums of gradients, which nothing reads for long.
+
+- Within a process permutes run beside other work, but what they bring has to be put
+  together or added.  So all gathers of a program go by permutes if that is predicted to
+  gain, and so do all its sums.
+- Between processes a permute is a kernel of NCCL's like any other.  Such a kernel runs
+  beside work as well, if it is issued early and waited for late.  So there collectives
+  stay, and are put in order whatever is predicted: all processes have to write the same
+  program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from jhost._text import bytes_text
@@ -18,11 +25,11 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
-from jhost.lowering.loops.gathers_early import gathers_beside_work, with_gathers_early
-from jhost.lowering.loops.sums_later import sums_beside_work, with_sums_later
+from jhost.lowering.schedule.order import Way, beside_work, in_order
+from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
@@ -31,59 +38,90 @@ _GAIN = 0.99
 _LEAST = 1 << 20
 """Bytes below which any transfer takes its latency."""
 
-_GATHERED = "{{}}: {} gathered over {} by permutes, beside what is computed before"
-_SUMMED = "{{}}: {} summed over {} by permutes, beside what is computed next"
+_TURNS: Sequence[tuple[Way, bool]] = [
+    ("collective", True),
+    ("collective", False),
+    ("permutes", True),
+    ("permutes", False),
+]
+"""How transfers are made, and whether they are gathers, in the order of the choice.
+
+What is not weighed comes first, for the others are weighed beside it.
+"""
+
+_HOW: Mapping[Way, str] = {"permutes": " by permutes", "collective": ""}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseTransfers(EachProgram):
-    """Collectives with work before or behind them -> permutes beside it, and copies.
+    """Collectives with work before or behind them -> transfers beside it.
 
-    They are weighed by `rates` where the function's `pipeline` is open, and asked for
-    where that is "p2p".
+    Those within a process are weighed by `rates` where the function's `pipeline` is
+    open, and asked for where that is "p2p".
     """
 
     name: ClassVar[str] = "choose_transfers"
 
     rates: Rates | None = None
     pipeline: PipelineKind | Literal["auto"] = "auto"
+    between: frozenset[str] = frozenset()
+    """The axes along which GPUs of several processes lie."""
 
     def change(self, program: Program) -> Program:
-        return self.with_sums(self.with_gathers(program))
-
-    def with_gathers(self, program: Program) -> Program:
-        gathers = [each for each in gathers_beside_work(program) if self.is_open(each)]
-        if not gathers:
+        way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
+        every = beside_work(
+            program, lambda stmt: way_of(stmt) is not None and self.is_open(stmt)
+        )
+        ways: dict[str, Way] = {}
+        notes: list[Note] = []
+        for way, gathers in _TURNS:
+            stmts = [
+                stmt
+                for stmt in every
+                if way_of(stmt) == way and (stmt.kind == "AllGather") == gathers
+            ]
+            more: dict[str, Way] = {**ways, **{stmt.name: way for stmt in stmts}}
+            if stmts and self.is_better(program, way, ways, more):
+                ways = more
+                notes.append(_said(way, gathers, stmts))
+        if not ways:
             return program
-        early = with_gathers_early(program, {each.name for each in gathers})
-        return self.better(program, early, _said(_GATHERED, gathers))
+        made = in_order(program, ways)
+        return dataclasses.replace(made, remarks=(*program.remarks, *notes))
 
-    def with_sums(self, program: Program) -> Program:
-        sums = [each for each in sums_beside_work(program) if self.is_open(each)]
-        if not sums:
-            return program
-        later, sent = with_sums_later(program, {each.name for each in sums})
-        return self.better(program, later, _said(_SUMMED, sent))
+    def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
+        """How a transfer is made that stands beside work, if there is a way."""
+        if not self.between.isdisjoint(stmt.axes):
+            return "collective"
+        if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
+            return None  # on CPUs nothing that moves runs beside anything
+        return "permutes" if is_made_of_permutes(stmt, mesh) else None
 
     def is_open(self, stmt: Communicate) -> bool:
-        """Whether one may be made by permutes, as far as it stands for itself."""
-        rates = self.rates
+        """Whether one may stand beside work, as far as it stands for itself."""
         if bytes_of(stmt.source) < _LEAST:
             return False
-        # Between processes a permute is an NCCL kernel too, and gains nothing.
-        if rates is not None and apart(stmt.axes, rates.reach):
-            return False
-        if rates is None or self.pipeline != "auto":
+        if self.pipeline != "auto":
             return self.pipeline == "p2p"
+        if not self.between.isdisjoint(stmt.axes):
+            return True
+        if self.rates is None:
+            return False
         # Collectives that run beside matmuls need no permutes in their place.
-        alone = not rates.link(stmt.kind, stmt.axes).beside_compute
-        return alone and rates.permute.beside_compute
+        alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
+        return alone and self.rates.permute.beside_compute
 
-    def better(self, program: Program, other: Program, note: Note) -> Program:
-        """The `other` program, with a note, if that is asked for or gains."""
-        if self.pipeline == "auto" and not self.gains(program, other):
-            return program
-        return dataclasses.replace(other, remarks=(*program.remarks, note))
+    def is_better(
+        self,
+        program: Program,
+        way: Way,
+        ways: Mapping[str, Way],
+        more: Mapping[str, Way],
+    ) -> bool:
+        """Whether `more` transfers should stand beside work, those that go by `way`."""
+        if way == "collective" or self.pipeline != "auto":
+            return True
+        return self.gains(in_order(program, ways), in_order(program, more))
 
     def gains(self, program: Program, other: Program) -> bool:
         """Whether the `other` program is done earlier.
@@ -101,10 +139,12 @@ class ChooseTransfers(EachProgram):
         return after < _GAIN * before
 
 
-def _said(form: str, stmts: Sequence[Communicate]) -> Note:
+def _said(way: Way, gathers: bool, stmts: Sequence[Communicate]) -> Note:
     axes = " and ".join(dict.fromkeys(axis for stmt in stmts for axis in stmt.axes))
-    wholes = (max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
+    whole = sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
+    moved = f"{bytes_text(whole)} {'gathered' if gathers else 'summed'} over {axes}"
+    when = "before" if gathers else "next"
     return Note(
-        form=form.format(bytes_text(sum(wholes)), axes),
+        form=f"{{}}: {moved}{_HOW[way]}, beside what is computed {when}",
         values=tuple(stmt.out.name for stmt in stmts),
     )

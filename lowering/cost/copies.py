@@ -10,9 +10,9 @@ from jhost.lowering.cost.kernels import (
     made_by_contraction,
     read_in_place,
 )
-from jhost.lowering.cost.places import Places
+from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import read_whole, touched
+from jhost.lowering.ir.effects import read_whole, reads_writes
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
@@ -27,7 +27,7 @@ class Copies:
     """
 
     def __init__(
-        self, places: Places, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
+        self, places: Writers, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
     ) -> None:
         self.places = places
         self.in_pieces = in_pieces
@@ -94,7 +94,7 @@ def taken_from_pieces(program: Program) -> set[str]:
             for in_place, buffer in zip(read_in_place(stmt), stmt.ins, strict=True):
                 (arrays if in_place else found).add(buffer.name)
         elif not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
-            arrays |= {buffer.name for buffer in touched(stmt)[0]}
+            arrays |= {buffer.name for buffer in reads_writes(stmt)[0]}
     return found - arrays
 
 

@@ -60,7 +60,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Transfer:
     """Seconds of one communication among `devices` that hold `held` bytes each."""
 
     kind: CommunicationKind
@@ -101,9 +101,9 @@ class Measurements:
     traffic: tuple[Traffic, ...]
     launch: float
     host: float
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[Transfer, ...] = ()
     hidden: float | None = None
-    puts: tuple[Moved, ...] = ()
+    puts: tuple[Transfer, ...] = ()
 
 
 def fitted(measured: Measurements, start: Rates) -> Rates:
@@ -146,7 +146,7 @@ def _bandwidth(traffic: Sequence[Traffic]) -> float:
     return bandwidth
 
 
-def _permute(moved: Sequence[Moved], start: Link) -> Link:
+def _permute(moved: Sequence[Transfer], start: Link) -> Link:
     """Of what a permute takes before its first byte, the delay keeps its share."""
     before, bandwidth = _line_of(moved)
     before *= PROGRAMS.before
@@ -161,7 +161,7 @@ def _permute(moved: Sequence[Moved], start: Link) -> Link:
     )
 
 
-def _put(moved: Sequence[Moved], start: Link | None, permute: Link) -> Link | None:
+def _put(moved: Sequence[Transfer], start: Link | None, permute: Link) -> Link | None:
     """A copy engine puts as well, so matmuls hide as much of it as of a permute."""
     if not moved or start is None:
         return None
@@ -169,7 +169,7 @@ def _put(moved: Sequence[Moved], start: Link | None, permute: Link) -> Link | No
     return dataclasses.replace(put, beside_compute=permute.beside_compute)
 
 
-def _collective(moved: Sequence[Moved], start: Link) -> Link:
+def _collective(moved: Sequence[Transfer], start: Link) -> Link:
     """Two devices gather and scatter at a rate of their own, if that is less."""
     in_pairs = [m for m in moved if m.devices == 2 and m.kind != "AllReduce"]
     others = [m for m in moved if m not in in_pairs]
@@ -184,7 +184,7 @@ def _collective(moved: Sequence[Moved], start: Link) -> Link:
     )
 
 
-def _line_of(moved: Sequence[Moved]) -> tuple[float, float]:
+def _line_of(moved: Sequence[Transfer]) -> tuple[float, float]:
     return _line([m.received for m in moved], [m.seconds for m in moved])
 
 

@@ -17,8 +17,8 @@ from jhost.lowering.ir.index import Index, Rank, evaluate
 from jhost.lowering.ir.statements import Compute, Unit, UnitEqn
 from jhost.lowering.rules.contract import read_in_other_order
 from jhost.lowering.rules.dim_rule import part_shape, shape_of
+from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.rules.work import matmul_of
 from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
 
 
@@ -54,7 +54,7 @@ def kernels(
     compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
 ) -> list[Kernel]:
     """The kernels of `compute` on one device, in the iteration `at`."""
-    return [step.kernel for step in _Unit(compute, mesh, at).steps()]
+    return [step.kernel for step in _UnitKernels(compute, mesh, at).steps()]
 
 
 def steps_for(
@@ -64,7 +64,7 @@ def steps_for(
     urgent: Set[int],
 ) -> list[Launch]:
     """The kernels in an order in which they can run, what `urgent` needs first."""
-    steps = list(_Unit(compute, mesh, at).steps())
+    steps = list(_UnitKernels(compute, mesh, at).steps())
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
     ordered: dict[int, Launch] = {}
 
@@ -81,7 +81,7 @@ def steps_for(
     return list(ordered.values())
 
 
-def handed_on(unit: Unit) -> dict[int, int]:
+def forwarded(unit: Unit) -> dict[int, int]:
     """The values that barriers hand on, by the variables of their results."""
     found: dict[int, int] = {}
     for eqn in (e.eqn for e in unit.eqns if is_barrier(e.eqn)):
@@ -90,13 +90,13 @@ def handed_on(unit: Unit) -> dict[int, int]:
     return found
 
 
-class _Unit:
+class _UnitKernels:
     def __init__(
         self, compute: Compute, mesh: Mapping[str, int], at: Mapping[Index, int]
     ) -> None:
         self.eqns = [e for e in compute.unit.eqns if not is_barrier(e.eqn)]
         self.invars = compute.unit.invars
-        self.handed_on = handed_on(compute.unit)
+        self.forwarded = forwarded(compute.unit)
         self.site = Site(
             mesh=mesh, rank=lambda axis: at[Rank(axis)], chunk=_chunk_at(compute, at)
         )
@@ -187,7 +187,7 @@ class _Unit:
 
     def value(self, var: Var | Literal) -> int:
         """A variable's value; that of a barrier's result is its operand's."""
-        return self.handed_on.get(id(var), id(var))
+        return self.forwarded.get(id(var), id(var))
 
     def traffic(self, values: Iterable[int]) -> int:
         return sum(self.bytes.get(value, 0) for value in values)

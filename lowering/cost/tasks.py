@@ -19,12 +19,12 @@ from jhost.lowering.cost.copies import (
 )
 from jhost.lowering.cost.kernels import (
     Kernel,
-    handed_on,
+    forwarded,
     kernels,
     steps_for,
 )
-from jhost.lowering.cost.places import Places
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.writers import Writers
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.bodies import ITERATIONS, statements
@@ -32,7 +32,7 @@ from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import apart
+from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Prediction
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.loops.software_pipeline import set_aside, turns
@@ -127,7 +127,7 @@ class _Unrolled(Machine):
         # No device does more than the last one, whose queries see most keys.
         self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
-        self.places = Places()
+        self.places = Writers()
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
@@ -239,7 +239,7 @@ class _Unrolled(Machine):
 
         First what is communicated, beside which the others then run.
         """
-        given = handed_on(stmt.unit)
+        given = forwarded(stmt.unit)
         values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
         outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}
@@ -315,10 +315,13 @@ class _Unrolled(Machine):
             transfer=True,
             network=link.network,
             copied=link.beside_compute,
-            between=bool(apart(axes, self.rates.reach)),
+            between=bool(between_processes(axes, self.rates.reach)),
             # Outside of loops XLA itself finds what a collective can run beside, but
             # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.
-            alone=(in_loop or kind == "AllReduce") and not link.beside_compute,
+            # A stream there is for what is issued ahead, and waited for late.
+            alone=(in_loop or kind == "AllReduce")
+            and not link.beside_compute
+            and (self.depth > 0 or self.on_default_stream),
         )
         self.add(task, [out])
 

@@ -33,6 +33,8 @@ class Order:
         default_factory=dict[StreamKey, Values]
     )
     last_compute: Values = ()
+    last_work: Values = ()
+    """What stands for the last work outside of loops, where no stream orders it."""
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
     before: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
     """What stood before each communication outside of loops, on its stream."""
@@ -85,9 +87,15 @@ class Order:
         XLA may fuse sums that were `added` outside of kernels with their readers.
         """
         if self.active and outs:
+            self.last_work = ()
             self.chains[self.machine.current] = self.last_compute = tuple(outs)
             apart = {id(value) for value in added}
             self.made |= {id(out): out for out in outs if id(out) not in apart}
+
+    def worked(self, result: Any) -> None:
+        """The result stands for work, beside which transfers may be under way."""
+        if not self.active:
+            self.last_work = (result,)
 
     def leaving(self, ins: Sequence[Any]) -> list[Any]:
         """`ins` of a step outside all loops, which is not fused into one inside.
@@ -148,7 +156,8 @@ class Order:
         if self.active and not self.depth:
             chain = tuple(value for value in self.chain() if id(value) not in before)
             self.chains[self.machine.current] = chain
-            beside = _distinct((*chain, *self.last_compute))
+            # Else XLA would go by its own estimate of how long a transfer takes.
+            beside = _distinct((*chain, *self.last_compute, *self.last_work))
             self.received |= {id(value): (value, beside) for value in results}
         self._join(results)
 

@@ -26,7 +26,7 @@ from jhost.lowering.emit.signs import (
     sums_begin_with_0,
     with_signs,
 )
-from jhost.lowering.emit.tied import made_in, tied
+from jhost.lowering.emit.tied import last_work, made_in, tied
 from jhost.lowering.emit.windows import window
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
@@ -201,6 +201,8 @@ class _Emitter(Machine):
         both = zip(outs, found, strict=True)
         added = [value for came, value in both if came.dtype != value.dtype]
         self.order.after_compute(found, added)
+        if (number := last_work(stmt.unit)) is not None:
+            self.order.worked(found[number])
 
     def is_made_here(self, buffer: ir.Buffer) -> bool:
         """Whether the loop, or the work around it, makes a buffer or receives it.

@@ -1,4 +1,4 @@
-"""Which operands of a step in a loop wait for the step before it.
+"""What is tied: operands of a step in a loop to the step before it, waits to work.
 
 An operand that waits goes through a barrier.  XLA copies a part of an array before a
 barrier, where a kernel could read it in place.  So only values that the loop makes or
@@ -40,6 +40,23 @@ def tied(
         if waiting.isdisjoint(reads):
             waiting |= (parts & reads) or reads
     return waiting
+
+
+def last_work(unit: Unit) -> int | None:
+    """The number of a result that is made of a unit's last contraction, if it has one.
+
+    It is there when all work of the unit is done.
+    """
+    made: set[int] = set()
+    for unit_eqn in unit.eqns:
+        eqn = unit_eqn.eqn
+        outs = {id(var) for var in eqn.outvars}
+        if unit_eqn.rule.contracts:
+            made = outs
+        elif not made.isdisjoint(map(id, eqn.invars)):
+            made |= outs
+    numbers = (n for n, var in enumerate(unit.outvars) if id(var) in made)
+    return next(numbers, None)
 
 
 def _contractions(unit: Unit) -> list[AbstractSet[int]]:

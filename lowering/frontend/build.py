@@ -27,7 +27,7 @@ from jhost.lowering.frontend.markers import MARKERS, Markers
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.frontend.value_names import Variables
-from jhost.lowering.frontend.values import SaidNames, as_var
+from jhost.lowering.frontend.values import DisplayNames, as_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import SerialMark
 from jhost.lowering.ir.program import Program
@@ -46,12 +46,12 @@ def build(
     mesh: AbstractMesh,
     param_names: Sequence[str],
     result_names: Sequence[str],
-    said_names: SaidNames | None = None,
+    display_names: DisplayNames | None = None,
     is_body: bool = False,
 ) -> Program:
     """The straight-line program of `flat`, with its marks, and those of its bodies.
 
-    `said_names` are what messages call the values: the same names, if there are none.
+    `display_names` are what messages call the values; without them, the same names.
 
     Raises:
         SpecRankError, UnknownAxisError, DuplicateAxisError: a `jhost.shard` that does
@@ -64,7 +64,7 @@ def build(
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
     flat = without_transposes(flat)
-    said = said_names or SaidNames(param_names, result_names)
+    said = display_names or DisplayNames(param_names, result_names)
     builder = _Builder(
         flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said
     )
@@ -84,7 +84,7 @@ def build(
         body=tuple(builder.body),
         marks=tuple(builder.marks.values()),
         remarks=tuple(builder.remarks),
-        said=builder.said,
+        display_names=builder.display_names,
     )
 
 
@@ -97,11 +97,11 @@ class _Builder(Markers):
         name: str,
         mesh: AbstractMesh,
         result_names: Mapping[Var, str],
-        said_names: SaidNames,
+        display_names: DisplayNames,
     ) -> None:
-        super().__init__(flat, mesh, result_names, said_names)
+        super().__init__(flat, mesh, result_names, display_names)
         self.name = name
-        self.variables: Variables = said_names.variables
+        self.variables: Variables = display_names.variables
 
     def equation(self, eqn: JaxprEqn) -> None:
         marker = MARKERS.get(eqn.primitive.name)
@@ -155,7 +155,7 @@ class _Builder(Markers):
         self, eqn: JaxprEqn, jaxpr: Any, what: str, ins: Sequence[ir.Buffer]
     ) -> Program:
         """The program of a body of `eqn` on such values, with marks of its own."""
-        outside = (self.said[buffer.name] for buffer in ins)
+        outside = (self.display_names[buffer.name] for buffer in ins)
         own = arg_names(jaxpr) or [""] * len(ins)
         said = [name or other for name, other in zip(own, outside, strict=True)]
         return build(
@@ -164,7 +164,9 @@ class _Builder(Markers):
             mesh=self.mesh,
             param_names=param_names(jaxpr),
             result_names=["y"] * len(jaxpr.out_avals),
-            said_names=SaidNames(said, [None] * len(jaxpr.out_avals), self.variables),
+            display_names=DisplayNames(
+                said, [None] * len(jaxpr.out_avals), self.variables
+            ),
             is_body=True,
         )
 

@@ -13,8 +13,8 @@ from jhost._annotate import spec_entries
 from jhost._jax import source_line
 from jhost._primitives import Spec
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
-from jhost.lowering.frontend.specs import Problem, check_spec
-from jhost.lowering.frontend.values import SaidNames, Values, as_var
+from jhost.lowering.frontend.specs import SpecProblem, check_spec
+from jhost.lowering.frontend.values import DisplayNames, Values, as_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -35,14 +35,14 @@ class Markers(Values):
         flat: FlatJaxpr,
         mesh: AbstractMesh,
         result_names: Mapping[Var, str],
-        said_names: SaidNames,
+        display_names: DisplayNames,
     ) -> None:
-        super().__init__(flat, result_names, said_names)
+        super().__init__(flat, result_names, display_names)
         self.mesh = mesh
         self.mesh_shape = {axis: n for axis, n in mesh.shape.items() if n > 1}
         self.marks: dict[tuple[type[Mark], str], Mark] = {}
         self.remarks: list[Note] = []
-        self.problems: list[tuple[str, Problem]] = []
+        self.problems: list[tuple[str, SpecProblem]] = []
         # What a body is given is laid out as outside: a weight of which a body wants
         # more than a device has is gathered in each iteration, not whole before.
         self.given: set[str] = set()

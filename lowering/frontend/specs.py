@@ -13,7 +13,7 @@ from jhost import errors
 from jhost._primitives import Spec
 from jhost.lowering.ir.layout import axes_size, repeated_axes, spec_text
 
-Problem: TypeAlias = tuple[type[errors.JhostError], str]
+SpecProblem: TypeAlias = tuple[type[errors.JhostError], str]
 
 _HELP: Mapping[type[errors.JhostError], str] = {
     errors.SpecRankError: "Give at most one entry per dim.",
@@ -26,7 +26,7 @@ _HELP: Mapping[type[errors.JhostError], str] = {
 
 def check_spec(
     spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], uneven: bool = False
-) -> Iterator[Problem]:
+) -> Iterator[SpecProblem]:
     """Why `spec` does not fit a value of `shape`, in words.
 
     The axes of an `uneven` one need not divide the dims, which are padded.
@@ -43,7 +43,7 @@ def check_spec(
         yield from _check_sizes(spec, shape, mesh)
 
 
-def check_axes(spec: Spec, mesh: Mapping[str, int]) -> Iterator[Problem]:
+def check_axes(spec: Spec, mesh: Mapping[str, int]) -> Iterator[SpecProblem]:
     """Why the axes that `spec` names fit no value at all."""
     known = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.items()) or "none"
     axes = [axis for dim in spec for axis in dim or ()]
@@ -57,7 +57,7 @@ def check_axes(spec: Spec, mesh: Mapping[str, int]) -> Iterator[Problem]:
 
 def _check_sizes(
     spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]
-) -> Iterator[Problem]:
+) -> Iterator[SpecProblem]:
     for dim, (axes, size) in enumerate(zip(spec, shape, strict=False)):
         devices = axes_size(axes or (), mesh)
         if size % devices:
@@ -70,7 +70,7 @@ def _check_sizes(
             )
 
 
-def raise_problems(what: str, problems: Sequence[tuple[str, Problem]]) -> None:
+def raise_problems(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> None:
     """Raise one error for all `problems`, each with the name of its value.
 
     The class is that of the first; problems of other classes are listed as well.
@@ -79,7 +79,7 @@ def raise_problems(what: str, problems: Sequence[tuple[str, Problem]]) -> None:
         _raise(what, problems)
 
 
-def _raise(what: str, problems: Sequence[tuple[str, Problem]]) -> NoReturn:
+def _raise(what: str, problems: Sequence[tuple[str, SpecProblem]]) -> NoReturn:
     kind = problems[0][1][0]
     offenders = [f"{name}: {text}" for name, (_, text) in problems]
     raise kind(f"{what} cannot be laid out as asked. {_HELP[kind]}", offenders)

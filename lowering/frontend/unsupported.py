@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jhost import errors
-from jhost._jax import NO_LINE, is_array, shard_map_of, source_line
+from jhost._annotate import spec_entries
+from jhost._jax import NO_LINE, ShardMap, is_array, shard_map_of, source_line
 from jhost.lowering.frontend.control_flow import has_programs
+from jhost.lowering.ir.layout import spec_text
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.partition_checks import broken_promise
 from jhost.lowering.rules.table import rule_of
@@ -29,13 +31,13 @@ def check_supported(
             mesh, an exported program over several devices, or a `shard_map` in the body
             of another equation.
         MeshMismatchError: a `shard_map` over another mesh.
+        UnknownAxisError: a sharding in the body of a `shard_map`, of an axis that the
+            body is manual over.
         OperandsError: a `custom_partitioning` whose shards are not as it says.
     """
-    found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
+    found = left_to_jit(params, eqns, bool(mesh))
     found += [f"{n}: {_SYMBOLIC}" for n, var in params.items() if _is_symbolic(var)]
-    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
     if mesh:
-        found += _exported(eqns)
         found += _shard_maps_in_bodies(eqns)
         found += [f"{_SUMS}, at {source_line(e)}" for e in _mapped(eqns) if _sums(e)]
     if found:
@@ -46,7 +48,17 @@ def check_supported(
         )
     if mesh:
         _check_meshes(name, mesh, eqns)
+        _check_shardings_in_bodies(name, eqns)
         _check_partitions(name, mesh, eqns)
+
+
+def left_to_jit(
+    params: Mapping[str, Var], eqns: Sequence[JaxprEqn], has_mesh: bool
+) -> list[str]:
+    """What only `jax.jit` can compile, as part of the whole function, in words."""
+    found = [f"{n}: {_REFERENCE}" for n, var in params.items() if not is_array(var)]
+    found += [f"{_REFERENCE}, at {source_line(eqn)}" for eqn in with_references(eqns)]
+    return [*dict.fromkeys(found + (_exported(eqns) if has_mesh else []))]
 
 
 _REFERENCE = "a reference (jax.new_ref), which is changed where it is"
@@ -133,6 +145,39 @@ def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) 
             "function.",
             [*others, f"the function's: {_mesh_text(mesh)}"],
         )
+
+
+def _check_shardings_in_bodies(name: str, eqns: Iterable[JaxprEqn]) -> None:
+    """Refuses what JAX refuses as it lowers a body: each device has its part there."""
+    wrong = [
+        f"{problem} of {_mesh_text(mapped.mesh.shape)}, at {_line(inner, eqn)}"
+        for eqn in _mapped(eqns)
+        for mapped in (shard_map_of(eqn),)
+        for inner in walk(mapped.body.eqns)
+        if (problem := _of_manual_axes(inner, mapped))
+    ]
+    if wrong:
+        raise errors.UnknownAxisError(
+            f"A with_sharding_constraint in the body of a jax.shard_map inside {name} "
+            "speaks of axes that are manual there, which is not allowed: each device "
+            "has its part along them already. Only use the axes that are not manual.",
+            list(dict.fromkeys(wrong)),
+        )
+
+
+def _of_manual_axes(eqn: JaxprEqn, mapped: ShardMap) -> str | None:
+    """What is wrong with a sharding in the body of a `shard_map`, if it is one."""
+    sharding = eqn.params.get("sharding")
+    constrains = eqn.primitive.name == "sharding_constraint"
+    if not constrains or not isinstance(sharding, NamedSharding):
+        return None
+    spec = spec_entries(sharding)
+    manual = tuple(axis for axis in mapped.mesh.axis_names if axis in mapped.manual)
+    if not mapped.manual.isdisjoint(axis for axes in spec for axis in axes or ()):
+        return f"pspec {spec_text(spec)} contains a manual axes {manual}"
+    if None in spec and len(manual) == len(mapped.mesh.axis_names):
+        return f"pspec {spec_text(spec)} leaves a dim free to no automatic axis"
+    return None
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

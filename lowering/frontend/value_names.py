@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 from jhost._jax import Position, file_title, is_transposed, user_position
 from jhost.lowering.rules.properties import IDENTITIES
 
-Span: TypeAlias = tuple[int, int, int, int]
+SourceSpan: TypeAlias = tuple[int, int, int, int]
 """Of an expression: its first line, its last, and the columns there."""
 
 Variables: TypeAlias = Literal["all", "alone", "none"]
@@ -49,10 +49,12 @@ def value_names(
         variable = assigned(position) if position and sure else None
         if variable and len(made[-1].outvars) == 1:
             found[made[-1].outvars[0]] = variable
-    return names | handed_on(eqns, found) | dict(given)
+    return names | forwarded_names(eqns, found) | dict(given)
 
 
-def handed_on(eqns: Sequence[JaxprEqn], names: Mapping[Var, str]) -> dict[Var, str]:
+def forwarded_names(
+    eqns: Sequence[JaxprEqn], names: Mapping[Var, str]
+) -> dict[Var, str]:
     """Names of values, also for what copies and marks make them of."""
     found = dict(names)
     for eqn in reversed(eqns):
@@ -84,7 +86,7 @@ def assigned(position: Position) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _assignments(text: str) -> dict[Span, str]:
+def _assignments(text: str) -> dict[SourceSpan, str]:
     """The variables of a module, by where the expressions assigned to them stand."""
     try:
         tree = ast.parse(text)
@@ -116,6 +118,6 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:
             pass
 
 
-def _span(node: ast.expr | ast.stmt) -> Span:
+def _span(node: ast.expr | ast.stmt) -> SourceSpan:
     last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
     return node.lineno, last, node.col_offset, end

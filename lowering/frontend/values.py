@@ -9,12 +9,12 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
-from jhost.lowering.frontend.value_names import Variables, handed_on, value_names
+from jhost.lowering.frontend.value_names import Variables, forwarded_names, value_names
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 
 
-class SaidNames(NamedTuple):
+class DisplayNames(NamedTuple):
     """What messages call params and results; None where a result has no own name.
 
     Which of the user's `variables` name the values between, `value_names` says.
@@ -30,22 +30,25 @@ class SaidNames(NamedTuple):
         results = zip(flat.outvars, self.results, strict=True)
         known = {var: name for var, name in results if name}
         names = value_names(flat.eqns, params, self.variables)
-        return names | handed_on(flat.eqns, known) | params
+        return names | forwarded_names(flat.eqns, known) | params
 
 
 class Values:
     """Buffers for the variables of a jaxpr, and the statements that make them."""
 
     def __init__(
-        self, flat: FlatJaxpr, result_names: Mapping[Var, str], said_names: SaidNames
+        self,
+        flat: FlatJaxpr,
+        result_names: Mapping[Var, str],
+        display_names: DisplayNames,
     ) -> None:
-        self.names = Names()
+        self.names = FreshNames()
         self.body: list[ir.Stmt] = []
         self.buffers: dict[Var, ir.Buffer] = {}
         self.taken: set[str] = set()
-        self.result_names = handed_on(flat.eqns, result_names)
-        self.value_names = said_names.of(flat)
-        self.said: dict[str, str] = {}
+        self.result_names = forwarded_names(flat.eqns, result_names)
+        self.value_names = display_names.of(flat)
+        self.display_names: dict[str, str] = {}
 
     def params(
         self, invars: Sequence[Var], names: Sequence[str]
@@ -79,7 +82,7 @@ class Values:
             dtype=aval.dtype,
             dims=(ir.Dim(),) * len(aval.shape),
         )
-        self.said[buffer.name] = self.value_names[var]
+        self.display_names[buffer.name] = self.value_names[var]
         return buffer
 
     def set(self, source: ir.Buffer, var: Var, name: str | None = None) -> ir.Buffer:

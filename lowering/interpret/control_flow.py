@@ -11,12 +11,12 @@ from jhost.lowering.interpret.arrays import OnDevices, undefined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Cond, ControlFlow, Scan, While
 
-RunBody: TypeAlias = Callable[[Program, Sequence[OnDevices]], list[OnDevices]]
+RunOnDevices: TypeAlias = Callable[[Program, Sequence[OnDevices]], list[OnDevices]]
 """Gives the results of a body for what devices have of its params."""
 
 
 def control_flow(
-    stmt: ControlFlow, ins: Sequence[OnDevices], run: RunBody, devices: int
+    stmt: ControlFlow, ins: Sequence[OnDevices], run: RunOnDevices, devices: int
 ) -> list[OnDevices]:
     """The results of `stmt` for what devices have of its `ins`."""
     match stmt:
@@ -30,7 +30,7 @@ def control_flow(
 
 
 def _scan(
-    stmt: Scan, ins: Sequence[OnDevices], run: RunBody, devices: int
+    stmt: Scan, ins: Sequence[OnDevices], run: RunOnDevices, devices: int
 ) -> list[OnDevices]:
     first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
     consts, carry, xs = ins[:first], list(ins[first:last]), ins[last:]
@@ -47,7 +47,9 @@ def _scan(
     return [*carry, *map(_stacked, stacks)]
 
 
-def _while_loop(stmt: While, ins: Sequence[OnDevices], run: RunBody) -> list[OnDevices]:
+def _while_loop(
+    stmt: While, ins: Sequence[OnDevices], run: RunOnDevices
+) -> list[OnDevices]:
     first = len(stmt.condition_consts)
     last = first + len(stmt.consts)
     condition, consts, carry = ins[:first], ins[first:last], list(ins[last:])

@@ -11,36 +11,36 @@ import numpy as np
 from jhost.lowering.interpret.arrays import OnDevices
 from jhost.lowering.ir.statements import Select
 
-Places: TypeAlias = tuple[np.ndarray, ...]
+Indices: TypeAlias = tuple[np.ndarray, ...]
 """For each dim of a buffer, the indices that an alias covers."""
 
 
 @dataclasses.dataclass(slots=True)
-class Memory:
+class ArrayMemory:
     """A buffer on every device, and which of its elements were written."""
 
     values: OnDevices
     written: OnDevices
 
     @classmethod
-    def of(cls, values: OnDevices, dims: int, written: bool = True) -> Memory:
+    def of(cls, values: OnDevices, dims: int, written: bool = True) -> ArrayMemory:
         """`values` of buffers with so many dims; keys have more."""
         shapes = [value.shape[:dims] for value in values]
         return cls(values, [np.full(shape, written) for shape in shapes])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class View:
+class ArrayView:
     """The part of a buffer that an alias covers on each device.
 
     `kept` are the buffer's dims that the alias has, without those it drops.
     """
 
     owner: str
-    places: tuple[Places, ...]
+    places: tuple[Indices, ...]
     kept: tuple[int, ...]
 
-    def select(self, stmt: Select, starts: Sequence[int], size: int) -> View:
+    def select(self, stmt: Select, starts: Sequence[int], size: int) -> ArrayView:
         """The part that `stmt` takes; `starts` has an entry for each device."""
         dim = self.kept[stmt.dim]
         places = [
@@ -48,7 +48,7 @@ class View:
             for at, start in zip(self.places, starts, strict=True)
         ]
         kept = tuple(d for d in self.kept if not (stmt.drop and d == dim))
-        return View(self.owner, tuple(places), kept)
+        return ArrayView(self.owner, tuple(places), kept)
 
     def read(self, arrays: OnDevices) -> OnDevices:
         """What is there, of arrays as large as the buffer."""
@@ -69,15 +69,15 @@ class View:
         for array, at in zip(written, self.places, strict=True):
             array[np.ix_(*at)] = True
 
-    def shape(self, places: Places) -> tuple[int, ...]:
+    def shape(self, places: Indices) -> tuple[int, ...]:
         """The alias's own shape on a device."""
         return tuple(len(places[dim]) for dim in self.kept)
 
 
-def whole(owner: str, memory: Memory) -> View:
+def whole(owner: str, memory: ArrayMemory) -> ArrayView:
     """All of a buffer."""
     places = tuple(tuple(map(np.arange, each.shape)) for each in memory.written)
-    return View(owner, places, tuple(range(memory.written[0].ndim)))
+    return ArrayView(owner, places, tuple(range(memory.written[0].ndim)))
 
 
 def _cut(places: np.ndarray, start: int, size: int, groups: int) -> np.ndarray:

@@ -25,8 +25,8 @@ from jhost.lowering.interpret.arrays import (
 )
 from jhost.lowering.interpret.collectives import communicate
 from jhost.lowering.interpret.compute import combined, compute
-from jhost.lowering.interpret.control_flow import RunBody, control_flow
-from jhost.lowering.interpret.memory import Memory, View, whole
+from jhost.lowering.interpret.control_flow import RunOnDevices, control_flow
+from jhost.lowering.interpret.memory import ArrayMemory, ArrayView, whole
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.index import Index
@@ -74,14 +74,14 @@ class _Interpreter(Machine):
         super().__init__(program.mesh.shape)
         self.program = program
         self.mesh = mesh
-        self.memories: dict[str, Memory] = {}
-        self.aliases: dict[str, View] = {}
+        self.memories: dict[str, ArrayMemory] = {}
+        self.aliases: dict[str, ArrayView] = {}
         self.trace: list[Record] = []
 
     def run(self, args: Sequence[OnDevices]) -> list[OnDevices]:
         """The results for what each device has of the params."""
         for buffer, values in zip(self.program.params, args, strict=True):
-            self.memories[buffer.name] = Memory.of(values, len(buffer.shape))
+            self.memories[buffer.name] = ArrayMemory.of(values, len(buffer.shape))
         self.body(self.program.body)
         return [self.read(buffer) for buffer in self.program.results]
 
@@ -145,9 +145,11 @@ class _Interpreter(Machine):
     def allocate(self, buffer: ir.Buffer) -> None:
         empty = undefined(buffer.shape, buffer.dtype)
         values = [empty.copy() for _ in range(self.ranks.count)]
-        self.memories[buffer.name] = Memory.of(values, len(buffer.shape), written=False)
+        self.memories[buffer.name] = ArrayMemory.of(
+            values, len(buffer.shape), written=False
+        )
 
-    def view(self, name: str) -> View:
+    def view(self, name: str) -> ArrayView:
         return self.aliases.get(name) or whole(name, self.memories[name])
 
     def read(self, buffer: ir.Buffer) -> OnDevices:
@@ -161,7 +163,7 @@ class _Interpreter(Machine):
         view = self.aliases.get(buffer.name)
         if view is None:
             copies = list(map(np.copy, values))
-            self.memories[buffer.name] = Memory.of(copies, len(buffer.shape))
+            self.memories[buffer.name] = ArrayMemory.of(copies, len(buffer.shape))
             return
         memory = self.memories[view.owner]
         view.write(memory.values, values)
@@ -221,7 +223,7 @@ class _Interpreter(Machine):
         for buffer, values in zip(stmt.outs, outs, strict=True):
             self.write(buffer, values)
 
-    def runner(self) -> RunBody:
+    def runner(self) -> RunOnDevices:
         """Runs bodies of one statement, and records each when it first runs."""
         recorded: list[Program] = []
 

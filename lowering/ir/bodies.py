@@ -39,6 +39,11 @@ def held_statements(program: Program) -> Iterator[tuple[Program, ir.Stmt]]:
             yield from held_statements(body)
 
 
+def is_pipelined(program: Program) -> bool:
+    """Whether streams order anything: loops, or transfers and the sums beside them."""
+    return any(isinstance(stmt, ir.SetCurrentStream) for stmt in statements(program))
+
+
 def adds_up(program: Program) -> bool:
     """Whether a loop adds to a sum chunk by chunk."""
     stmts = statements(program)
@@ -150,7 +155,7 @@ def is_alike(one: Program, other: Program) -> bool:
         one.body is other.body
         and one.params == other.params
         and one.results == other.results
-        and one.said is other.said
+        and one.display_names is other.display_names
         and len(one.marks) == len(other.marks)
         and all(map(_is_same_mark, one.marks, other.marks))
     )

@@ -34,7 +34,8 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
 class Shared(Generic[_R]):
     """What was found out about programs, for others that have the same statements.
 
-    Those are the same objects: of equal ones nobody asks.
+    Those are the same objects: of equal ones nobody asks.  All empty bodies are one
+    tuple in Python, so whoever finds something here compares the rest of the programs.
     """
 
     def __init__(self) -> None:

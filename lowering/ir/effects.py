@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jhost.lowering.ir.program import Program
 
 
-def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
+def reads_writes(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
     if isinstance(stmt, ir.Compute):  # most statements are, and passes ask often
         outs = stmt.outs
@@ -28,19 +28,21 @@ def touched(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
         case ir.Deallocate(buffer=buffer):
             return [buffer], []
         case ir.For(body=body):
-            return _touched_by_all(body)
+            return _reads_writes_of_body(body)
         case _:
             return [], []
 
 
-def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
+def _reads_writes_of_body(
+    body: Sequence[ir.Stmt],
+) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """What a loop touches outside: writing an alias writes its source."""
     aliases = Aliases(body)
     reads: list[ir.Buffer] = []
     writes: list[ir.Buffer] = []
     for stmt in body:
         if not isinstance(stmt, ir.Select):
-            inner_reads, inner_writes = touched(stmt)
+            inner_reads, inner_writes = reads_writes(stmt)
             reads += map(aliases.memory, inner_reads)
             writes += map(aliases.memory, inner_writes)
     return reads, writes
@@ -48,7 +50,7 @@ def _touched_by_all(body: Sequence[ir.Stmt]) -> tuple[list[ir.Buffer], list[ir.B
 
 def written(stmt: ir.Stmt) -> list[ir.Buffer]:
     """The buffers that a statement, not counting those it holds, makes or writes."""
-    return [] if isinstance(stmt, ir.For) else touched(stmt)[1]
+    return [] if isinstance(stmt, ir.For) else reads_writes(stmt)[1]
 
 
 def read_whole(program: Program) -> frozenset[str]:
@@ -56,7 +58,7 @@ def read_whole(program: Program) -> frozenset[str]:
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
         if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
-            names |= {buffer.name for buffer in touched(stmt)[0]}
+            names |= {buffer.name for buffer in reads_writes(stmt)[0]}
     return frozenset(names)
 
 

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
@@ -69,7 +69,7 @@ def nodes(
         stmts: tuple[Stmt, ...] = (stmt,)
         if isinstance(stmt, Communicate) and stmt.name in waits:
             stmts = (stmt, Wait(communication=stmt.name))
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         operands = barriers.get(writes[0].name, ()) if _hands_on(stmt) else ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
     return made

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.statements import PipelineKind, node
 
-Sums: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
+SumsPlace: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
 """Where contractions over all chunks stand: in the loop, which adds them up, behind it,
 or beside transfers, in the place of its chunks."""
 
@@ -53,12 +53,12 @@ class StreamChoice(OnLines):
         chunks: how many; None for as many as the pipeline has unasked.
         pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen,
             and the value takes part in a stream that reaches it.
-        plain: whether its loop is not made, whatever stream reaches it, because that
-            was found better.
+        unpipelined: whether its loop is not made, whatever stream reaches it, because
+            that was found better.
         by_name: whether the user named the pipeline, which then stands even where it
             gains nothing.
-        streams: on how many a loop's iterations take turns at most; None for as many
-            as the function says.
+        streams: on how many a loop's iterations take turns at most; None for jhost's
+            default.
         zigzag: whether causal loops work on sequences in zigzag order where they can.
         sums: where contractions over all chunks stand, such as weights' gradients.
         reason: why this was chosen.
@@ -74,11 +74,11 @@ class StreamChoice(OnLines):
     dim: int
     chunks: int | None
     pipeline: PipelineKind | None
-    plain: bool = False
+    unpipelined: bool = False
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True
-    sums: Sums = "in chunks"
+    sums: SumsPlace = "in chunks"
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()

@@ -10,7 +10,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import walk
 
 
-class Names:
+class FreshNames:
     """Hands out names that nobody has yet, close to the one asked for."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
@@ -18,7 +18,7 @@ class Names:
         self._counts: Counter[str] = Counter()
 
     @classmethod
-    def of(cls, program: Program) -> Names:
+    def of(cls, program: Program) -> FreshNames:
         """Names that do not clash with the buffers of `program`."""
         return cls(buffer_names(program))
 

@@ -11,8 +11,8 @@ from jhost.lowering.ir.layout import Layout, Partial, axes_size
 from jhost.lowering.ir.statements import Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
+from jhost.lowering.rules.flops import flops_of
 from jhost.lowering.rules.reducers import Reducer
-from jhost.lowering.rules.work import flops_of
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
@@ -23,7 +23,7 @@ class Operation:
     """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims.
 
     Or a value that crosses the border of control flow `stmt`, from or to a body.  If
-    it `hands_on`, its one operand is moved to where its result rests.  `taking` says
+    it `forwards`, its one operand is moved to where its result rests.  `taking` says
     that its operand's layout decides, whatever is wished for, and `like` names a value
     whose layout does.  `reduces` says that it works on each step of a reduced factor.
 
@@ -39,7 +39,7 @@ class Operation:
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     reducers: tuple[Reducer | None, ...]
-    hands_on: bool = False
+    forwards: bool = False
     taking: bool = False
     like: str | None = None
     pinned: Assignment | None = None
@@ -62,7 +62,7 @@ class Operation:
         )
         return _induced(self.results[result], assignment), partial
 
-    def handed_on(self, rest: Layout) -> Layout:
+    def forwarded(self, rest: Layout) -> Layout:
         """The layout of the operand that is handed on to rest in that layout."""
         spread = list(nowhere(self))
         for dim, axes in zip(self.results[0], rest, strict=True):
@@ -81,7 +81,7 @@ class Operation:
     @property
     def stacks(self) -> bool:
         """Whether a value leaves an iteration and is stacked, as it was made there."""
-        return self.taking and not self.hands_on and self.like is None
+        return self.taking and not self.forwards and self.like is None
 
     @property
     def makes_any_part(self) -> bool:
@@ -134,7 +134,7 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         sizes=rule.sizes,
         reducers=rule.reducers,
         reduces=reduces,
-        hands_on=isinstance(stmt, Set),
+        forwards=isinstance(stmt, Set),
         pinned=rule.pinned,
         cut=cut,
         flops=flops if reduces else 0,

@@ -22,7 +22,7 @@ class Program:
     `marks` are what the user asked for and no pass has taken up yet.
     `streamed` has the dims that pipelines will cut, by value, as planned before values
     had layouts (`layouts/hidden_dims.py`).
-    `said` has what the user calls the values of buffers; no text of a program has it.
+    `display_names` has what the user calls values, by buffer; texts do not say it.
     `derived` has what was found out about the program (`ir/derived.py`).
     """
 
@@ -33,7 +33,7 @@ class Program:
     body: tuple[Stmt, ...]
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
-    said: Mapping[str, str] = dataclasses.field(
+    display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
     )
     streamed: Mapping[str, Any] = dataclasses.field(

@@ -1,8 +1,8 @@
 """How far apart the devices along an axis of the mesh lie, and what that means.
 
 Only GPUs that one process owns copy from one to another by copy engine, beside
-matmuls.  All else is a kernel of NCCL's, which needs multiprocessors that a matmul does
-not leave.
+whatever runs.  All else is a kernel of NCCL's.  A matmul leaves it no multiprocessors:
+it starts when that matmul ends, and then runs beside the next ones.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ _WHAT_HELPS: Mapping[Reach, str] = {
 }
 
 
-def apart(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
+def between_processes(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
     """The axes among some whose devices are not in one process."""
     return [axis for axis in axes if reach.get(axis, "process") != "process"]
 
 
-def apart_text(
+def why_not_hidden(
     axes: Iterable[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
 ) -> str:
-    """Why nothing that moves along such axes of a mesh is hidden, and what helps."""
-    names = apart(axes, reach)
+    """Why no loop moves chunks along such axes of a mesh unasked, and what helps."""
+    names = between_processes(axes, reach)
     farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
     helps = laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]
     return (
-        f"the devices along {' and '.join(names)} are {WHERE[farthest]}, and what "
-        f"moves between processes runs beside no matmul; {helps}"
+        f"the devices along {' and '.join(names)} are {WHERE[farthest]}. Between "
+        "processes a chunk is sent by a kernel, which starts when the running matmul "
+        f"ends; {helps}"
     )
 
 
@@ -57,7 +58,7 @@ def laid_better(
 
     Empty where they could not.
     """
-    within = [axis for axis in reach if axis not in apart(reach, reach)]
+    within = [axis for axis in reach if axis not in between_processes(reach, reach)]
     room = math.prod(mesh[axis] for axis in within)
     size = math.prod(mesh[axis] for axis in names)
     if size == 1 or room % size:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jhost.lowering.ir.ranks import AtRanks
 
-Run: TypeAlias = tuple[int, int]
-Runs: TypeAlias = tuple[Run, ...]
+Stretch: TypeAlias = tuple[int, int]
+Stretches: TypeAlias = tuple[Stretch, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ def _one(extent: int, mesh_dims: int) -> np.ndarray:
     return dim
 
 
-def _take(runs: Runs, groups: int, start: int, size: int) -> Runs:
+def _take(runs: Stretches, groups: int, start: int, size: int) -> Stretches:
     part = sum(stop - first for first, stop in runs) // groups
-    taken: list[Run] = []
+    taken: list[Stretch] = []
     for group in range(groups):
         for first, stop in _cut(runs, group * part + start, size):
             if taken and taken[-1][1] == first:
@@ -82,7 +82,7 @@ def _take(runs: Runs, groups: int, start: int, size: int) -> Runs:
     return tuple(taken)
 
 
-def _cut(runs: Runs, start: int, size: int) -> Iterator[Run]:
+def _cut(runs: Stretches, start: int, size: int) -> Iterator[Stretch]:
     """The elements at positions `[start : start + size]` of the runs end to end."""
     for first, stop in runs:
         low, high = max(start, 0), min(start + size, stop - first)
@@ -91,7 +91,7 @@ def _cut(runs: Runs, start: int, size: int) -> Iterator[Run]:
         start -= stop - first
 
 
-def _intersect(a: Runs, b: Runs) -> bool:
+def _intersect(a: Stretches, b: Stretches) -> bool:
     return any(x[0] < y[1] and y[0] < x[1] for x in a for y in b)
 
 

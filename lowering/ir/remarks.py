@@ -181,7 +181,32 @@ def _with_host(predicted: Prediction) -> str:
     return f"{seconds_text(predicted.total)} (host {seconds_text(predicted.host)})"
 
 
+@node
+class LeftToXla:
+    """That XLA partitions the whole program, as in `jax.jit`.
+
+    It moves data along `axes` between processes, and nothing in it is pipelined.
+    Collectives begin `early` if there is work for most of them to stand beside.
+    """
+
+    axes: tuple[str, ...]
+    early: bool
+
+    def __str__(self) -> str:
+        return (
+            "XLA partitions this program and orders its communications, as in jax.jit: "
+            f"the devices along {' and '.join(self.axes)} are in several processes, "
+            "and no stream is pipelined"
+        )
+
+
 Remark: TypeAlias = (
-    Note | LayoutReport | ReplicationReport | StreamReport | PermuteReport | UnmetWish
+    Note
+    | LayoutReport
+    | LeftToXla
+    | ReplicationReport
+    | StreamReport
+    | PermuteReport
+    | UnmetWish
 )
 """What a pass says of its decisions, for `jhost.explain`."""

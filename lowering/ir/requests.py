@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
 from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
-from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, Sums, Wish
+from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, SumsPlace, Wish
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.statements import Compute, PipelineKind
@@ -90,15 +90,17 @@ class Tuned:
     pipeline: PipelineKind | None = None
     chunks: int | None = None
     streams: int | None = None
-    sums: Sums = "in chunks"
+    sums: SumsPlace = "in chunks"
     reason: str = ""
     measured: tuple[tuple[str, float], ...] = ()
 
-    def settle(self, mark: StreamChoice) -> StreamChoice:
+    def choice_for(self, mark: StreamChoice) -> StreamChoice:
         """`mark` asking for that, as if by name: it stands where it was measured."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain = self.pipeline is None
-        return dataclasses.replace(mark, **fields, plain=plain, by_name=True, wished=())
+        unpipelined = self.pipeline is None
+        return dataclasses.replace(
+            mark, **fields, unpipelined=unpipelined, by_name=True, wished=()
+        )
 
 
 Tunings: TypeAlias = Mapping[str, Mapping[int, Tuned]]
@@ -133,10 +135,10 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
-    """The choice for two marks of one stream; a plain mark has no say in it."""
+    """The choice for two marks of one stream; an unpipelined one has no say."""
     numbers = (*one.numbers, *other.numbers)
-    if one.plain != other.plain:
-        said = other if one.plain else one
+    if one.unpipelined != other.unpipelined:
+        said = other if one.unpipelined else one
         return dataclasses.replace(
             said, buffer=one.buffer, dim=one.dim, numbers=numbers
         )
@@ -149,7 +151,7 @@ def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None
 def asked_of_streams(program: Program) -> list[tuple[object, ...]]:
     """All that streams go by of a program's choices, which reasons and such are not."""
     return [
-        (mark.buffer, mark.dim, mark.pipeline, mark.chunks, mark.plain)
+        (mark.buffer, mark.dim, mark.pipeline, mark.chunks, mark.unpipelined)
         for mark in stream_choices(program)
     ]
 
@@ -166,9 +168,11 @@ def take_known(program: Program, others: Sequence[Program]) -> bool:
     return known is not None
 
 
-def plain_values(program: Program) -> frozenset[str]:
+def unpipelined_values(program: Program) -> frozenset[str]:
     """The values whose loops are not to be made."""
-    return frozenset(mark.buffer for mark in stream_choices(program) if mark.plain)
+    return frozenset(
+        mark.buffer for mark in stream_choices(program) if mark.unpipelined
+    )
 
 
 # --- Those that leave something open ----------------------------------------------- #
@@ -179,7 +183,7 @@ def open_marks(program: Program) -> dict[int, StreamChoice]:
     return {
         number: mark
         for number, mark in enumerate(all_marks(program))
-        if isinstance(mark, StreamChoice) and not _is_settled(mark)
+        if isinstance(mark, StreamChoice) and not _is_complete(mark)
     }
 
 
@@ -218,7 +222,7 @@ def _makers(program: Program) -> Iterator[Compute | None]:
     return (makers.get(mark.buffer) for mark in program.marks)
 
 
-def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
+def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
     """Put what was chosen for one mark in the place of those alike."""
     for number in numbers:
         mark = marks[number]
@@ -228,6 +232,6 @@ def settle(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> N
         )
 
 
-def _is_settled(mark: StreamChoice) -> bool:
+def _is_complete(mark: StreamChoice) -> bool:
     known = mark.pipeline is not None and mark.chunks is not None
     return known or mark.pipeline == "off"

@@ -14,22 +14,22 @@ from collections.abc import (
 )
 from typing import TypeAlias, TypeGuard
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, axes_size, dims_of, layout_of, local_shape
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import Assignment, Operation, operation
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set, Stmt
 from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.table import distributes
 
 Change: TypeAlias = tuple[Stmt, Sequence[Stmt]]
-"""A statement, and what is to stand in its place."""
+"""A statement, and what is to stand in its slot."""
 
 
-class Body:
-    """Statements, and who makes and reads each buffer; changes can be taken back.
+class Rewrite:
+    """Statements that are changed, with who makes and reads each buffer, and an undo.
 
-    Each statement has a place, in which others may come to stand.  `needed` are the
+    Each statement has a slot, in which others may come to stand.  `needed` are the
     results, and `marked` what the user said something about.
     """
 
@@ -38,15 +38,15 @@ class Body:
     ) -> None:
         self.needed = needed
         self.marked = marked
-        self.places: list[tuple[Stmt, ...]] = []
-        self.place_of: dict[int, int] = {}
+        self.slots: list[tuple[Stmt, ...]] = []
+        self.slot_of: dict[int, int] = {}
         self.makers: dict[str, Stmt] = {}
         self.readers: dict[str, dict[int, Stmt]] = {}  # by identity
         self.changed: list[tuple[int, tuple[Stmt, ...]]] = []
-        """Each place that was filled otherwise, in order, and what stood there."""
-        for place, stmt in enumerate(stmts):
-            self.places.append(())
-            self._fill(place, (stmt,))
+        """Each slot that was filled otherwise, in order, and what stood there."""
+        for slot, stmt in enumerate(stmts):
+            self.slots.append(())
+            self._fill(slot, (stmt,))
 
     def reduction(self, buffer: Buffer) -> Reshard | None:
         """The reduction that makes `buffer` from a partial value, if there is one."""
@@ -62,21 +62,21 @@ class Body:
         return readers[0] if isinstance(readers[0], Set | Reshard) else None
 
     def replace(self, changes: Sequence[Change]) -> None:
-        """Put others in the place of some statements; copies then unread go."""
+        """Put others in the slots of some statements; copies then unread go."""
         for old, new in changes:
-            place = self.place_of[id(old)]
-            self.changed.append((place, self.places[place]))
-            stmts = ((s,) if s is not old else new for s in self.places[place])
-            self._fill(place, tuple(itertools.chain(*stmts)))
+            slot = self.slot_of[id(old)]
+            self.changed.append((slot, self.slots[slot]))
+            stmts = ((s,) if s is not old else new for s in self.slots[slot])
+            self._fill(slot, tuple(itertools.chain(*stmts)))
         for old, _ in changes:
-            for buffer in touched(old)[0]:
+            for buffer in reads_writes(old)[0]:
                 copy = self.makers.get(buffer.name)
                 read = buffer.name in self.readers or buffer.name in self.needed
                 if isinstance(copy, Set | Reshard) and not read:
                     self.replace([(copy, ())])
 
-    def before(self, count: int) -> dict[int, tuple[Stmt, ...]]:
-        """By place, the statements from before the changes after the first `count`."""
+    def replaced(self, count: int) -> dict[int, tuple[Stmt, ...]]:
+        """By slot, what the changes after the first `count` have replaced."""
         return dict(reversed(self.changed[count:]))
 
     def take_back(self, count: int) -> None:
@@ -84,10 +84,10 @@ class Body:
         while len(self.changed) > count:
             self._fill(*self.changed.pop())
 
-    def _fill(self, place: int, stmts: tuple[Stmt, ...]) -> None:
-        for stmt in self.places[place]:
-            del self.place_of[id(stmt)]
-            reads, writes = touched(stmt)
+    def _fill(self, slot: int, stmts: tuple[Stmt, ...]) -> None:
+        for stmt in self.slots[slot]:
+            del self.slot_of[id(stmt)]
+            reads, writes = reads_writes(stmt)
             for buffer in writes:
                 if self.makers.get(buffer.name) is stmt:
                     del self.makers[buffer.name]
@@ -95,10 +95,10 @@ class Body:
                 del self.readers[name][id(stmt)]
                 if not self.readers[name]:
                     del self.readers[name]
-        self.places[place] = stmts
+        self.slots[slot] = stmts
         for stmt in stmts:
-            self.place_of[id(stmt)] = place
-            reads, writes = touched(stmt)
+            self.slot_of[id(stmt)] = slot
+            reads, writes = reads_writes(stmt)
             self.makers.update((buffer.name, stmt) for buffer in writes)
             for buffer in reads:
                 self.readers.setdefault(buffer.name, {})[id(stmt)] = stmt
@@ -109,12 +109,12 @@ def is_reduction(stmt: Stmt) -> TypeGuard[Reshard]:
     return isinstance(stmt, Reshard) and bool(stmt.source.partial)
 
 
-def behind(
+def commuted(
     stmt: Compute,
-    body: Body,
+    body: Rewrite,
     fixed: AbstractSet[str],
     mesh: Mapping[str, int],
-    names: Names,
+    names: FreshNames,
 ) -> list[Change] | None:
     """The changes that carry the reductions of some operands behind `stmt`.
 
@@ -137,7 +137,7 @@ def behind(
     return None
 
 
-def _groups(stmt: Compute, body: Body) -> list[frozenset[int]]:
+def _groups(stmt: Compute, body: Rewrite) -> list[frozenset[int]]:
     """The groups of operands whose reductions may be carried, by position in `ins`."""
     (unit_eqn,) = stmt.unit.eqns
     reducers: set[Reducer] = {
@@ -165,10 +165,10 @@ def _groups(stmt: Compute, body: Body) -> list[frozenset[int]]:
 
 def reduced_last(
     name: str,
-    body: Body,
+    body: Rewrite,
     fixed: AbstractSet[str],
     mesh: Mapping[str, int],
-    names: Names,
+    names: FreshNames,
 ) -> Reshard | None:
     """The reduction of a sum that is the last thing done to make a value, if it can be.
 
@@ -185,7 +185,7 @@ def reduced_last(
             if len(set(operands)) < len(operands):
                 continue  # both would be one reader, and it is read twice
             parts = [reduced_last(n, body, fixed, mesh, names) for n in operands]
-            changes = behind(maker, body, fixed, mesh, names) if all(parts) else None
+            changes = commuted(maker, body, fixed, mesh, names) if all(parts) else None
             if changes is not None:
                 body.replace(changes)
                 maker = body.makers[name]
@@ -210,11 +210,11 @@ class _Carrier:
     def __init__(
         self,
         stmt: Compute,
-        body: Body,
+        body: Rewrite,
         partial: Partial,
         positions: frozenset[int],
         mesh: Mapping[str, int],
-        names: Names,
+        names: FreshNames,
     ) -> None:
         self.stmt = stmt
         self.body = body

@@ -12,8 +12,13 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.transfer_bytes import (
+    NOTHING,
+    LayoutCost,
+    ReshardCosts,
+    TransferBytes,
+)
 
 Move: TypeAlias = tuple[str, Layout]
 """A value, and a layout that some operation wants it in."""
@@ -31,7 +36,7 @@ class Decisions:
         self,
         operations: Sequence[Operation],
         effects: Effects,
-        costs: Costs,
+        costs: ReshardCosts,
         given: Mapping[str, Layout],
     ) -> None:
         self.operations = operations
@@ -63,9 +68,9 @@ class Decisions:
         return {name for name, layout in effect.rests if self._lay_out(name, layout)}
 
     @property
-    def price(self) -> Price:
+    def price(self) -> LayoutCost:
         """The bytes of all moves, and the work."""
-        return Price(self.total, self.flops)
+        return LayoutCost(self.total, self.flops)
 
     def in_order(self) -> tuple[Assignment, ...]:
         """The assignments of all operations."""
@@ -93,6 +98,7 @@ class Decisions:
             (name, want)
             for name in self.operations[number].ins
             for want in self.moves_of.get(name, ())
+            # Later operations find the value moved, so only the first pays.
             if self.movers[name, want][0] < number
         ]
         return frozenset(known) if known else _NO_MOVES  # as most often
@@ -131,5 +137,5 @@ class Decisions:
             self.total += self._cost(name, want)
         return True
 
-    def _cost(self, name: str, want: Layout) -> Moved:
+    def _cost(self, name: str, want: Layout) -> TransferBytes:
         return self.costs.reshard(name, self.layouts[name], want)

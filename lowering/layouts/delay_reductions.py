@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.display_names import display_name
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import axes_size, layout_of, spec_text
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -23,17 +24,16 @@ from jhost.lowering.ir.marks import (
     StreamChoice,
     StreamRequest,
 )
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.said import said
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
-from jhost.lowering.layouts.commute import Body, behind, is_reduction
-from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
+from jhost.lowering.layouts.commute import Rewrite, commuted, is_reduction
 from jhost.lowering.layouts.hidden_dims import streamed_where_moved
 from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
 from jhost.lowering.layouts.reshard import plan_reshard
+from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ def _reduces(program: Program) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cost:
+class _ReductionCost:
     """The bytes and the number of communications of reshards, or a difference."""
 
-    moved: Moved = NOTHING
+    moved: TransferBytes = NOTHING
     communications: int = 0
 
-    def __add__(self, other: _Cost) -> _Cost:
+    def __add__(self, other: _ReductionCost) -> _ReductionCost:
         count = self.communications + other.communications
-        return _Cost(self.moved + other.moved, count)
+        return _ReductionCost(self.moved + other.moved, count)
 
-    def __sub__(self, other: _Cost) -> _Cost:
+    def __sub__(self, other: _ReductionCost) -> _ReductionCost:
         count = self.communications - other.communications
-        return _Cost(self.moved - other.moved, count)
+        return _ReductionCost(self.moved - other.moved, count)
 
-    def improves(self, other: _Cost) -> bool:
+    def improves(self, other: _ReductionCost) -> bool:
         """Whether something falls and nothing grows."""
         mine, others = self.terms(), other.terms()
         return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
@@ -89,12 +89,12 @@ class _Delayer:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.mesh = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         given = [m for m in program.marks if not isinstance(m, BarrierMark)]
         fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
         self.fixed = {mark.buffer for mark in fixed}
         needed = {result.name for result in program.results}
-        self.body = Body(program.body, needed, {mark.buffer for mark in given})
+        self.body = Rewrite(program.body, needed, {mark.buffer for mark in given})
         self.gone: dict[str, Reshard] = {}
         self.stale: set[str] = set()
         self.remarks: dict[str, LayoutReport] = {}
@@ -116,7 +116,7 @@ class _Delayer:
                 for name in seen:
                     ended.setdefault(name, set()).add(start)
                 continue
-            changed = self.settle()
+            changed = self.commit()
             again = set(self.starts(map(self.body.makers.get, changed)))
             again.update(*(ended.pop(name, ()) for name in changed))
             for other in again - queued:
@@ -125,9 +125,9 @@ class _Delayer:
         return self.rewritten()
 
     def starts(self, stmts: Iterable[Stmt | None]) -> list[tuple[int, str]]:
-        """The place and the name of each reduction among statements."""
+        """The slot and the name of each reduction among statements."""
         return [
-            (self.body.place_of[id(stmt)], stmt.out.name)
+            (self.body.slot_of[id(stmt)], stmt.out.name)
             for stmt in stmts
             if stmt is not None and is_reduction(stmt)
         ]
@@ -140,22 +140,22 @@ class _Delayer:
         body, seen, reached = self.body, {start}, {start}
         waiting = self.readers(start)
         heapq.heapify(waiting)
-        cost, least, best, last = _Cost(), _Cost(), 0, -1
+        cost, least, best, last = _ReductionCost(), _ReductionCost(), 0, -1
         while waiting:
-            place = heapq.heappop(waiting)
-            if place == last:
+            slot = heapq.heappop(waiting)
+            if slot == last:
                 continue
-            last = place
-            stmt = next(s for s in body.places[place] if isinstance(s, Compute))
+            last = slot
+            stmt = next(s for s in body.slots[slot] if isinstance(s, Compute))
             seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
             # Tried whatever it costs: it may pay only behind several operations.
-            changes = behind(stmt, body, self.fixed, self.mesh, self.names)
+            changes = commuted(stmt, body, self.fixed, self.mesh, self.names)
             if changes is None:
                 continue
             count = len(body.changed)
             body.replace(changes)
-            # Only the changed places are counted again.
-            cost += self.growth(count)
+            # Only the changed slots are counted again.
+            cost += self.added_cost(count)
             for name in self.made(count).keys() - reached:
                 reached.add(name)
                 for other in self.readers(name):
@@ -167,31 +167,31 @@ class _Delayer:
         return seen
 
     def readers(self, name: str) -> list[int]:
-        """The places of the computations that read a value."""
+        """The slots of the computations that read a value."""
         readers = self.body.readers.get(name, {}).values()
-        return [self.body.place_of[id(s)] for s in readers if isinstance(s, Compute)]
+        return [self.body.slot_of[id(s)] for s in readers if isinstance(s, Compute)]
 
     # --- What it costs -------------------------------------------------------- #
 
-    def growth(self, count: int) -> _Cost:
+    def added_cost(self, count: int) -> _ReductionCost:
         """The cost that the changes after the first `count` add."""
-        grown = _Cost()
-        for place, old in self.body.before(count).items():
-            for stmt in self.body.places[place]:
+        grown = _ReductionCost()
+        for slot, old in self.body.replaced(count).items():
+            for stmt in self.body.slots[slot]:
                 grown += self.cost_of(stmt)
             for stmt in old:
                 grown -= self.cost_of(stmt)
         return grown
 
-    def cost_of(self, stmt: Stmt) -> _Cost:
+    def cost_of(self, stmt: Stmt) -> _ReductionCost:
         if not isinstance(stmt, Reshard):
-            return _Cost()
+            return _ReductionCost()
         have, want = layout_of(stmt.source), layout_of(stmt.out)
         partial = stmt.source.partial
         streamed = streamed_where_moved(self.program, stmt)
         steps = plan_reshard(have, want, partial, self.mesh)
         moved = moved_by(steps, have, self.whole(stmt.source), self.mesh, streamed)
-        return _Cost(moved, sum(step.kind != "Select" for step in steps))
+        return _ReductionCost(moved, sum(step.kind != "Select" for step in steps))
 
     def whole(self, buffer: Buffer) -> Buffer:
         """`buffer` with its global shape."""
@@ -203,20 +203,20 @@ class _Delayer:
 
     def made(self, count: int) -> dict[str, Reshard]:
         """The reductions that the changes after the first `count` made."""
-        before = self.body.before(count)
+        before = self.body.replaced(count)
         old = set(map(id, itertools.chain(*before.values())))
         return {
             stmt.out.name: stmt
-            for place in sorted(before)
-            for stmt in self.body.places[place]
+            for slot in sorted(before)
+            for stmt in self.body.slots[slot]
             if is_reduction(stmt) and id(stmt) not in old
         }
 
-    def settle(self) -> set[str]:
+    def commit(self) -> set[str]:
         """Keep what is changed, and say so; the values that it bears on."""
-        before, made = self.body.before(0), self.made(0)
-        old = list(itertools.chain(*(before[place] for place in sorted(before))))
-        new = itertools.chain(*(self.body.places[place] for place in before))
+        before, made = self.body.replaced(0), self.made(0)
+        old = list(itertools.chain(*(before[slot] for slot in sorted(before))))
+        new = itertools.chain(*(self.body.slots[slot] for slot in before))
         gone = {
             stmt.out.name: stmt
             for stmt in old
@@ -229,7 +229,9 @@ class _Delayer:
         for name, stmt in made.items():
             self.remarks[name] = self.remark(stmt, [*gone])
         self.body.changed.clear()
-        buffers = (b for stmt in (*old, *new) for b in itertools.chain(*touched(stmt)))
+        buffers = (
+            b for stmt in (*old, *new) for b in itertools.chain(*reads_writes(stmt))
+        )
         return {buffer.name for buffer in buffers}
 
     def rewritten(self) -> Program:
@@ -243,7 +245,7 @@ class _Delayer:
         ]
         return dataclasses.replace(
             self.program,
-            body=tuple(itertools.chain(*self.body.places)),
+            body=tuple(itertools.chain(*self.body.slots)),
             marks=tuple(map(self.followed, self.program.marks)),
             remarks=(*remarks, *self.remarks.values()),
         )
@@ -260,7 +262,7 @@ class _Delayer:
         assert isinstance(maker, Compute), "only computations make partial values"
         before = made_text(stmt.source, operation(maker))
         after = spec_text(layout_of(stmt.out))
-        names = dict.fromkeys(said(self.program, name) for name in gone)
+        names = dict.fromkeys(display_name(self.program, name) for name in gone)
         reason = f"{' and '.join(names)} stayed partial until here" if gone else ""
         moved, where = self.cost_of(stmt).moved, line_of(operation(maker))
         return layout_remark(stmt.out.name, before, after, moved, reason, where)

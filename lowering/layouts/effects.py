@@ -7,8 +7,13 @@ from collections.abc import Hashable
 
 from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.costs import AS_IT_LIES, NOTHING, Costs, Moved
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
+from jhost.lowering.layouts.transfer_bytes import (
+    AS_IT_LIES,
+    NOTHING,
+    ReshardCosts,
+    TransferBytes,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,50 +21,50 @@ class Effect:
     """What an assignment asks of the operands, and makes of the results.
 
     `cost` is of bringing the results to where they rest, `more` of the way from there
-    to what their consumers wish for.  `flops` are those of each device.
+    to what their consumers prefer.  `flops` are those of each device.
     """
 
     wants: tuple[tuple[str, Layout], ...]
     rests: tuple[tuple[str, Layout], ...]
-    cost: Moved
-    more: Moved
-    settled: bool
+    cost: TransferBytes
+    more: TransferBytes
+    at_rest: bool
     flops: int
 
 
 class Effects:
-    """The effects of assignments, each found out once while the wishes stay."""
+    """The effects of assignments, each found out once while the preferences stay."""
 
-    def __init__(self, wishes: Wishes, costs: Costs) -> None:
-        self.wishes = wishes
+    def __init__(self, preferences: Preferences, costs: ReshardCosts) -> None:
+        self.preferences = preferences
         self.costs = costs
         # By the operation itself: an id may be another's after it.
         self.known: dict[tuple[Operation, Assignment, Hashable], Effect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> Effect:
-        # Wishes are part of the key, as they change from round to round.
-        key = op, assignment, self.wishes.about(op.outs)
+        # Preferences are part of the key, as they change from round to round.
+        key = op, assignment, self.preferences.about(op.outs)
         if key not in self.known:
             self.known[key] = self.found(op, assignment)
         return self.known[key]
 
     def found(self, op: Operation, assignment: Assignment) -> Effect:
         rests: list[tuple[str, Layout]] = []
-        cost, more, settled = NOTHING, NOTHING, True
+        cost, more, at_rest = NOTHING, NOTHING, True
         for position, name in enumerate(op.outs):
             have, partial = op.produced(position, assignment)
-            rest = self.wishes.rest(name, have, partial)
-            goal = self.wishes.goal(name, rest)
+            rest = self.preferences.rest(name, have, partial)
+            target = self.preferences.target(name, rest)
             cost += self.costs.reshard(name, have, rest, partial)
-            more += self.costs.reshard(name, rest, goal)
-            settled = settled and have == rest and not partial
+            more += self.costs.reshard(name, rest, target)
+            at_rest = at_rest and have == rest and not partial
             rests.append((name, rest))
         wants = [(n, self.wanted(op, i, assignment)) for i, n in enumerate(op.ins)]
-        if op.hands_on:
+        if op.forwards:
             # Its source is moved, once for the copy and for those that want it so.
-            wants, cost = [(op.ins[0], op.handed_on(rests[0][1]))], NOTHING
+            wants, cost = [(op.ins[0], op.forwarded(rests[0][1]))], NOTHING
         flops = self.flops(op, assignment)
-        return Effect(tuple(wants), tuple(rests), cost, more, settled, flops)
+        return Effect(tuple(wants), tuple(rests), cost, more, at_rest, flops)
 
     def flops(self, op: Operation, assignment: Assignment) -> int:
         """The work of a device, as often as it is done."""

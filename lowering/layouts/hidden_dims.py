@@ -16,7 +16,7 @@ from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, PipelineKind, Reshard
-from jhost.lowering.layouts.reshard import Step
+from jhost.lowering.layouts.reshard import ReshardStep
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 _HIDING = ("collective", "p2p")
@@ -37,7 +37,7 @@ class StreamedDim:
     along: str | None = None
     where: str = dataclasses.field(default="", compare=False)
 
-    def hides(self, step: Step) -> bool:
+    def hides(self, step: ReshardStep) -> bool:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
 
         A collective pipeline takes in any communication of its chunks.  A p2p pipeline
@@ -55,7 +55,7 @@ class StreamedDim:
         # Over other axes all devices are at one step, so no chunks are mixed.
         return bool(self.axes) and not self.axes & set(step.axes)
 
-    def moves(self, step: Step) -> bool:
+    def moves(self, step: ReshardStep) -> bool:
         """Whether the permutes of a p2p pipeline can take the place of `step`."""
         return self.along is None or step.axes == (self.along,)
 

@@ -91,13 +91,13 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
     finds that: tokens that go whole to their experts, say, and not as partial sums.
     """
     for number, assignment in _restarts(solver, best):
-        # Wishes are the solver's state, and go back where the restart does not win.
-        kept = solver.wishes.kept()
-        other = solver.settled_with(number, assignment)
+        # Preferences are the solver's state: a restart that does not win is undone.
+        before = solver.preferences.snapshot()
+        other = solver.fixed_point_with(number, assignment)
         if _is_clearly_better(solver, other, best):
             best = improved(solver, other)
         else:
-            solver.wishes.restore(kept)
+            solver.preferences.restore(before)
     return best
 
 

@@ -1,7 +1,7 @@
-"""The layouts that values should have: the user's constraints, and consumers' wishes.
+"""The layouts that values should have: users' constraints, and consumers' preferences.
 
-Constraints are fixed.  Wishes flow backward through the factors of the operations, from
-the constraints and from what operations are assigned to.
+Constraints are fixed.  Preferences flow backward through the factors of the operations,
+from the constraints and from what operations are assigned to.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from jhost.lowering.ir.operation import (
 )
 from jhost.lowering.ir.statements import Buffer
 
-Kept: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
+Snapshot: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
-_Asked: TypeAlias = tuple[str, Layout, bool]
+_Preferred: TypeAlias = tuple[str, Layout, bool]
+"""An operand, the layout preferred for it, and whether that uses axes."""
 
 
-class Wishes:
-    """Layouts by buffer name: `fixed` ones, and `goals`, which are all there are."""
+class Preferences:
+    """Layouts by buffer name: preferred `targets`, and among these the `fixed` ones."""
 
     def __init__(
         self,
@@ -44,37 +45,38 @@ class Wishes:
         self.buffers = buffers
         self.mesh = mesh
         self.specs = {name: mark.spec for name, mark in marks.items()}
-        self.known: dict[tuple[Operation, Assignment], Sequence[_Asked]] = {}
-        self.goals: dict[str, Layout] = {}
-        self.open: dict[str, frozenset[str]] = {}
-        """Axes of which a goal says nothing: its value may be sharded over them."""
+        self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
+        self.targets: dict[str, Layout] = {}
+        self.free_axes: dict[str, frozenset[str]] = {}
+        """Axes of which a target says nothing: its value may be sharded over them."""
         self.restart()
         self.fixed = {
-            name: self.goals[name]
+            name: self.targets[name]
             for name, spec in self.specs.items()
             if None not in spec
         }
 
     def restart(self) -> None:
         """Go back to what the user gave."""
-        self.goals = {
+        self.targets = {
             name: tuple(axes or () for axes in spec)
             for name, spec in self.specs.items()
         }
-        self.open = {
-            name: self._axes_beside(used_axes(self.goals[name]))
+        self.free_axes = {
+            name: self._axes_beside(used_axes(self.targets[name]))
             for name, spec in self.specs.items()
             if None in spec
         }
 
-    def kept(self) -> Kept:
-        """All present wishes, for `restore`."""
-        return dict(self.goals), dict(self.open)
+    def snapshot(self) -> Snapshot:
+        """All present preferences, for `restore`."""
+        return dict(self.targets), dict(self.free_axes)
 
-    def restore(self, kept: Kept) -> None:
-        """Go back to wishes that were kept: goals, and what they say nothing of."""
-        goals, left_open = kept
-        self.goals, self.open = dict(goals), dict(left_open)
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to the preferences of a snapshot."""
+        # Both: with targets alone the axes that others left free would be taken over.
+        targets, free_axes = snapshot
+        self.targets, self.free_axes = dict(targets), dict(free_axes)
 
     # --- Backward ------------------------------------------------------------- #
 
@@ -83,35 +85,35 @@ class Wishes:
         operations: Sequence[Operation],
         assignments: Sequence[Assignment] | None,
     ) -> None:
-        """Carry wishes from the consumers of values to their producers."""
+        """Carry preferences from the consumers of values to their producers."""
         for number in reversed(range(len(operations))):
             op = operations[number]
-            # As it was made, and a sum where it is wished for.
+            # As it was made, and a sum where it is preferred.
             if assignments is None or op.stacks:
                 assignment = self.suggested(op)
             else:
                 assignment = assignments[number]
-            for name, wish, used in self.asked(op, assignment):
-                # A factor on no axis wishes for nothing, a whole dim does.
-                if used or name not in self.goals:
-                    self.goals[name] = wish
+            for name, wanted, used in self.preferred(op, assignment):
+                # A factor on no axis prefers nothing, a whole dim does.
+                if used or name not in self.targets:
+                    self.targets[name] = wanted
                     # At first only what the constraints suggest is known.
                     known = self.mesh if assignments else used_axes(assignment)
-                    self.open[name] = self._axes_beside(known)
+                    self.free_axes[name] = self._axes_beside(known)
 
-    def asked(self, op: Operation, assignment: Assignment) -> Sequence[_Asked]:
-        """What may be wished of operands so assigned, and whether that uses axes.
+    def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
+        """What an operation so assigned may prefer, and whether that uses axes.
 
         Where it does not, a whole dim is all that the operand has.
         """
         case = op, assignment
         if case not in self.known:
-            wishes = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+            required = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
             self.known[case] = [
-                (name, self.constrained(name, wish), bool(used_axes(wish)))
-                for (name, wish), dims in zip(wishes, op.operands, strict=True)
-                if name not in self.fixed and self.is_legal(name, wish)
-                if used_axes(wish) or not any(dims)
+                (name, self.constrained(name, wanted), bool(used_axes(wanted)))
+                for (name, wanted), dims in zip(required, op.operands, strict=True)
+                if name not in self.fixed and self.is_legal(name, wanted)
+                if used_axes(wanted) or not any(dims)
             ]
         return self.known[case]
 
@@ -119,7 +121,7 @@ class Wishes:
         """The assignment that constraints around `op` suggest, its operands' first."""
         if op.pinned is not None:
             return op.pinned
-        claims = claims_of(op, self.fixed, self.goals)
+        claims = claims_of(op, self.fixed, self.targets)
         taken: dict[str, int | None] = {}
         for axis, factor in claims:
             # Operands claim first, and the first claim has the axis.
@@ -127,21 +129,21 @@ class Wishes:
         assignment = assignment_of(len(op.sizes), claims, taken)
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)
 
-    def goal(self, name: str, rest: Layout) -> Layout:
-        """The layout wished for of a value that is in `rest`; `rest` without a wish."""
-        wish = self.goals.get(name)
-        if wish is None:
+    def target(self, name: str, rest: Layout) -> Layout:
+        """The layout preferred for a value in `rest`, which is `rest` where none is."""
+        wanted = self.targets.get(name)
+        if wanted is None:
             return rest
-        free = self.open.get(name, frozenset()) - used_axes(wish)
+        free = self.free_axes.get(name, frozenset()) - used_axes(wanted)
         return tuple(
             want or tuple(axis for axis in have if axis in free)
-            for want, have in zip(wish, rest, strict=True)
+            for want, have in zip(wanted, rest, strict=True)
         )
 
     def about(self, names: Iterable[str]) -> Hashable:
-        """All present wishes about some values."""
-        goals, left_open = self.goals, self.open
-        return tuple([(goals.get(n), left_open.get(n)) for n in names])
+        """All present preferences for some values."""
+        targets, free_axes = self.targets, self.free_axes
+        return tuple([(targets.get(n), free_axes.get(n)) for n in names])
 
     def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(self.mesh).difference(axes)
@@ -151,20 +153,20 @@ class Wishes:
     def rest(self, name: str, produced: Layout, partial: Partial) -> Layout:
         """Where a value stays: its constraint, or what it is produced as, reduced.
 
-        A partial axis is scattered onto the dim that wishes for it, else reduced
+        A partial axis is scattered onto the dim that prefers it, else reduced
         everywhere.
         """
         if name in self.fixed:
             return self.fixed[name]
-        wish = self.goals.get(name)
-        if wish is None:
+        wanted = self.targets.get(name)
+        if wanted is None:
             return self.constrained(name, produced)
         axes = {axis for axis, _ in partial}
         rest = tuple(
             want
             if want[: len(have)] == have and axes.issuperset(want[len(have) :])
             else have
-            for have, want in zip(produced, wish, strict=True)
+            for have, want in zip(produced, wanted, strict=True)
         )
         return self.constrained(name, rest if self.is_legal(name, rest) else produced)
 

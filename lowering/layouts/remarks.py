@@ -14,13 +14,13 @@ from jhost.lowering.ir.operation import Claim, Operation
 from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Set
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.layouts.costs import NOTHING, Moved, moved_by
-from jhost.lowering.layouts.levels import local_name
+from jhost.lowering.layouts.flat_bodies import local_name
 from jhost.lowering.layouts.reshard import plan_reshard
-from jhost.lowering.layouts.solve import Contest, Solution
-from jhost.lowering.layouts.solver import Score
-from jhost.lowering.rules.work import flops_of
-from jhost.lowering.streams.parts import whole_reason
+from jhost.lowering.layouts.solve import Alternatives, Solution
+from jhost.lowering.layouts.solver import AssignmentRank
+from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
+from jhost.lowering.rules.flops import flops_of
+from jhost.lowering.streams.participation import whole_reason
 
 
 class _Reason(NamedTuple):
@@ -51,18 +51,21 @@ class LayoutRemarks:
 
     def operand(self, number: int, position: int, have: Layout) -> LayoutReport | None:
         """An operand that an operation needs in another layout than it rests in."""
-        op, contest = self.solution.operations[number], self.solution.contests[number]
+        op, alternatives = (
+            self.solution.operations[number],
+            self.solution.alternatives[number],
+        )
         name = op.ins[position]
         want = op.required(position, self.solution.assignments[number])
         moved = self.solution.costs.reshard(name, have, want)
-        reasons = [*self.losses(op, position, contest, have, want)]
+        reasons = [*self.losses(op, position, alternatives, have, want)]
         # Every device may have its part already.
         if moved == NOTHING and not any(
             reason.though_nothing_moves for reason in reasons
         ):
             return None
         after = f"{self.spec(name, have, want)} for {_title(op)}"
-        reason, where = _said(reasons), line_of(op)
+        reason, where = _joined(reasons), line_of(op)
         return layout_remark(name, spec_text(have), after, moved, reason, where)
 
     def replication(self, number: int) -> ReplicationReport | None:
@@ -99,11 +102,14 @@ class LayoutRemarks:
 
     def result(self, number: int, position: int, made: Buffer) -> LayoutReport | None:
         """A result that does not rest as it is made."""
-        op, contest = self.solution.operations[number], self.solution.contests[number]
+        op, alternatives = (
+            self.solution.operations[number],
+            self.solution.alternatives[number],
+        )
         name = op.outs[position]
         have, rest = layout_of(made), self.solution.layouts[name]
         moved = self.solution.costs.reshard(name, have, rest, made.partial)
-        reasons = [*self.given(name), *self.undivided(op, contest)]
+        reasons = [*self.given(name), *self.undivided(op, alternatives)]
         if moved == NOTHING and not any(
             reason.though_nothing_moves for reason in reasons
         ):
@@ -114,7 +120,7 @@ class LayoutRemarks:
         before = made_text(made, op)
         where = self.given_at(name) or line_of(op)
         after = self.spec(name, have, rest)
-        return layout_remark(name, before, after, moved, _said(reasons), where)
+        return layout_remark(name, before, after, moved, _joined(reasons), where)
 
     def copy(self, number: int, have: Layout) -> LayoutReport | None:
         """A copy of a value in another layout, which is what the user asked for."""
@@ -127,7 +133,7 @@ class LayoutRemarks:
         where = self.given_at(name)
         before, after = spec_text(have), self.spec(name, have, rest)
         reasons = [*self.given(name)]
-        return layout_remark(source, before, after, moved, _said(reasons), where)
+        return layout_remark(source, before, after, moved, _joined(reasons), where)
 
     def spec(self, name: str, have: Layout, want: Layout) -> str:
         """A layout in words; of an exchange with the type, which has the experts' room.
@@ -143,19 +149,24 @@ class LayoutRemarks:
     def left_whole(self, number: int) -> LayoutReport | None:
         """The remark that a dim is whole because its axes do not divide it."""
         op = self.solution.operations[number]
-        reasons = [*self.undivided(op, self.solution.contests[number])]
+        reasons = [*self.undivided(op, self.solution.alternatives[number])]
         if not reasons or not op.outs:
             return None
         layout = spec_text(self.solution.layouts[op.outs[0]])
         made = f"{layout} by {_title(op)}"
         return layout_remark(
-            op.outs[0], made, layout, NOTHING, _said(reasons), line_of(op)
+            op.outs[0], made, layout, NOTHING, _joined(reasons), line_of(op)
         )
 
     # --- Reasons -------------------------------------------------------------- #
 
     def losses(
-        self, op: Operation, position: int, contest: Contest, have: Layout, want: Layout
+        self,
+        op: Operation,
+        position: int,
+        alternatives: Alternatives,
+        have: Layout,
+        want: Layout,
     ) -> Iterator[_Reason]:
         """Why the operand's dims lose the axes that they are over."""
         for dim, axes in enumerate(have):
@@ -167,18 +178,22 @@ class LayoutRemarks:
                 yield _Reason(_whole_reason(op, dim))
             elif mapped is not None:
                 for axis in lost:
-                    yield self.rival(op, contest, (axis, mapped.factor), dim)
+                    yield self.losing_reason(
+                        op, alternatives, (axis, mapped.factor), dim
+                    )
 
-    def rival(self, op: Operation, contest: Contest, claim: Claim, dim: int) -> _Reason:
+    def losing_reason(
+        self, op: Operation, alternatives: Alternatives, claim: Claim, dim: int
+    ) -> _Reason:
         """What it would take to leave a dim over the axis that it is over."""
-        rank, (axis, factor) = contest.rivals.get(claim), claim
+        rank, (axis, factor) = alternatives.losing.get(claim), claim
         if rank is None:
             return self.undivisible(op.sizes[factor], axis)
-        mine, instead = contest.rank, f"were dim {dim} left over {axis}"
-        return _Reason(f"{instead}, {_rival_text(rank, mine)}")
+        mine, instead = alternatives.rank, f"were dim {dim} left over {axis}"
+        return _Reason(f"{instead}, {_losing_text(rank, mine)}")
 
-    def undivided(self, op: Operation, contest: Contest) -> Iterator[_Reason]:
-        for (axis, factor), rank in contest.rivals.items():
+    def undivided(self, op: Operation, alternatives: Alternatives) -> Iterator[_Reason]:
+        for (axis, factor), rank in alternatives.losing.items():
             if rank is None:
                 yield self.undivisible(op.sizes[factor], axis)
 
@@ -198,7 +213,7 @@ class LayoutRemarks:
         return "" if where == NO_LINE else where
 
 
-def _said(reasons: Sequence[_Reason]) -> str:
+def _joined(reasons: Sequence[_Reason]) -> str:
     """Each reason once."""
     return "; ".join(dict.fromkeys(reason.text for reason in reasons if reason.text))
 
@@ -207,7 +222,7 @@ def layout_remark(
     name: str,
     before: str,
     after: str,
-    moved: Moved,
+    moved: TransferBytes,
     reason: str,
     where: str,
 ) -> LayoutReport:
@@ -245,27 +260,32 @@ def reduced_behind_remark(
     )
 
 
-def _moved_text(moved: Moved) -> str:
+def _moved_text(moved: TransferBytes) -> str:
     """Bytes a device, and whether a pipeline hides them."""
     if not moved.hidden:
         return f"{bytes_text(moved.exposed)} a device"
     if not moved.exposed:
         return f"{bytes_text(moved.hidden)} a device in a pipeline"
-    hidden = _moved_text(Moved(hidden=moved.hidden))
+    hidden = _moved_text(TransferBytes(hidden=moved.hidden))
     return f"{hidden} and {bytes_text(moved.exposed)} outside it"
 
 
-def _rival_text(rival: Score, chosen: Score) -> str:
+def _losing_text(losing_reason: AssignmentRank, chosen: AssignmentRank) -> str:
     """What would be worse: more bytes, or as many and something else, or work."""
-    moved, instead = chosen.moved, rival.moved
-    if rival.cost < chosen.cost:
+    moved, instead = chosen.moved, losing_reason.moved
+    if losing_reason.cost < chosen.cost:
         return "more would move in the program"
     if (instead.exposed, instead.hidden) == (moved.exposed, moved.hidden):
-        if rival.cost.exposed > chosen.cost.exposed or rival.shared > chosen.shared:
+        if (
+            losing_reason.cost.exposed > chosen.cost.exposed
+            or losing_reason.shared > chosen.shared
+        ):
             return "as much would move and more work be repeated"
         if instead.communications > moved.communications:
             return "as much would move in more communications"
-        larger = ", of a larger operand" if rival.largest > chosen.largest else ""
+        larger = (
+            ", of a larger operand" if losing_reason.largest > chosen.largest else ""
+        )
         return f"as much would move{larger}"
     text = _moved_text(instead).replace("a device", "a device would move", 1)
     late = moved.hidden and not instead.hidden

@@ -29,20 +29,20 @@ from jhost.lowering.ir.layout import (
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.rules.reducers import Reducer
 
-StepKind: TypeAlias = Literal[
+ReshardKind: TypeAlias = Literal[
     "Select", "ReduceScatter", "AllReduce", "AllToAll", "AllGather", "SwapAxes"
 ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ReshardStep:
     """One communication, or the local Select that keeps this device's part of a dim.
 
     `layout` and `partial` are what the value has afterwards.  AllToAll splits `dim`
     and puts `source_dim` together.
     """
 
-    kind: StepKind
+    kind: ReshardKind
     axes: tuple[str, ...]
     layout: Layout
     partial: Partial
@@ -53,7 +53,7 @@ class Step:
 
 def plan_reshard(
     source: Layout, target: Layout, partial: Partial, mesh: Mapping[str, int]
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """The steps that turn a value from `source` into `target`, reducing `partial`.
 
     They receive the fewest bytes of all ways, and then are the fewest communications.
@@ -61,7 +61,7 @@ def plan_reshard(
     return _cheapest(source, target, partial, tuple(mesh.items()))
 
 
-_Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[Step, ...]]
+_Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[ReshardStep, ...]]
 """Bytes, communications, the order of arrival; where that leads, and by what steps."""
 
 
@@ -72,7 +72,7 @@ def _cheapest(
     target: Layout,
     partial: Partial,
     sizes: tuple[tuple[str, int], ...],
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """Dijkstra's search; dims only pass through what divides them at either end."""
     for layout in (source, target):
         assert is_layout(layout), f"an axis shards two dims of {layout}"
@@ -83,6 +83,7 @@ def _cheapest(
     seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
     while queue:
         cost, count, _, here, left, steps = heapq.heappop(queue)
+        # Dijkstra's search takes the cheapest first, so the first to arrive is best.
         if here == target and not left:
             return steps
         if (here, frozenset(left)) in seen:
@@ -97,7 +98,7 @@ def _cheapest(
 
 
 def step_bytes(
-    step: Step,
+    step: ReshardStep,
     source: Layout,
     shape: Sequence[int],
     itemsize: int,
@@ -115,7 +116,7 @@ def step_bytes(
 
 def _steps(
     here: Layout, target: Layout, left: Partial, mesh: Mapping[str, int]
-) -> Iterator[Step]:
+) -> Iterator[ReshardStep]:
     """What may come next; what makes the value smaller first."""
     yield from _selects(here, target, left)
     yield from _reduce_scatters(here, target, left)
@@ -139,21 +140,21 @@ def _truncate(layout: Layout, dim: int, length: int) -> Layout:
     return (*layout[:dim], layout[dim][:length], *layout[dim + 1 :])
 
 
-def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[ReshardStep]:
     # An axis shards one dim, and none while something is still partial over it.
     busy = used_axes(source) | {axis for axis, _ in partial}
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]
         if axes and axes[0] not in busy:
             layout = _append(source, dim, axes)
-            yield Step(
+            yield ReshardStep(
                 kind="Select", axes=axes, dim=dim, layout=layout, partial=partial
             )
 
 
 def _reduce_scatters(
     source: Layout, target: Layout, partial: Partial
-) -> Iterator[Step]:
+) -> Iterator[ReshardStep]:
     """Onto one axis, or onto several at once that have one reducer."""
     reducers: dict[str, Reducer] = dict(partial)
     for dim in range(len(source)):
@@ -161,9 +162,10 @@ def _reduce_scatters(
         for count in range(1, len(lacking) + 1):
             axes = lacking[:count]
             reducer = reducers.get(axes[0])
+            # One collective has one reducer.
             if reducer is None or reducers.get(axes[-1]) != reducer:
                 break
-            yield Step(
+            yield ReshardStep(
                 kind="ReduceScatter",
                 axes=axes,
                 dim=dim,
@@ -173,11 +175,11 @@ def _reduce_scatters(
             )
 
 
-def _all_reduces(source: Layout, partial: Partial) -> Iterator[Step]:
+def _all_reduces(source: Layout, partial: Partial) -> Iterator[ReshardStep]:
     reducers: list[Reducer] = [reducer for _, reducer in partial]
     for reducer in dict.fromkeys(reducers):
         axes = tuple(axis for axis, other in partial if other == reducer)
-        yield Step(
+        yield ReshardStep(
             kind="AllReduce",
             axes=axes,
             reducer=reducer,
@@ -186,14 +188,16 @@ def _all_reduces(source: Layout, partial: Partial) -> Iterator[Step]:
         )
 
 
-def _all_to_alls(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+def _all_to_alls(
+    source: Layout, target: Layout, partial: Partial
+) -> Iterator[ReshardStep]:
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]
         for other, have in enumerate(source):
             # Only the minor-most axis of a dim can leave it without a reordering.
             if axes and have[-1:] == axes and other != dim:
                 moved = _append(_truncate(source, other, len(have) - 1), dim, axes)
-                yield Step(
+                yield ReshardStep(
                     kind="AllToAll",
                     axes=axes,
                     dim=dim,
@@ -203,14 +207,16 @@ def _all_to_alls(source: Layout, target: Layout, partial: Partial) -> Iterator[S
                 )
 
 
-def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[Step]:
+def _all_gathers(
+    source: Layout, target: Layout, partial: Partial
+) -> Iterator[ReshardStep]:
     for dim, (have, want) in enumerate(zip(source, target, strict=True)):
         common = 0
         while common < min(len(have), len(want)) and have[common] == want[common]:
             common += 1
         # Axes leave from the minor end, so that the rest keeps its order.
         for kept in range(common, len(have)):
-            yield Step(
+            yield ReshardStep(
                 kind="AllGather",
                 axes=have[kept:],
                 dim=dim,
@@ -219,11 +225,16 @@ def _all_gathers(source: Layout, target: Layout, partial: Partial) -> Iterator[S
             )
 
 
-def _swaps(source: Layout, partial: Partial, mesh: Mapping[str, int]) -> Iterator[Step]:
+def _swaps(
+    source: Layout, partial: Partial, mesh: Mapping[str, int]
+) -> Iterator[ReshardStep]:
     """Two axes of one size trade places, in one permutation of the shards."""
     used = used_axes(source)
     free = [axis for axis in mesh if axis not in dict(partial)]
     for axes in itertools.combinations(free, 2):
+        # Of other sizes the shards would be of other sizes, too.
         if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
             layout = swapped(source, axes)
-            yield Step(kind="SwapAxes", axes=axes, layout=layout, partial=partial)
+            yield ReshardStep(
+                kind="SwapAxes", axes=axes, layout=layout, partial=partial
+            )

@@ -13,7 +13,7 @@ from jhost._jax import fresh_var
 from jhost.lowering.ir.bodies import with_bodies
 from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.marks import BarrierMark, Mark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -28,13 +28,13 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
+from jhost.lowering.layouts.flat_bodies import Border, FlatBody, local_name
 from jhost.lowering.layouts.hidden_dims import streamed_dims
-from jhost.lowering.layouts.levels import Crossing, Level, local_name
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.reshard import StepKind, plan_reshard
+from jhost.lowering.layouts.reshard import ReshardKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution
 
-_RESHARDED: Mapping[StepKind, str] = {
+_RESHARDED: Mapping[ReshardKind, str] = {
     "AllGather": "gathered",
     "AllReduce": "reduced",
     "ReduceScatter": "scattered",
@@ -44,21 +44,21 @@ _RESHARDED: Mapping[StepKind, str] = {
 }
 
 
-class Written:
+class Interned:
     """What was written by solutions for one program, of which others may be part."""
 
     def __init__(self) -> None:
         self.bodies: dict[tuple[str, int], list[Program]] = {}
         self.fills: dict[tuple[int, Layout], Compute] = {}
 
-    def body(self, level: Level, program: Program) -> Program:
+    def body(self, flat: FlatBody, program: Program) -> Program:
         """A rewritten body, or an equal one that stands in its place already.
 
         What passes know of that one they need not find out again.
         """
-        known = self.bodies.setdefault((level.prefix, id(level.program.body)), [])
+        known = self.bodies.setdefault((flat.prefix, id(flat.program.body)), [])
         for other in known:
-            if other == program and other.said is program.said:
+            if other == program and other.display_names is program.display_names:
                 return other
         known.append(program)
         return program
@@ -87,19 +87,19 @@ class Rewriter:
 
     def __init__(
         self,
-        level: Level,
+        flat: FlatBody,
         solution: Solution,
         explain: LayoutRemarks,
-        written: Written,
+        written: Interned,
     ) -> None:
         self.written = written
-        self.program, self.prefix = level.program, level.prefix
-        self.level = level
+        self.program, self.prefix = flat.program, flat.prefix
+        self.flat = flat
         self.solution = solution
         self.explain = explain
         self.remarks: list[Remark | None] = []
         self.mesh = dict(self.program.mesh.shape)
-        self.names = Names.of(self.program)
+        self.names = FreshNames.of(self.program)
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
@@ -109,7 +109,7 @@ class Rewriter:
         kept |= {
             self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
         }
-        numbers = (step for step in level.steps if isinstance(step, int))
+        numbers = (step for step in flat.steps if isinstance(step, int))
         makers = (op for op in map(solution.operations.__getitem__, numbers))
         # Made where they are read, in the layout that is wanted there: no bytes move,
         # and no device makes more than its part.
@@ -125,8 +125,8 @@ class Rewriter:
         Results of a body are as they leave it, by the operations `leaves`.
         """
         params = tuple(self.at_rest(param) for param in self.program.params)
-        for stmt, step in zip(self.program.body, self.level.steps, strict=True):
-            if isinstance(step, Crossing):
+        for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
+            if isinstance(step, Border):
                 assert isinstance(stmt, Scan | While | Cond)
                 self.control_flow(stmt, step)
             elif isinstance(stmt, Set):
@@ -153,25 +153,26 @@ class Rewriter:
 
     # --- Control flow --------------------------------------------------------- #
 
-    def control_flow(self, stmt: ControlFlow, crossing: Crossing) -> None:
+    def control_flow(self, stmt: ControlFlow, border: Border) -> None:
         """`stmt` on operands as its bodies want them, its bodies rewritten."""
         ins = [
             tuple(self.required(number) for number in enters)
-            for enters in crossing.enters
+            for enters in border.enters
         ]
         bodies = [
-            self.rewritten(level, leaves)
-            for level, leaves in zip(crossing.levels, crossing.leaves, strict=True)
+            self.rewritten(flat, leaves)
+            for flat, leaves in zip(border.bodies, border.leaves, strict=True)
         ]
-        leaving = crossing.leaves[0 if isinstance(stmt, Cond) else -1]
+        # The first branch lays out a `cond`'s results; a `while` has its body last.
+        leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
         outs, moved = self.results(leaving, stmt.outs)
         self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
 
-    def rewritten(self, level: Level, leaves: Sequence[int]) -> Program:
+    def rewritten(self, flat: FlatBody, leaves: Sequence[int]) -> Program:
         """A body with its layouts."""
-        inner = Rewriter(level, self.solution, self.explain, self.written)
-        return self.written.body(level, inner.rewrite(leaves))
+        inner = Rewriter(flat, self.solution, self.explain, self.written)
+        return self.written.body(flat, inner.rewrite(leaves))
 
     def leaving(self, number: int) -> Buffer:
         """A result of a body, in the layout in which it leaves it."""
@@ -252,7 +253,7 @@ class Rewriter:
             rest = self.at_rest(buffer)
             assignment = self.solution.assignments[number]
             produced = self.place(buffer, *op.produced(position, assignment))
-            if op.hands_on:
+            if op.forwards:
                 produced = rest
             if produced != rest:
                 suffix = "partial" if produced.partial else "produced"

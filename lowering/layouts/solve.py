@@ -1,6 +1,6 @@
 """Decide the layout of every value and the assignment of every operation.
 
-`solver.py` settles them with each other.  `improve.py` then changes them with the bytes
+`solver.py` decides them with each other.  `improve.py` then changes them with the bytes
 of the whole program in view: first single decisions, then all that leads to one
 contraction.
 """
@@ -17,49 +17,49 @@ from jhost.lowering.ir.operation import (
     Claim,
     Operation,
 )
-from jhost.lowering.layouts.costs import Costs, Price
+from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
-from jhost.lowering.layouts.levels import Flat, Level
-from jhost.lowering.layouts.solver import Score, Solver
+from jhost.lowering.layouts.solver import AssignmentRank, Solver
+from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contest:
-    """What an operation's assignment takes, and what its rivals would have taken.
+class Alternatives:
+    """What an operation's assignment takes, and what others would have taken.
 
-    A rival puts an axis on a factor that claimed it in vain; None does not divide.
+    `losing` has an assignment for each claim in vain; None does not divide.
     """
 
-    rank: Score
-    rivals: Mapping[Claim, Score | None]
+    rank: AssignmentRank
+    losing: Mapping[Claim, AssignmentRank | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solution:
-    """Layouts by buffer name; an assignment and a contest for each operation.
+    """Layouts by buffer name; an assignment and its alternatives for each operation.
 
     `price` is what it all comes to.
     """
 
     operations: tuple[Operation, ...]
-    level: Level
+    flat: FlatBody
     layouts: Mapping[str, Layout]
     assignments: tuple[Assignment, ...]
-    contests: tuple[Contest, ...]
-    costs: Costs
-    price: Price
+    alternatives: tuple[Alternatives, ...]
+    costs: ReshardCosts
+    price: LayoutCost
 
     def wanted(self, number: int) -> Layout:
         """The layout in which an operation takes its one operand."""
         op = self.operations[number]
-        if op.hands_on:
-            return op.handed_on(self.layouts[op.outs[0]])
+        if op.forwards:
+            return op.forwarded(self.layouts[op.outs[0]])
         return op.required(0, self.assignments[number])
 
 
 def solve_layouts(
-    flat: Flat,
+    whole: Flattened,
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
 ) -> Solution:
@@ -68,26 +68,26 @@ def solve_layouts(
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
     and dims are those of values by their names in `flattened`.
     """
-    solver = Solver(flat, marks, streamed)
-    best = restarted(solver, improved(solver, solver.settled()))
-    contests = [
-        _contest(solver, op, assignment, best.layouts)
+    solver = Solver(whole, marks, streamed)
+    best = restarted(solver, improved(solver, solver.fixed_point()))
+    alternatives = [
+        _alternatives(solver, op, assignment, best.layouts)
         for op, assignment in zip(solver.operations, best.in_order(), strict=True)
     ]
     return Solution(
         operations=solver.operations,
-        level=solver.level,
+        flat=solver.flat,
         layouts=best.layouts,
         assignments=best.in_order(),
-        contests=tuple(contests),
+        alternatives=tuple(alternatives),
         costs=solver.costs,
         price=best.price,
     )
 
 
-def _contest(
+def _alternatives(
     solver: Solver, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
-) -> Contest:
+) -> Alternatives:
     """Which claims `assignment` leaves aside, and what following them takes."""
     claims = dict.fromkeys(solver.claims(op, layouts))
     lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
@@ -96,11 +96,11 @@ def _contest(
         (candidate, solver.rank(op, candidate, layouts, set()))
         for candidate in (solver.candidates(op, layouts) if lost else ())
     ]
-    rivals = {
+    losing = {
         (axis, factor): min(
             (rank for candidate, rank in ranked if axis in candidate[factor]),
             default=None,
         )
         for axis, factor in lost
     }
-    return Contest(solver.rank(op, assignment, layouts, set()), rivals)
+    return Alternatives(solver.rank(op, assignment, layouts, set()), losing)

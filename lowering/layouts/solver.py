@@ -1,6 +1,6 @@
-"""Settle the layouts of values and the assignments of operations with each other.
+"""Decide the layouts of values and the assignments of operations with each other.
 
-Wishes flow backward (`preferences.py`) and decisions flow forward, until nothing
+Preferences flow backward (`preferences.py`) and decisions flow forward, until nothing
 changes.  Two operands may claim one mesh axis for different factors.  Then the
 assignment that receives the fewest bytes wins.  On a tie the larger operand stays where
 it is.
@@ -21,29 +21,34 @@ from jhost.lowering.ir.operation import (
     assignments_by,
     claims_of,
 )
-from jhost.lowering.layouts.costs import NOTHING, Costs, Moved, Price
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
-from jhost.lowering.layouts.levels import Flat, buffers_of, repeats_of
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
+from jhost.lowering.layouts.transfer_bytes import (
+    NOTHING,
+    LayoutCost,
+    ReshardCosts,
+    TransferBytes,
+)
 
 _ROUNDS = 16
-"""A wish crosses the whole program in one round; most settle in two or three."""
+"""A preference crosses the program in one round; most need two or three."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Score:
+class AssignmentRank:
     """How good an assignment is: less is better, and what comes first counts first.
 
     What it costs; then the axes, with a minus, that share the work; then the largest
     operand that must move.
     """
 
-    cost: Moved
+    cost: TransferBytes
     shared: int
     largest: int
-    moved: Moved = dataclasses.field(compare=False)
+    moved: TransferBytes = dataclasses.field(compare=False)
 
 
 class Solver:
@@ -51,72 +56,72 @@ class Solver:
 
     def __init__(
         self,
-        flat: Flat,
+        whole: Flattened,
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
         # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
         # a copy in another layout, beside the value that it keeps.
-        self.operations, self.level = flat
+        self.operations, self.flat = whole
         self.barriers = {
-            level.prefix + mark.buffer
-            for level in self.level.walk()
-            for mark in level.program.marks
+            flat.prefix + mark.buffer
+            for flat in self.flat.walk()
+            for mark in flat.program.marks
             if isinstance(mark, BarrierMark)
         }
-        program = self.level.program
+        program = self.flat.program
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
-        self.buffers = buffers_of(self.level)
+        self.buffers = buffers_of(self.flat)
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
-        repeats = repeats_of(self.level)
-        self.costs = Costs(self.buffers, self.mesh, streamed, fills, repeats)
-        self.wishes = Wishes(self.buffers, marks, self.mesh)
-        self.effects = Effects(self.wishes, self.costs)
+        repeats = repeats_of(self.flat)
+        self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
+        self.preferences = Preferences(self.buffers, marks, self.mesh)
+        self.effects = Effects(self.preferences, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(self.operations):
             for name in decided_by(op):
                 self.readers.setdefault(name, []).append(number)
 
-    def settled(self) -> Decisions:
-        """Wishes and decisions at a fixed point, of two the one that moves less.
+    def fixed_point(self) -> Decisions:
+        """Preferences and decisions at a fixed point, of two the one that moves less.
 
         The one begins with what the constraints suggest to the operations before them,
         the other with what follows from the operands.
         """
-        by_operands = self.settled_from(self.forward().in_order())
-        # The second start overwrites the wishes of the first.
-        kept = self.wishes.kept()
-        self.wishes.restart()
-        by_constraints = self.settled_from(None)
+        by_operands = self.fixed_point_from(self.forward().in_order())
+        # The second start overwrites the preferences of the first.
+        before = self.preferences.snapshot()
+        self.preferences.restart()
+        by_constraints = self.fixed_point_from(None)
         # By moving less, the start from the operands may have devices repeat matmuls.
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
-            self.wishes.restore(kept)
+            self.preferences.restore(before)
             return by_operands
         return by_constraints
 
-    def settled_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
-        self.wishes.backward(self.operations, suggested)
+    def fixed_point_from(self, suggested: Sequence[Assignment] | None) -> Decisions:
+        self.preferences.backward(self.operations, suggested)
         made = self.forward()
         for _ in range(_ROUNDS):
             before = made
-            self.wishes.backward(self.operations, made.in_order())
+            self.preferences.backward(self.operations, made.in_order())
             made = self.forward()
             if made.same_as(before):
                 break
         return made
 
-    def settled_with(self, number: int, assignment: Assignment) -> Decisions:
-        """Settled from the start, with one operation assigned so."""
+    def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
+        """The fixed point from the start, with one operation assigned so."""
         operations = self.operations
-        # Pinned while all else settles around it; what follows may change it again.
+        # Pinned while all else is decided around it; what follows may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
-        self.wishes.restart()
+        self.preferences.restart()
         try:
-            decided = self.settled().in_order()
+            decided = self.fixed_point().in_order()
         finally:
             self.operations = operations
         made = Decisions(operations, self.effects, self.costs, self.given())
@@ -136,7 +141,7 @@ class Solver:
     def given(self) -> dict[str, Layout]:
         """The layouts of the parameters."""
         return {
-            param.name: self.wishes.goals.get(param.name)
+            param.name: self.preferences.targets.get(param.name)
             or replicated(len(param.shape))
             for param in self.params
         }
@@ -146,7 +151,7 @@ class Solver:
         op, moves = self.operations[number], made.known(number)
         layouts = [made.layouts[name] for name in decided_by(op)]
         # By the operation itself: one that is pinned is another.
-        case = op, moves, self.wishes.about(op.outs), *layouts
+        case = op, moves, self.preferences.about(op.outs), *layouts
         found = self.found.get(case)
         if found is None:
             found = self.found[case] = self.find_cheapest(op, made.layouts, moves)
@@ -160,7 +165,7 @@ class Solver:
         Of these, the one that moves the fewest bytes, hidden ones too: bytes that loops
         hide do not pay for a reduction that more devices repeat.
         """
-        best: dict[int, tuple[Score, Assignment]] = {}
+        best: dict[int, tuple[AssignmentRank, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
             rank = self.rank(op, candidate, layouts, moves)
             # Only reductions are work that more devices should not repeat.
@@ -193,7 +198,9 @@ class Solver:
         """What its operands claim, and its results' goals unless it only follows."""
         if op.like is not None or op.pinned is not None:
             return ()
-        return claims_of(op, layouts, {} if self.follows(op) else self.wishes.goals)
+        return claims_of(
+            op, layouts, {} if self.follows(op) else self.preferences.targets
+        )
 
     def follows(self, op: Operation) -> bool:
         """Whether its operand's layout decides: a barrier, too, binds no layouts."""
@@ -205,8 +212,8 @@ class Solver:
         assignment: Assignment,
         layouts: Mapping[str, Layout],
         moves: Container[Move],
-    ) -> Score:
-        """How good an assignment is, with the way to what the consumers wish for."""
+    ) -> AssignmentRank:
+        """How good an assignment is, with the way to what the consumers prefer."""
         effect = self.effects.of(op, assignment)
         moved, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
@@ -214,8 +221,8 @@ class Solver:
                 moved += self.costs.reshard(name, layouts[name], want)
                 largest = max(largest, math.prod(self.buffers[name].shape))
         shared = -sum(len(axes) for axes in assignment)
-        cost = Price(moved, effect.flops).in_bytes
-        return Score(cost, shared, largest, moved)
+        cost = LayoutCost(moved, effect.flops).in_bytes
+        return AssignmentRank(cost, shared, largest, moved)
 
     def paying(self, made: Decisions) -> list[int]:
         """The operations that move something, or whose results are moved."""
@@ -224,7 +231,7 @@ class Solver:
             number
             for number, op in enumerate(self.operations)
             if not moved.isdisjoint((*op.ins, *op.outs))
-            or not self.effects.of(op, made.assignments[number]).settled
+            or not self.effects.of(op, made.assignments[number]).at_rest
         ]
 
 

@@ -16,11 +16,12 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import INDEX, on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import LoopSpec
+from jhost.lowering.loops.collective import INDEX
 from jhost.lowering.loops.legality import Pipelining
-from jhost.lowering.loops.p2p import OWN, P2PLoop
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.streams.participation import Access
 
 PIECE = LoopIndex("p")
 
@@ -28,7 +29,7 @@ PIECE = LoopIndex("p")
 class AllReduceLoop(P2PLoop):
     """A loop over pieces, `back` the gathers of its group that return the totals."""
 
-    def __init__(self, work: Work, back: Set[int]) -> None:
+    def __init__(self, work: LoopSpec, back: Set[int]) -> None:
         rest = tuple(node for node in work.nodes if id(node) not in back)
         super().__init__(dataclasses.replace(work, nodes=rest))
         self.back = tuple(node for node in work.nodes if id(node) in back)
@@ -137,11 +138,11 @@ def ways_back(
     if choice.pipeline != "p2p" or pieces == 1:
         return {}
     nodes = [(graph[number], part) for number, part in choice.parts.items()]
-    sums = {node.writes[0].name: node for node, part in nodes if part.growth < 1}
+    sums = {node.writes[0].name: node for node, part in nodes if part.ratio < 1}
     return {
         id(node): sums[node.reads[0].name]
         for node, part in nodes
-        if part.growth > 1
+        if part.ratio > 1
         and node.reads[0].name in sums
         and not _is_contracted(node, [other for other, _ in nodes])
     }

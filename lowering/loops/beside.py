@@ -19,10 +19,9 @@ from collections.abc import Iterable, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Constant
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.loops.p2p import OWN
 
 _MOVES = ir.Stream(name="moves")
 """The queue of the transfers."""
@@ -74,7 +73,7 @@ class WholeShards(MovingLoop):
     All of it stands on OWN, where the operands are made and the results are read.
     """
 
-    def __init__(self, work: Work, sums: Sequence[Node]) -> None:
+    def __init__(self, work: LoopSpec, sums: Sequence[Node]) -> None:
         super().__init__(work)
         self.beside = _statements(sums)
 
@@ -103,7 +102,7 @@ class WholeShards(MovingLoop):
 class Unchunked:
     """The work of a loop on whole arrays, with sums beside what comes and goes."""
 
-    def __init__(self, work: Work, sums: WaitingSums) -> None:
+    def __init__(self, work: LoopSpec, sums: WaitingSums) -> None:
         self.work = work
         self.sums = sums
         self.filled: dict[str, ir.Buffer] = {}
@@ -134,7 +133,7 @@ class Unchunked:
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)
-        return communicates and self.work.part(node).growth != 1
+        return communicates and self.work.part(node).ratio != 1
 
     def computed(self, nodes: Group) -> list[ir.Stmt]:
         self.sums.made(nodes)

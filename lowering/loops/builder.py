@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import jax
 from jax import lax
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import Group, Node, dependencies
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.requests import plain_values, stream_choices
+from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.beside import Unchunked, WaitingSums
-from jhost.lowering.loops.chunk import ChunkLoop, Work
+from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.gather_again import gathers_again
 from jhost.lowering.loops.legality import Pipelining
@@ -30,7 +30,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
-from jhost.lowering.streams.parts import Part
+from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import unit_of
 
 
@@ -55,14 +55,16 @@ class LoopBuilder:
         streams: int,
     ) -> None:
         self.program = program
-        self.plain = plain_values(program)
-        self.marked = {mark.buffer for mark in stream_choices(program)} - self.plain
+        self.unpipelined = unpipelined_values(program)
+        self.marked = {
+            mark.buffer for mark in stream_choices(program)
+        } - self.unpipelined
         self.graph = graph
         self.mesh = dict(program.mesh.shape)
         self.choices = choices
         self.extents = extents
         self.streams = streams
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.parts = {
             id(graph[number]): part
             for choice in choices.values()
@@ -123,7 +125,7 @@ class LoopBuilder:
         made, used = self.part(maker), self.part(user)
         # A sum is complete when the last device's part of it is there, and then on its
         # way back while the loop goes on.
-        sums = self.choices[made.stream].pipeline == "p2p" and made.growth < 1
+        sums = self.choices[made.stream].pipeline == "p2p" and made.ratio < 1
         late = id(maker) in self.back or (sums and id(user) not in self.back)
         if late and any(written.name in user.barrier for written in maker.writes):
             return False
@@ -169,7 +171,7 @@ class LoopBuilder:
     def lower(self, group: Group) -> list[Stmt]:
         """The statements of `group`, behind what brings its operands into order."""
         statements = self.statements(group)
-        read = {buffer.name for stmt in statements for buffer in touched(stmt)[0]}
+        read = {buffer.name for stmt in statements for buffer in reads_writes(stmt)[0]}
         return [*self.in_order(read), *statements]
 
     def statements(self, group: Group) -> list[Stmt]:
@@ -206,9 +208,9 @@ class LoopBuilder:
     def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
         stream = self.part(group[0]).stream
         choice = self.choices[stream]
-        if self.is_plain(group):
+        if self.is_unpipelined(group):
             return None
-        work = Work(
+        work = LoopSpec(
             nodes=group,
             parts=self.parts,
             readers=self.readers,
@@ -221,7 +223,7 @@ class LoopBuilder:
         )
         if choice.pipeline == "collective":
             return CollectiveLoop(work)
-        if all(self.part(node).growth == 1 for node in group):
+        if all(self.part(node).ratio == 1 for node in group):
             return None  # nothing comes or goes
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):
@@ -236,7 +238,7 @@ class LoopBuilder:
             return Unchunked(work, self.sums)
         return P2PLoop(work)
 
-    def balanced(self, work: Work) -> P2PLoop:
+    def balanced(self, work: LoopSpec) -> P2PLoop:
         """A loop over keys that not all queries see, in zigzag order if it can be."""
         dims = dims_in_zigzag_order(work)
         self.notes.append(share_of_work(work, dims))
@@ -244,10 +246,10 @@ class LoopBuilder:
             return P2PLoop(work)
         return ZigzagLoop(work, dims, self.ordered)
 
-    def is_plain(self, group: Group) -> bool:
+    def is_unpipelined(self, group: Group) -> bool:
         """Whether a loop gains nothing: marks in it say so, and none else."""
         made = {buffer.name for node in group for buffer in node.writes}
-        return bool(made & self.plain) and not made & self.marked
+        return bool(made & self.unpipelined) and not made & self.marked
 
     def built(self, groups: Sequence[Group]) -> Built:
         """All groups lowered, streamed buffers shown as such everywhere."""
@@ -259,7 +261,7 @@ class LoopBuilder:
             notes=tuple(self.notes),
         )
 
-    def part(self, node: Node) -> Part:
+    def part(self, node: Node) -> Participation:
         return self.parts[id(node)]
 
 

@@ -8,8 +8,8 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Index, minimum
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.loops.chunk import Work
-from jhost.lowering.rules.dim_rule import DimRule, Window
+from jhost.lowering.loops.chunk import LoopSpec
+from jhost.lowering.rules.dim_rule import AttentionWindow, DimRule
 
 
 def rule_of(node: Node) -> DimRule | None:
@@ -20,7 +20,7 @@ def rule_of(node: Node) -> DimRule | None:
     return unit_eqn.rule
 
 
-def window_of(node: Node, work: Work) -> Window | None:
+def window_of(node: Node, work: LoopSpec) -> AttentionWindow | None:
     """Which queries see which keys, where a device has both of the same positions."""
     rule = rule_of(node)
     if rule is None or rule.window is None:
@@ -57,7 +57,7 @@ class HiddenSteps:
         return step - minimum(step // (self.before + 1), 1) * self.count
 
 
-def hidden_steps(work: Work) -> HiddenSteps:
+def hidden_steps(work: LoopSpec) -> HiddenSteps:
     """The steps of a p2p loop that work on keys that no query sees.
 
     At step k device r has the keys of device r + k: those of the k-th device behind it,
@@ -68,7 +68,7 @@ def hidden_steps(work: Work) -> HiddenSteps:
     for node in work.nodes:
         part, rule = work.part(node), rule_of(node)
         # Somebody outside of the loop wants this from every device.
-        if part.growth >= 1 and any(work.leaves(node.writes[i]) for i in part.writes):
+        if part.ratio >= 1 and any(work.leaves(node.writes[i]) for i in part.writes):
             return HiddenSteps()
         if rule is None:
             continue

@@ -16,16 +16,15 @@ from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Group, Node
 from jhost.lowering.ir.index import Index
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.loops.legality import Pipelining
-from jhost.lowering.streams.parts import Access, Part
+from jhost.lowering.schedule.permutes import is_narrow
+from jhost.lowering.streams.participation import Access, Participation
 from jhost.lowering.units.make import unit_of
-
-MAIN = ir.Stream(name="main")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
     There are `extent` steps to cut, and iterations take turns on `streams` at most.
@@ -34,16 +33,16 @@ class Work:
     """
 
     nodes: Group
-    parts: Mapping[int, Part]
+    parts: Mapping[int, Participation]
     readers: Mapping[str, Sequence[int]]
     stream: str
     extent: int
     choice: Pipelining
     mesh: Mapping[str, int]
     streams: int
-    names: Names
+    names: FreshNames
 
-    def part(self, node: Node) -> Part:
+    def part(self, node: Node) -> Participation:
         return self.parts[id(node)]
 
     def leaves(self, buffer: ir.Buffer) -> bool:
@@ -74,7 +73,7 @@ class ChunkLoop(abc.ABC):
     What it has `filled` a chunk at a time is shown so from then on.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         self.work = work
         self.stream = work.stream
         self.filled: dict[str, ir.Buffer] = {}
@@ -240,11 +239,6 @@ def with_stream(buffer: ir.Buffer, dim: int, stream: str) -> ir.Buffer:
     dims = list(buffer.dims)
     dims[dim] = ir.Dim(axes=dims[dim].axes, stream=stream)
     return dataclasses.replace(buffer, dims=tuple(dims))
-
-
-def is_narrow(buffer: ir.Buffer) -> bool:
-    """Whether sums of this type are made in a wider one."""
-    return summed_in(buffer.dtype) != buffer.dtype
 
 
 def _scale(buffer: ir.Buffer, access: Access, window: Cut) -> int:

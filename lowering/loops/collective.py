@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
-from jhost.lowering.loops.chunk import MAIN, ChunkLoop, Cut, Work
+from jhost.lowering.ir.queues import MAIN, on_stream
+from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
 
 INDEX = LoopIndex("i")
 
@@ -22,7 +22,7 @@ INDEX = LoopIndex("i")
 class CollectiveLoop(ChunkLoop):
     """A loop of as many iterations as chunks, the last maybe smaller."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         super().__init__(work)
         self.extent = work.extent
         self.steps = -(-self.extent // work.choice.chunks)
@@ -70,11 +70,3 @@ def in_turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.
         ir.For(index=INDEX.name, extent=used, body=wait),
         ir.For(index=INDEX.name, extent=count, body=work),
     )
-
-
-def on_stream(
-    stream: ir.Stream, body: Sequence[ir.Stmt], back: ir.Stream = MAIN
-) -> tuple[ir.Stmt, ...]:
-    """`body` on `stream`, then `back` to another."""
-    leave = ir.SetCurrentStream(stream=back)
-    return (ir.SetCurrentStream(stream=stream), *body, leave)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Set as AbstractSet
 from typing import TypeAlias, TypeGuard
 
 from jhost._jax import fresh_var
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
 from jhost.lowering.ir.marks import SerialMark
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -49,55 +49,58 @@ class _Flow:
 
     The depth of a value is the largest number of statements that are work on a way to
     it.  A value is computed again from values of its own depth, and from those that are
-    `there` or kept anyway.
+    `kept_anyway`: params and results.
     """
 
     def __init__(self, program: Program) -> None:
         self.body = program.body
-        self.there = {b.name for b in (*program.params, *program.results)}
+        self.kept_anyway = {b.name for b in (*program.params, *program.results)}
         self.depths = dict.fromkeys((b.name for b in program.params), 0)
         self.sizes: dict[str, int] = {}
         self.makers: dict[str, Cheap] = {}
         self.made_by: dict[str, int] = {}
-        # For each statement, sets of others: integers with a bit for each.  `before`:
-        # all that it needs.  `behind`: those of them that it needs through other work.
-        # `beside`: itself, and those as deep that it needs through no work.
-        self.before: list[int] = []
-        self.behind: list[int] = []
-        self.beside: list[int] = []
+        # For each statement three sets of them, as integers with a bit for each: all
+        # that it needs, those that it needs through heavy ones, and its peers (itself,
+        # and those of its own depth that it needs through none).
+        self.needs: list[int] = []
+        self.past_heavy: list[int] = []
+        self.peers: list[int] = []
         self.serial = {m.buffer for m in program.marks if isinstance(m, SerialMark)}
         for number, stmt in enumerate(program.body):
             self.add(number, stmt)
 
     def add(self, number: int, stmt: Stmt) -> None:
-        reads, writes = touched(stmt)
+        """Note the next statement; those that make its operands are known already."""
+        reads, writes = reads_writes(stmt)
         depth = max((self.depths.get(b.name, 0) for b in reads), default=0)
-        works = _takes_long(stmt)
-        before, behind, beside = 0, 0, 1 << number
+        heavy = _is_heavy(stmt)
+        needs, past_heavy, peers = 0, 0, 1 << number
         for name in {b.name for b in reads if b.name in self.made_by}:
             maker = self.made_by[name]
-            before |= self.before[maker] | 1 << maker
-            through = _takes_long(self.body[maker])
-            behind |= self.before[maker] if through else self.behind[maker]
-            if self.depths[name] == depth and not works:
-                beside |= self.beside[maker]
-        self.before.append(before)
-        self.behind.append(behind)
-        self.beside.append(beside)
+            needs |= self.needs[maker] | 1 << maker
+            # All that a heavy maker needs is past it.
+            through = self.needs if _is_heavy(self.body[maker]) else self.past_heavy
+            past_heavy |= through[maker]
+            if self.depths[name] == depth and not heavy:
+                peers |= self.peers[maker]
+        self.needs.append(needs)
+        self.past_heavy.append(past_heavy)
+        self.peers.append(peers)
         for buffer in writes:
             self.made_by[buffer.name] = number
-            self.depths[buffer.name] = depth + works
+            self.depths[buffer.name] = depth + heavy
             self.sizes[buffer.name] = bytes_of(buffer)
             if is_cheap(stmt) and buffer.name not in self.serial:
                 self.makers[buffer.name] = stmt
 
     def is_behind(self, number: int, name: str) -> bool:
-        """Whether a statement stands behind work that a value, or its like, goes into.
+        """Whether a statement stands behind work that a value or its peer goes into.
 
-        A derivative of the forward's goes nowhere else, but what it is made of does.
+        A derivative that the forward computes goes into no work of the forward, but the
+        value that it is made of does.
         """
         maker = self.made_by.get(name)
-        return maker is not None and bool(self.behind[number] & self.beside[maker])
+        return maker is not None and bool(self.past_heavy[number] & self.peers[maker])
 
     def computed_again(self) -> set[str]:
         """The values that are computed again behind the work that they go into."""
@@ -106,25 +109,25 @@ class _Flow:
         # Matmuls before and behind read it from memory, so it is written in any case.
         for name in self._read_by_work_on_both_sides():
             self.makers.pop(name, None)  # to keep it takes no time
-        # The deepest first: what a cut keeps is then wanted where it is made.
+        # The deepest first: what a cut keeps is then wanted at its own depth.
         for depth in range(max(wanted, default=-1), -1, -1):
-            here = wanted.get(depth, set())
-            made_of = self._made_of(here, depth)
-            if here.isdisjoint(made_of):
+            at_depth = wanted.get(depth, set())
+            made_of = self._made_of(at_depth, depth)
+            if at_depth.isdisjoint(made_of):
                 continue
             kept = least_cut(
-                here, made_of, functools.partial(self._bytes, wanted, depth)
+                at_depth, made_of, functools.partial(self._bytes, wanted, depth)
             )
             for name in kept:
                 wanted.setdefault(self.depths[name], set()).add(name)
-            again |= set(needed(here, made_of, kept)) - kept
+            again |= set(needed(at_depth, made_of, kept)) - kept
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:
         """The values that are read behind work that they go into, by depth."""
         found: dict[int, set[str]] = {}
         for number, stmt in enumerate(self.body):
-            for name in (buffer.name for buffer in touched(stmt)[0]):
+            for name in (buffer.name for buffer in reads_writes(stmt)[0]):
                 if self.is_behind(number, name):
                     found.setdefault(self.depths[name], set()).add(name)
         return found
@@ -133,7 +136,7 @@ class _Flow:
         """The values that work reads both before and behind the work they go into."""
         sides: tuple[set[str], set[str]] = set(), set()
         for number, stmt in enumerate(self.body):
-            for buffer in touched(stmt)[0] if _takes_long(stmt) else ():
+            for buffer in reads_writes(stmt)[0] if _is_heavy(stmt) else ():
                 sides[self.is_behind(number, buffer.name)].add(buffer.name)
         return sides[False] & sides[True]
 
@@ -146,8 +149,8 @@ class _Flow:
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            there = self.depths[name] in (0, depth)
-            if there and name in self.makers and name not in found:
+            counts = self.depths[name] in (0, depth)
+            if counts and name in self.makers and name not in found:
                 found[name] = operands(self.makers[name])
                 waiting += found[name]
         return found
@@ -155,13 +158,13 @@ class _Flow:
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
         """The bytes that it takes to keep a value for those deeper than `depth`."""
         own = self.depths[name]
-        if name in self.there or (own < depth and name in wanted.get(own, ())):
+        if name in self.kept_anyway or (own < depth and name in wanted.get(own, ())):
             return 0
         return self.sizes[name]
 
 
-def _takes_long(stmt: Stmt) -> bool:
-    """Whether it is work to wait for: no computation element by element, or sum."""
+def _is_heavy(stmt: Stmt) -> bool:
+    """Whether a statement is work to wait for, as no elementwise one and no sum is."""
     if not isinstance(stmt, Compute):
         return not isinstance(stmt, Select)
     rules = [each.rule for each in stmt.unit.eqns]
@@ -178,12 +181,12 @@ def is_cheap(stmt: Stmt) -> TypeGuard[Cheap]:
 
 def operands(stmt: Cheap) -> list[str]:
     """The names of what a cheap statement makes its value of."""
-    return [buffer.name for buffer in touched(stmt)[0]]
+    return [buffer.name for buffer in reads_writes(stmt)[0]]
 
 
 def made_by(stmt: Cheap) -> Buffer:
     """The value of a cheap statement."""
-    (out,) = touched(stmt)[1]
+    (out,) = reads_writes(stmt)[1]
     return out
 
 
@@ -210,18 +213,18 @@ def _with_copies(
 
     A value that is only read behind work is computed there, and needs no copy.
     """
-    names, here = Names.of(program), _read_before(program, flow, again)
+    names, read_before = FreshNames.of(program), _read_before(program, flow, again)
     copies: dict[str, Buffer] = {}
     late: set[str] = set()
     body: list[Stmt] = []
     for number, stmt in enumerate(program.body):
-        copied = [b.name for b in touched(stmt)[0] if b.name in copies]
+        copied = [b.name for b in reads_writes(stmt)[0] if b.name in copies]
         behind = {n: copies[n] for n in copied if flow.is_behind(number, n)}
         if not is_cheap(stmt) or (out := made_by(stmt)).name not in again:
             body.append(replace_buffers(stmt, behind))
             continue
         # Something reads it before that work as well: it gets a copy of its own.
-        if out.name in here:
+        if out.name in read_before:
             body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)
@@ -237,7 +240,7 @@ def _read_before(
     """The names in `again` that are also read before all work they go into."""
     read = {result.name for result in program.results}
     for number in reversed(range(len(program.body))):
-        reads, writes = touched(program.body[number])
+        reads, writes = reads_writes(program.body[number])
         waits = bool(writes) and all(b.name in again for b in writes)
         if not waits or any(b.name in read for b in writes):
             read |= {b.name for b in reads if not flow.is_behind(number, b.name)}

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from jhost.lowering.ir.graph import Node, dependencies
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
@@ -24,7 +24,7 @@ def with_gathers_again(
 
     It is for those that work on parts of what no mesh axis shards, and follow another.
     """
-    names = Names.of(program)
+    names = FreshNames.of(program)
     body: dict[int, list[Stmt]] = {}
     for number, reader, out in _kept(program, graph, pipelined):
         gather = graph[number].stmt

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Select, Stmt, Wait
 
@@ -63,7 +63,7 @@ def _sending_together(body: Sequence[Stmt]) -> Sequence[Stmt]:
     if not all(isinstance(stmt, Communicate | Select | Wait) for stmt in sends):
         return body
     come = {stmt.out.name for stmt in body if isinstance(stmt, Communicate)}
-    if any(buffer.name in come for stmt in sends for buffer in touched(stmt)[0]):
+    if any(buffer.name in come for stmt in sends for buffer in reads_writes(stmt)[0]):
         return body  # what comes goes on
     waits = [stmt for stmt in sends if isinstance(stmt, Wait)]
     others = [stmt for stmt in sends if not isinstance(stmt, Wait)]
@@ -76,7 +76,7 @@ def _independent(body: Sequence[Stmt]) -> set[int]:
     made: set[str] = set()
     found: set[int] = set()
     for number, stmt in enumerate(body):
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         names = {buffer.name for buffer in (*reads, *writes)}
         # An alias of what is there from the start: it moves along with its reader.
         if isinstance(stmt, Select) and stmt.source.name not in made:
@@ -96,6 +96,6 @@ def _through(
     for name in names:
         while (number := aliases.get(name)) is not None:
             found.add(number)
-            (source,), _ = touched(body[number])
+            (source,), _ = reads_writes(body[number])
             name = source.name
     return found

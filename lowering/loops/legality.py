@@ -14,7 +14,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Communicate, Compute, PipelineKind
-from jhost.lowering.streams.parts import Part
+from jhost.lowering.streams.participation import Participation
 
 DEFAULT_CHUNKS = 4
 """The chunk count of a collective pipeline that was asked for without one."""
@@ -34,7 +34,7 @@ class Pipelining:
     pipeline: PipelineKind
     chunks: int
     reason: str
-    parts: Mapping[int, Part]
+    parts: Mapping[int, Participation]
     axes: tuple[str, ...] = ()
     by_name: bool = True
     streams: int | None = None
@@ -46,7 +46,7 @@ def choose_pipeline(
     mark: StreamChoice,
     extent: int,
     graph: Sequence[Node],
-    parts: Mapping[int, Part],
+    parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
     """The pipeline of one stream, whose loop could cut `extent` steps on a device.
@@ -80,7 +80,7 @@ def off(reason: str) -> Pipelining:
 
 
 def _collective(
-    count: int, reason: str, extent: int, parts: Mapping[int, Part], why: str
+    count: int, reason: str, extent: int, parts: Mapping[int, Participation], why: str
 ) -> Pipelining:
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
@@ -111,7 +111,7 @@ def _p2p(
     mark: StreamChoice,
     extent: int,
     graph: Sequence[Node],
-    parts: Mapping[int, Part],
+    parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
     """A chunk a device, or as many pieces of it as the count asks for."""
@@ -153,7 +153,7 @@ def _p2p(
     )
 
 
-def _sums_up(node: Node, part: Part) -> bool:
+def _sums_up(node: Node, part: Participation) -> bool:
     """Whether it contracts what is cut into chunks: all of them make one matmul."""
     if not isinstance(node.stmt, Compute) or part.writes:
         return False
@@ -162,13 +162,13 @@ def _sums_up(node: Node, part: Part) -> bool:
 
 
 def _moves(
-    graph: Sequence[Node], parts: Mapping[int, Part]
+    graph: Sequence[Node], parts: Mapping[int, Participation]
 ) -> dict[tuple[str, ...], list[int]]:
     """The communications that move the streamed dim's shards, by mesh axes."""
     moves: dict[tuple[str, ...], list[int]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
-        if isinstance(stmt, Communicate) and part.growth != 1:
+        if isinstance(stmt, Communicate) and part.ratio != 1:
             shards = min(part.reads[0].groups, part.writes[0].groups)
             if shards == 1:
                 moves.setdefault(stmt.axes, []).append(number)
@@ -193,7 +193,9 @@ def _moving_axes(
     return max(moves, key=lambda axes: len(moves[axes]))
 
 
-def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> bool:
+def _rotates(
+    node: Node, part: Participation, devices: int, axes: tuple[str, ...]
+) -> bool:
     """Whether a node can work on another chunk on each device at the same time.
 
     What works on a device's own shard stands before the loop or after it.  A collective
@@ -201,7 +203,7 @@ def _rotates(node: Node, part: Part, devices: int, axes: tuple[str, ...]) -> boo
     would come out different on each, for they add in different orders.
     """
     stmt = node.stmt
-    if part.growth != 1 or part.groups != devices:
+    if part.ratio != 1 or part.groups != devices:
         return False
     if isinstance(stmt, Communicate):
         return not set(stmt.axes) & set(axes)

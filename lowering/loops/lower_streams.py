@@ -28,12 +28,12 @@ from jhost.lowering.loops.builder import Built, LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
-from jhost.lowering.streams.parts import Access, part_of
+from jhost.lowering.streams.participation import Access, participation_of
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Loops:
+class _LoopGroups:
     """Which nodes of a program share loops, for what its streams were `made`.
 
     They are `built` by which of them are not to be made, as marks say.
@@ -71,8 +71,8 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
-    known: Shared[_Loops] = dataclasses.field(
-        default_factory=Shared[_Loops], compare=False, repr=False
+    known: Shared[_LoopGroups] = dataclasses.field(
+        default_factory=Shared[_LoopGroups], compare=False, repr=False
     )
 
     def change(self, program: Program) -> Program:
@@ -100,7 +100,7 @@ class LowerStreams(EachProgram):
         reports = [
             stream_report(stream, mark, plan.extents[stream], made[stream], graph)
             for stream, mark in plan.marks.items()
-            if not mark.plain
+            if not mark.unpipelined
         ]
         reports += plain_reports(marks, graph, plan)
         reports += [
@@ -132,13 +132,13 @@ class LowerStreams(EachProgram):
             groups = merge_groups(
                 graph, builder.order(), builder.should_merge, builder.kind_of
             )
-            loops = _Loops(program, graph, made, extents, groups)
+            loops = _LoopGroups(program, graph, made, extents, groups)
             known.append(loops)
         builder = LoopBuilder(program, loops.graph, loops.made, extents, self.streams)
-        plain = tuple(map(builder.is_plain, loops.groups))
-        if plain not in loops.built:
-            loops.built[plain] = builder.built(loops.groups)
-        return loops.built[plain]
+        unpipelined = tuple(map(builder.is_unpipelined, loops.groups))
+        if unpipelined not in loops.built:
+            loops.built[unpipelined] = builder.built(loops.groups)
+        return loops.built[unpipelined]
 
     def choose(
         self,
@@ -290,7 +290,7 @@ def _made_whole(
             continue
         position = [buffer.name for buffer in node.writes].index(name)
         access = Access(mark.dim, Fraction(1))
-        part = part_of(node, "", True, position, access, mesh)
+        part = participation_of(node, "", True, position, access, mesh)
         if isinstance(part, str):
             yield f"axis={mark.dim} at {mark.where}: {part}"
 
@@ -309,8 +309,8 @@ def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str
         if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():
-            touched = (*graph[number].reads, *graph[number].writes)
-            if mark.buffer in {buffer.name for buffer in touched}:
+            reads_writes = (*graph[number].reads, *graph[number].writes)
+            if mark.buffer in {buffer.name for buffer in reads_writes}:
                 yield stream, reason
 
 
@@ -357,7 +357,7 @@ def plain_reports(
     }
     said: set[tuple[tuple[str, ...], str]] = set()
     for number, mark in enumerate(marks):
-        if mark.plain and (mark.lines, mark.reason) not in said:
+        if mark.unpipelined and (mark.lines, mark.reason) not in said:
             said.add((mark.lines, mark.reason))
             stream = streams.get(mark.buffer, f"s{number}")
             extent = plan.extents.get(stream, 1)

@@ -18,18 +18,16 @@ import functools
 import math
 
 import jax
-from jax import lax
 
-from jhost._dtypes import summed_in
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.causal import hidden_steps
-from jhost.lowering.loops.chunk import ChunkLoop, Cut, Work, is_narrow
+from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
 from jhost.lowering.loops.collective import chunk_size
-from jhost.lowering.rules.reducers import COMBINE, Reducer
-from jhost.lowering.streams.parts import Access
+from jhost.lowering.schedule.permutes import combined, is_narrow, part_of, permute
+from jhost.lowering.streams.participation import Access
 from jhost.lowering.units.make import unit_of
 
 
@@ -40,7 +38,7 @@ class MovingLoop(ChunkLoop):
     of the shard of the device `step` further on; `hidden` steps are left out.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         super().__init__(work)
         self.axes, self.extent = work.choice.axes, work.extent
         self.devices = axes_size(self.axes, work.mesh)
@@ -87,13 +85,13 @@ class MovingLoop(ChunkLoop):
         for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
         """
         part = self.work.part(node)
-        if stmt.kind == "ReduceScatter" and part.growth < 1:
+        if stmt.kind == "ReduceScatter" and part.ratio < 1:
             self.move(self.term(stmt, source), source, self.step)
             return
         out = self.write(node.writes[0], part.writes[0])
-        if part.growth == 1:
+        if part.ratio == 1:
             self.collective(stmt, out, source)
-        elif part.growth > 1:
+        elif part.ratio > 1:
             if stmt.kind == "AllToAll":
                 source = self.part_of_other(source, stmt.dim, stmt.out)
             self.move(out, source, self.devices - self.step)
@@ -114,35 +112,20 @@ class MovingLoop(ChunkLoop):
         if self.step == Constant(0):
             self.body.append(ir.Set(out=out, source=source))
             return
-        name = self.work.names.fresh("c")
-        permute = ir.Communicate(
-            name=name,
-            kind="CollectivePermute",
-            out=out,
-            source=source,
-            axes=self.axes,
-            shift=shift,
-        )
-        self.body.extend((permute, ir.Wait(communication=name)))
+        move = permute(source, out, self.axes, shift, self.work.names)
+        self.body.extend((move, ir.Wait(communication=move.name)))
 
     def part_of_other(
         self, whole: ir.Buffer, dim: int | None, like: ir.Buffer
     ) -> ir.Buffer:
         """An alias of what the device `step` before this one has of `dim` in `like`."""
         assert dim is not None
-        shape, dims = list(whole.shape), list(whole.dims)
-        shape[dim] = size = like.shape[dim]
-        dims[dim] = like.dims[dim]
-        name = self.work.names.fresh(f"{whole.name}_part")
-        part = dataclasses.replace(
-            whole, name=name, shape=tuple(shape), dims=tuple(dims)
-        )
+        size = like.shape[dim]
         # Device r - k works on r's chunk at step k, so the part is that device's.
-        index = self.rank_after(self.devices - self.step) * size
-        self.body.append(
-            ir.Select(out=part, source=whole, dim=dim, index=index, size=Constant(size))
-        )
-        return part
+        start = self.rank_after(self.devices - self.step) * size
+        part = part_of(whole, dim, start, size, self.work.names, like=like)
+        self.body.append(part)
+        return part.out
 
     # --- The reduce side ------------------------------------------------------ #
 
@@ -228,12 +211,3 @@ class MovingLoop(ChunkLoop):
             functools.partial(combined, stmt.reducer, is_narrow(stmt.out)),
             *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * count,
         )
-
-
-def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
-    """The terms combined from the left; narrow dtypes are summed in a wider one."""
-    dtype = terms[0].dtype
-    if widen and reducer == "sum":
-        wide = summed_in(dtype)
-        terms = tuple(lax.convert_element_type(term, wide) for term in terms)
-    return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)

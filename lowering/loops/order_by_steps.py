@@ -21,18 +21,18 @@ from jhost.lowering.ir.bodies import with_each_body
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.index import Constant, Rank, leaves, substituted, without_mods
 from jhost.lowering.ir.program import Program
-from jhost.lowering.loops.turned import turned_values
+from jhost.lowering.loops.rotation import rotated_values
 
-_Turned: TypeAlias = Mapping[int, AbstractSet[str]]
-"""The names of turned values, by identity of the program or body that has them."""
+_Rotated: TypeAlias = Mapping[int, AbstractSet[str]]
+"""The names of rotated values, by identity of the program or body that has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InOrder:
-    """A program or body before and after, of which some values are turned."""
+    """A program or body before and after, of which some values are rotated."""
 
     before: Program
-    turned: frozenset[str]
+    rotated: frozenset[str]
     after: Program
 
 
@@ -47,23 +47,23 @@ class OrderBySteps:
     )
 
     def apply(self, program: Program) -> Program:
-        turned: dict[int, set[str]] = {}
-        for here, name in turned_values(program):
-            turned.setdefault(here, set()).add(name)
-        return self.in_order(program, turned) if turned else program
+        rotated: dict[int, set[str]] = {}
+        for owner, name in rotated_values(program):
+            rotated.setdefault(owner, set()).add(name)
+        return self.in_order(program, rotated) if rotated else program
 
-    def in_order(self, program: Program, turned: _Turned) -> Program:
+    def in_order(self, program: Program, rotated: _Rotated) -> Program:
         """`program`, in which each device has those where the first one has them.
 
-        A body of which candidates turn the same values is the same for all of them.
+        Candidates that rotate the same values of a body share the body.
         """
-        names = frozenset(turned.get(id(program), ()))
-        inner = with_each_body(program, lambda body: self.in_order(body, turned))
+        names = frozenset(rotated.get(id(program), ()))
+        inner = with_each_body(program, lambda body: self.in_order(body, rotated))
         if not names:
             return inner
         known = self.known.of(inner)
         for each in known:
-            if each.before is inner and each.turned == names:
+            if each.before is inner and each.rotated == names:
                 return each.after
         after = dataclasses.replace(inner, body=_statements(inner.body, {}, names))
         known.append(_InOrder(inner, names, after))
@@ -71,14 +71,14 @@ class OrderBySteps:
 
 
 def _statements(
-    body: Sequence[ir.Stmt], loops: Mapping[str, int], turned: AbstractSet[str]
+    body: Sequence[ir.Stmt], loops: Mapping[str, int], rotated: AbstractSet[str]
 ) -> tuple[ir.Stmt, ...]:
     def changed(stmt: ir.Stmt) -> ir.Stmt:
         match stmt:
-            case ir.Select(source=source) if source.name in turned:
+            case ir.Select(source=source) if source.name in rotated:
                 return _on_first(stmt, loops)
             case ir.For(index=index, extent=extent):
-                inner = _statements(stmt.body, {**loops, index: extent}, turned)
+                inner = _statements(stmt.body, {**loops, index: extent}, rotated)
                 return dataclasses.replace(stmt, body=inner)
             case _:
                 return stmt

@@ -14,22 +14,20 @@ from collections.abc import Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index
-from jhost.lowering.loops.chunk import MAIN, Work
-from jhost.lowering.loops.collective import INDEX, in_turns, on_stream
+from jhost.lowering.ir.queues import MAIN, OWN, on_stream
+from jhost.lowering.loops.chunk import LoopSpec
+from jhost.lowering.loops.collective import INDEX, in_turns
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.streams.parts import Access
-
-OWN = ir.Stream(name="own")
-"""The queue of the device's own chunk, which no transfer waits for."""
+from jhost.lowering.streams.participation import Access
 
 
 class P2PLoop(MovingLoop):
     """A loop over the other devices' chunks, and this device's own around it."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LoopSpec) -> None:
         super().__init__(work)
         self.group = work.nodes
-        growths = [work.part(node).growth for node in work.nodes]
+        growths = [work.part(node).ratio for node in work.nodes]
         self.receives, self.sends = max(growths) > 1, min(growths) < 1
         # A stream waits for what it has sent, and would hold back the receive after.
         fewer = None if self.sends else work.choice.streams

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
@@ -54,7 +54,7 @@ def _places(program: Program, late: Container[str]) -> list[int]:
     places = list(range(end))
     for number in reversed(range(end)):
         stmt = program.body[number]
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import Aliases, touched
+from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 
 MemoryOf: TypeAlias = Callable[[str], Hashable | None]
@@ -160,7 +160,9 @@ class _Touches:
         by: dict[Hashable, set[ir.Select | None]] = {}
         written: set[Hashable] = set()
         for stmt in body:
-            reads, writes = ([], []) if isinstance(stmt, ir.Select) else touched(stmt)
+            reads, writes = (
+                ([], []) if isinstance(stmt, ir.Select) else reads_writes(stmt)
+            )
             for buffer in (*reads, *writes):
                 memory, alias = self.place(buffer.name)
                 if memory is not None:

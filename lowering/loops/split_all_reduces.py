@@ -14,12 +14,12 @@ from typing import ClassVar
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import plain_values, stream_choices
+from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
 from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_where_moved
-from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
 
 
@@ -30,8 +30,8 @@ class SplitAllReduces(EachProgram):
     name: ClassVar[str] = "split_all_reduces"
 
     def sees(self, program: Program) -> object:
-        plain = [mark.plain for mark in stream_choices(program)]
-        return (program.streamed, plain) if program.streamed else None
+        unpipelined = [mark.unpipelined for mark in stream_choices(program)]
+        return (program.streamed, unpipelined) if program.streamed else None
 
     def change(self, program: Program) -> Program:
         dims = {stmt.name: dim for stmt, dim in _on_p2p_streams(program)}
@@ -39,7 +39,7 @@ class SplitAllReduces(EachProgram):
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
-            Ask(
+            PadRequest(
                 buffer=stmt.out.name,
                 dim=streamed.dim,
                 axes=stmt.axes,
@@ -50,7 +50,7 @@ class SplitAllReduces(EachProgram):
         ]
         # Padded at the end of what a device has, whatever shards the dim already.
         program = pad_program(program, uneven)
-        names = Names.of(program)
+        names = FreshNames.of(program)
         body: list[Stmt] = []
         for node in nodes(program.body):
             stmt = node.stmt
@@ -63,16 +63,19 @@ class SplitAllReduces(EachProgram):
 
 def _on_p2p_streams(program: Program) -> Iterator[tuple[Communicate, StreamedDim]]:
     """The all-reduces that p2p pipelines meet, with the dim that these cut."""
-    plain = plain_values(program)
+    unpipelined = unpipelined_values(program)
     for stmt in program.body if program.streamed else ():
-        if isinstance(stmt, Communicate) and stmt.kind == "AllReduce":
-            streamed = streamed_where_moved(program, stmt)
-            if streamed and streamed.pipeline == "p2p" and stmt.out.name not in plain:
-                yield stmt, streamed
+        if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
+            continue
+        streamed = streamed_where_moved(program, stmt)
+        if not streamed or stmt.out.name in unpipelined:
+            continue
+        if streamed.pipeline == "p2p":
+            yield stmt, streamed
 
 
 def split(
-    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: Names
+    stmt: Communicate, dim: int, mesh: Mapping[str, int], names: FreshNames
 ) -> list[Stmt]:
     """The two halves of an all-reduce, unless its dim could not be padded."""
     devices = axes_size(stmt.axes, mesh)
@@ -93,7 +96,7 @@ def split(
 
 
 def sharded(
-    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: Names
+    whole: Buffer, dim: int, axes: tuple[str, ...], devices: int, names: FreshNames
 ) -> Buffer:
     """A buffer for one device's part of `whole` along `dim`."""
     shape, dims = list(whole.shape), list(whole.dims)

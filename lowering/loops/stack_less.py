@@ -15,10 +15,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Dim, Scan, Stmt
@@ -41,17 +41,17 @@ class StackLess(EachProgram):
         return None
 
     def change(self, program: Program) -> Program:
-        names, sliced = Names.of(program), _only_sliced(program)
-        found: list[_Handed] = []
+        names, sliced = FreshNames.of(program), _only_sliced(program)
+        found: list[_Recipe] = []
         body: list[Stmt] = []
         for stmt in program.body:
             if isinstance(stmt, Scan):
                 # It may slice what several scans stack.
-                for handed in found:
-                    stmt = _reading(stmt, handed)
-                if handed := _Stacking(stmt).handed(sliced, names):
-                    found.append(handed)
-                    stmt = handed.scan
+                for recipe in found:
+                    stmt = _Reading(stmt, recipe).computing_again()
+                if recipe := _Stacking(stmt).recipe(sliced, names):
+                    found.append(recipe)
+                    stmt = recipe.scan
             body.append(stmt)
         return dataclasses.replace(program, body=tuple(body)) if found else program
 
@@ -61,7 +61,7 @@ def _only_sliced(program: Program) -> set[str]:
     stacked: set[str] = set()
     others = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
     for stmt in program.body:
-        whole: Iterable[Buffer] = touched(stmt)[0]
+        whole: Iterable[Buffer] = reads_writes(stmt)[0]
         if isinstance(stmt, Scan):
             stacked |= {y.name for y in stmt.ys}
             whole = (*stmt.consts, *stmt.carry)
@@ -73,8 +73,8 @@ def _only_sliced(program: Program) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Handed:
-    """What a scan hands to those that read its slices.
+class _Recipe:
+    """How others make what a `scan` no longer stacks for them.
 
     `left_out` has the values of its body that some `ys` were of, by the names of these.
     `again` makes them of values that other scans can have as `slices` or `constants`.
@@ -99,25 +99,25 @@ class _Stacking:
         self.slices = dict(zip(inside[first:], scan.xs, strict=True))
         self.stacked = [(b.name, y) for b, y in zip(results, scan.ys, strict=True)]
         self.buffers = {b.name: b for b in body.params}
-        self.buffers |= {b.name: b for s in body.body for b in touched(s)[1]}
+        self.buffers |= {b.name: b for s in body.body for b in reads_writes(s)[1]}
         self.cheap = [stmt for stmt in body.body if is_cheap(stmt)]
 
-    def handed(self, sliced: Container[str], names: Names) -> _Handed | None:
+    def recipe(self, sliced: Container[str], names: FreshNames) -> _Recipe | None:
         """The scan with as few bytes stacked as it can; None if it is so already."""
         kept, again = self.cut(sliced)
         left_out = {y.name: n for n, y in self.stacked if n in again}
         if not left_out:
             return None
-        there = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
+        known = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
         # Cheaper to stack than the values that are made of them.
-        more = [name for name in self.buffers if name in kept and name not in there]
-        left = [(name, y) for name, y in self.stacked if y.name not in left_out]
-        left += [(name, self.stack(name, names)) for name in more]
-        return _Handed(
-            scan=self.stacking(left),
+        more = [name for name in self.buffers if name in kept and name not in known]
+        stacked = [(name, y) for name, y in self.stacked if y.name not in left_out]
+        stacked += [(name, self.stack(name, names)) for name in more]
+        return _Recipe(
+            scan=self.stacking(stacked),
             left_out=left_out,
             again=[stmt for stmt in self.cheap if made_by(stmt).name in again],
-            slices={**self.slices, **dict(left)},
+            slices={**self.slices, **dict(stacked)},
             constants=self.constants,
         )
 
@@ -140,7 +140,7 @@ class _Stacking:
     def size(self, name: str) -> int:
         return bytes_of(self.buffers[name])
 
-    def stack(self, name: str, names: Names) -> Buffer:
+    def stack(self, name: str, names: FreshNames) -> Buffer:
         buffer = self.buffers[name]
         return dataclasses.replace(
             buffer,
@@ -161,58 +161,87 @@ class _Stacking:
 def _without_unread(program: Program) -> tuple[Stmt, ...]:
     """The statements of a program without cheap ones that nothing reads."""
     read = {b.name for b in program.results} | {mark.buffer for mark in program.marks}
-    left: list[Stmt] = []
+    kept: list[Stmt] = []
     for stmt in reversed(program.body):
-        reads, writes = touched(stmt)
+        reads, writes = reads_writes(stmt)
         # Others may be there for their effects.
         if not is_cheap(stmt) or any(buffer.name in read for buffer in writes):
             read |= {buffer.name for buffer in reads}
-            left.append(stmt)
-    return tuple(reversed(left))
+            kept.append(stmt)
+    return tuple(reversed(kept))
 
 
 # --- The scans that read slices ----------------------------------------------------- #
 
 
-def _reading(scan: Scan, handed: _Handed) -> Scan:
-    """`scan`, which computes again what is no longer stacked for it."""
-    body, names = scan.body, Names.of(scan.body)
-    first = len(scan.consts) + len(scan.carry)
-    made: dict[str, Buffer] = {}
-    same: dict[str, Buffer] = {}
-    consts = list(zip(scan.consts, body.params, strict=False))
-    xs: list[tuple[Buffer, Buffer]] = []
-    for x, param in zip(scan.xs, body.params[first:], strict=True):
-        if (name := handed.left_out.get(x.name)) is None:
-            xs.append((x, param))
-        else:
-            same[param.name] = made.setdefault(name, param)
-    if not made:
-        return scan
-    copies: list[Stmt] = []
-    for stmt in _needed_for(made, handed.again):
-        for buffer in touched(stmt)[0]:
-            if buffer.name not in made:
-                constant = handed.constants.get(buffer.name)
-                whole = constant or handed.slices[buffer.name]
-                param = _param(whole, buffer, consts if constant else xs, names)
-                made[buffer.name] = param
+class _Reading:
+    """A scan that slices what another one may no longer stack, by its `recipe`.
+
+    `consts` and `xs` are pairs of a value outside and its param.  `made` has what is
+    known here of the values of the other body, by their names there, and `same` what
+    takes the place of a param that is gone.
+    """
+
+    def __init__(self, scan: Scan, recipe: _Recipe) -> None:
+        params, first = scan.body.params, len(scan.consts) + len(scan.carry)
+        self.scan, self.recipe = scan, recipe
+        self.names = FreshNames.of(scan.body)
+        self.consts = list(zip(scan.consts, params, strict=False))
+        self.carry = params[len(scan.consts) : first]
+        self.xs: list[tuple[Buffer, Buffer]] = []
+        self.made: dict[str, Buffer] = {}
+        self.same: dict[str, Buffer] = {}
+        for x, param in zip(scan.xs, params[first:], strict=True):
+            if (name := recipe.left_out.get(x.name)) is None:
+                self.xs.append((x, param))
+            else:
+                # Of two slices of one value, both are what the first one becomes.
+                self.same[param.name] = self.made.setdefault(name, param)
+
+    def computing_again(self) -> Scan:
+        """The scan, which computes again what is no longer stacked for it."""
+        if not self.made:
+            return self.scan
+        body, needed = self.scan.body, _needed_for(self.made, self.recipe.again)
+        copies = [self.copy(stmt) for stmt in needed]
+        old = (replace_buffers(stmt, self.same) for stmt in body.body)
+        body = dataclasses.replace(
+            body,
+            params=(
+                *(p for _, p in self.consts),
+                *self.carry,
+                *(p for _, p in self.xs),
+            ),
+            results=tuple(self.same.get(b.name, b) for b in body.results),
+            body=(*copies, *old),
+        )
+        return dataclasses.replace(
+            self.scan,
+            body=body,
+            consts=tuple(whole for whole, _ in self.consts),
+            xs=tuple(whole for whole, _ in self.xs),
+        )
+
+    def copy(self, stmt: Cheap) -> Stmt:
+        """A statement of the other body, on what there is here of its operands."""
+        for buffer in reads_writes(stmt)[0]:
+            if buffer.name not in self.made:
+                self.made[buffer.name] = self.param(buffer)
         out = made_by(stmt)
-        fresh = dataclasses.replace(out, name=names.fresh(f"{out.name}_again"))
-        copies.append(renamed(stmt, made, made.setdefault(out.name, fresh)))
-    carry = body.params[len(scan.consts) : first]
-    body = dataclasses.replace(
-        body,
-        params=(*(p for _, p in consts), *carry, *(p for _, p in xs)),
-        results=tuple(same.get(b.name, b) for b in body.results),
-        body=(*copies, *(replace_buffers(stmt, same) for stmt in body.body)),
-    )
-    return dataclasses.replace(
-        scan,
-        body=body,
-        consts=tuple(whole for whole, _ in consts),
-        xs=tuple(whole for whole, _ in xs),
-    )
+        fresh = dataclasses.replace(out, name=self.names.fresh(f"{out.name}_again"))
+        return renamed(stmt, self.made, self.made.setdefault(out.name, fresh))
+
+    def param(self, buffer: Buffer) -> Buffer:
+        """The param for a param of the other body; one more where there is none."""
+        constant = self.recipe.constants.get(buffer.name)
+        whole = constant or self.recipe.slices[buffer.name]
+        params = self.consts if constant else self.xs
+        for outside, param in params:
+            if outside.name == whole.name:
+                return param
+        param = dataclasses.replace(buffer, name=self.names.fresh(buffer.name))
+        params.append((whole, param))
+        return param
 
 
 def _needed_for(names: Iterable[str], stmts: Sequence[Cheap]) -> list[Cheap]:
@@ -223,15 +252,3 @@ def _needed_for(names: Iterable[str], stmts: Sequence[Cheap]) -> list[Cheap]:
             read |= set(operands(stmt))
             found.append(stmt)
     return found[::-1]
-
-
-def _param(
-    whole: Buffer, inside: Buffer, params: list[tuple[Buffer, Buffer]], names: Names
-) -> Buffer:
-    """The param of a body that `whole` is handed to; one more where there is none."""
-    for outer, param in params:
-        if outer.name == whole.name:
-            return param
-    param = dataclasses.replace(inside, name=names.fresh(inside.name))
-    params.append((whole, param))
-    return param

@@ -14,16 +14,17 @@ from collections.abc import Iterator, Mapping
 from jhost._text import counted
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
-from jhost.lowering.ir.index import Constant, Index
+from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.zigzag import exchanges
 from jhost.lowering.loops.causal import rule_of, window_of
-from jhost.lowering.loops.chunk import Work
+from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.p2p import P2PLoop
 from jhost.lowering.rules.dim_rule import Dims
+from jhost.lowering.schedule.permutes import part_of, permute
 
 
 class ZigzagLoop(P2PLoop):
@@ -33,7 +34,7 @@ class ZigzagLoop(P2PLoop):
     """
 
     def __init__(
-        self, work: Work, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
+        self, work: LoopSpec, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
         for buffer in _touched(work):
@@ -68,44 +69,33 @@ class ZigzagLoop(P2PLoop):
     def exchange(self, buffer: ir.Buffer, dim: int, back: bool) -> Iterator[ir.Stmt]:
         """A value's halves from order of position to zigzag order, or `back`."""
         ordered = self.ordered[buffer.name]
-        size = buffer.shape[dim] // 2
+        size, names = buffer.shape[dim] // 2, self.work.names
         waits: list[ir.Stmt] = []
         yield ir.Allocate(buffer=buffer if back else ordered)
         for each in exchanges(self.rank, self.devices):
-            half = self.part(buffer, dim, size, Constant(each.half))
-            slot = self.part(ordered, dim, size, each.slot)
-            yield from (half, slot)
-            ends = (slot, half) if back else (half, slot)
-            name = self.work.names.fresh("c")
-            yield ir.Communicate(
-                name=name,
-                kind="CollectivePermute",
-                source=ends[0].out,
-                out=ends[1].out,
-                axes=self.axes,
-                shift=(each.source if back else each.target) - self.rank,
+            half, slot = (
+                part_of(whole, dim, number * size, size, names, called="half")
+                for whole, number in (
+                    (buffer, Constant(each.half)),
+                    (ordered, each.slot),
+                )
             )
-            waits.append(ir.Wait(communication=name))
+            yield from (half, slot)
+            source, out = (slot, half) if back else (half, slot)
+            shift = (each.source if back else each.target) - self.rank
+            move = permute(source.out, out.out, self.axes, shift, names)
+            yield move
+            waits.append(ir.Wait(communication=move.name))
         yield from waits
 
-    def part(self, whole: ir.Buffer, dim: int, size: int, number: Index) -> ir.Select:
-        """An alias of a half."""
-        shape = list(whole.shape)
-        shape[dim] = size
-        name = self.work.names.fresh(f"{whole.name}_half")
-        half = dataclasses.replace(whole, name=name, shape=tuple(shape))
-        return ir.Select(
-            out=half, source=whole, dim=dim, index=number * size, size=Constant(size)
-        )
 
-
-def _touched(work: Work) -> Iterator[ir.Buffer]:
+def _touched(work: LoopSpec) -> Iterator[ir.Buffer]:
     """Each buffer that the nodes read or write, once."""
     every = (b for node in work.nodes for b in (*node.reads, *node.writes))
     yield from {buffer.name: buffer for buffer in every}.values()
 
 
-def _reordered(work: Work, ordered: Mapping[str, ir.Buffer]) -> Work:
+def _reordered(work: LoopSpec, ordered: Mapping[str, ir.Buffer]) -> LoopSpec:
     """The work on buffers in zigzag order instead."""
     devices = axes_size(work.choice.axes, work.mesh)
     new = {id(node): _node_on(node, ordered, devices) for node in work.nodes}
@@ -140,17 +130,17 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
 # --- Which loops, and what they exchange -------------------------------------------- #
 
 
-def is_causal(work: Work) -> bool:
+def is_causal(work: LoopSpec) -> bool:
     """Whether queries, sharded as keys are, see all of those up to their positions."""
     return any(_is_triangular(node, work) for node in work.nodes)
 
 
-def _is_triangular(node: Node, work: Work) -> bool:
+def _is_triangular(node: Node, work: LoopSpec) -> bool:
     seen = window_of(node, work)
     return seen is not None and seen.is_causal
 
 
-def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
+def share_of_work(work: LoopSpec, dims: Mapping[str, int] | str) -> Note:
     """Says how a causal loop shares its work: it exchanges `dims`, or says why not."""
     values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
     devices = axes_size(work.choice.axes, work.mesh)
@@ -161,7 +151,7 @@ def share_of_work(work: Work, dims: Mapping[str, int] | str) -> Note:
     return Note(form=f"{{}}: {text}", values=values)
 
 
-def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
+def dims_in_zigzag_order(work: LoopSpec) -> Mapping[str, int] | str:
     """The dims of what a causal loop reads and makes that are exchanged.
 
     Or the reason why it has to be about sequences in order of position.
@@ -186,15 +176,15 @@ def dims_in_zigzag_order(work: Work) -> Mapping[str, int] | str:
     return {name: dim for name, dim in dims.items() if dim is not None}
 
 
-def _reason(node: Node, work: Work, made: set[str]) -> str:
+def _reason(node: Node, work: LoopSpec, made: set[str]) -> str:
     """Why a node cannot work on sequences in another order, if it cannot."""
     part, rule = work.part(node), rule_of(node)
     counts = rule is not None and part.factor in rule.counted
     if counts and not _is_triangular(node, work):
         return "positions are counted in the loop"
     moves = isinstance(node.stmt, ir.Communicate) and node.stmt.kind != "AllToAll"
-    comes = moves and part.growth > 1
-    goes = moves and part.growth < 1
+    comes = moves and part.ratio > 1
+    goes = moves and part.ratio < 1
     if not comes and any(node.reads[i].name not in made for i in part.reads):
         return "the loop takes parts of other values"
     if not goes and any(work.leaves(node.writes[i]) for i in part.writes):
@@ -202,13 +192,13 @@ def _reason(node: Node, work: Work, made: set[str]) -> str:
     return ""
 
 
-def _uses(node: Node, work: Work) -> Iterator[tuple[str, int | None]]:
+def _uses(node: Node, work: LoopSpec) -> Iterator[tuple[str, int | None]]:
     """The values, with a dim each, that a node has from outside or makes for it."""
     part, stmt = work.part(node), node.stmt
     if isinstance(stmt, ir.Communicate):
-        if part.growth > 1:
+        if part.ratio > 1:
             yield stmt.source.name, stmt.dim
-        elif part.growth < 1:
+        elif part.ratio < 1:
             yield stmt.out.name, stmt.dim
         return
     rule = rule_of(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import (
     BarrierMark,
@@ -58,7 +58,7 @@ def possible_marks(program: Program) -> Program:
     mesh = dict(program.mesh.shape)
     shapes = {param.name: param.shape for param in program.params}
     for stmt in program.body:
-        shapes |= {buffer.name: buffer.shape for buffer in touched(stmt)[1]}
+        shapes |= {buffer.name: buffer.shape for buffer in reads_writes(stmt)[1]}
     marks = tuple(
         _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
         for m in program.marks

@@ -15,7 +15,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.marks import possible_marks
-from jhost.lowering.padding.region import Ask
+from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
 
 
@@ -27,8 +27,8 @@ class PadUneven(EachProgram):
 
     def change(self, program: Program) -> Program:
         mesh = dict(program.mesh.shape)
-        asks = [
-            Ask(
+        requests = [
+            PadRequest(
                 buffer=mark.buffer,
                 dim=dim,
                 axes=axes,
@@ -41,4 +41,4 @@ class PadUneven(EachProgram):
             if axes
         ]
         # A sharding that could not be met by padding is left to jhost.
-        return possible_marks(pad_program(program, asks))
+        return possible_marks(pad_program(program, requests))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jhost.lowering.ir.bodies import CONTROL_FLOW
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import operation
 from jhost.lowering.ir.program import Program
@@ -38,13 +38,13 @@ from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import Dims, factors_of
 from jhost.lowering.rules.reducers import Reducer
 
-Key: TypeAlias = tuple[int, int] | tuple[str, int]
+DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
 """What is padded: a factor of the statement of that number, or a dim of a value whose
 maker cannot be padded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PadRequest:
     """A dim of a value that has to come in equal parts for all devices along `axes`."""
 
     buffer: str
@@ -77,13 +77,13 @@ class Operands:
 class PaddedRegion:
     """How many times as large each key becomes.
 
-    `asks` has the first ask of all that belongs together, with the sizes of its dim
-    before and after.
+    `requests` has the first request of all that belongs together, with the sizes of its
+    dim before and after.
     """
 
     statements: tuple[Operands | None, ...]
-    ratios: Mapping[Key, Fraction]
-    asks: Mapping[Ask, tuple[int, int]]
+    ratios: Mapping[DimKey, Fraction]
+    requests: Mapping[PadRequest, tuple[int, int]]
 
     def shape(self, number: int, dims: Dims, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that statement `number` wants of a value of `shape`, or gives it"""
@@ -97,11 +97,11 @@ class PaddedRegion:
         return self.ratios.get((number, factor), Fraction(1))
 
 
-def plan_region(program: Program, asks: Sequence[Ask]) -> PaddedRegion:
-    """The region around the dims of `asks` that do not come in equal parts."""
-    growth = _Growth(program, asks)
-    growth.run()
-    return growth.finish(asks)
+def plan_region(program: Program, requests: Sequence[PadRequest]) -> PaddedRegion:
+    """The region around the dims of `requests` that do not come in equal parts."""
+    spread = _PaddingSpread(program, requests)
+    spread.run()
+    return spread.finish(requests)
 
 
 def operands_of(stmt: Stmt, mesh: Mapping[str, int]) -> Operands | None:
@@ -152,15 +152,16 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
         results=op.results,
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,
+        # On one device positions begin at 0, whatever the size.
         counted=unit_eqn.rule.counted & spread,
         fixed=op.pinned is not None,
     )
 
 
-class _Growth:
-    """Spreads from the asks that do not divide until every border is reached."""
+class _PaddingSpread:
+    """Spreads from the requests that do not divide until every border is reached."""
 
-    def __init__(self, program: Program, asks: Sequence[Ask]) -> None:
+    def __init__(self, program: Program, requests: Sequence[PadRequest]) -> None:
         mesh = dict(program.mesh.shape)
         self.statements = tuple(operands_of(stmt, mesh) for stmt in program.body)
         self.buffers = {param.name: param for param in program.params}
@@ -169,24 +170,24 @@ class _Growth:
         for number, (stmt, op) in enumerate(
             zip(program.body, self.statements, strict=True)
         ):
-            for position, buffer in enumerate(touched(stmt)[1]):
+            for position, buffer in enumerate(reads_writes(stmt)[1]):
                 self.buffers[buffer.name] = buffer
                 if op is not None:
                     self.makers[buffer.name] = number, position
             for position, buffer in enumerate(op.reads if op else ()):
                 self.readers.setdefault(buffer.name, []).append((number, position))
         self.uneven = [
-            a for a in asks if self.buffers[a.buffer].shape[a.dim] % a.devices
+            a for a in requests if self.buffers[a.buffer].shape[a.dim] % a.devices
         ]
-        self.most = max((ask.devices for ask in self.uneven), default=1)
-        self.seeds = {(ask.buffer, ask.dim) for ask in self.uneven}
+        self.most = max((request.devices for request in self.uneven), default=1)
+        self.seeds = {(request.buffer, request.dim) for request in self.uneven}
         # Union-find: keys that are padded together have one leader.
-        self.leaders: dict[Key, Key] = {}
-        self.queue: deque[Key] = deque()
+        self.leaders: dict[DimKey, DimKey] = {}
+        self.queue: deque[DimKey] = deque()
 
     def run(self) -> None:
-        for ask in self.uneven:
-            key = self.key(ask.buffer, ask.dim)
+        for request in self.uneven:
+            key = self.key(request.buffer, request.dim)
             if key is not None:
                 self.join(key, key)
         while self.queue:
@@ -196,7 +197,7 @@ class _Growth:
 
     # --- Who is next to whom ---------------------------------------------------- #
 
-    def neighbours(self, key: Key) -> Iterator[Key]:
+    def neighbours(self, key: DimKey) -> Iterator[DimKey]:
         first, second = key
         if isinstance(first, str):
             yield from self.reading(first, second)
@@ -209,21 +210,21 @@ class _Growth:
                     if mapped is not None and mapped.factor == second:
                         yield from self.around(buffer.name, dim)
 
-    def around(self, name: str, dim: int) -> Iterator[Key]:
+    def around(self, name: str, dim: int) -> Iterator[DimKey]:
         """What else is padded with a dim of a value that the region has reached."""
         key = self.key(name, dim)
         if key is not None:
             yield key
             yield from self.reading(name, dim)
 
-    def reading(self, name: str, dim: int) -> Iterator[Key]:
+    def reading(self, name: str, dim: int) -> Iterator[DimKey]:
         for number, position in self.readers.get(name, ()):
             op = self.statements[number]
             mapped = op.operands[position][dim] if op else None
             if mapped is not None and self.admits(number, mapped.factor):
                 yield number, mapped.factor
 
-    def key(self, name: str, dim: int) -> Key | None:
+    def key(self, name: str, dim: int) -> DimKey | None:
         """The factor of which a value is made, or itself if it has to be padded."""
         if name in self.makers:
             number, position = self.makers[name]
@@ -258,19 +259,19 @@ class _Growth:
 
     # --- What belongs together ---------------------------------------------------- #
 
-    def join(self, key: Key, other: Key) -> None:
+    def join(self, key: DimKey, other: DimKey) -> None:
         for each in (key, other):
             if each not in self.leaders:
                 self.leaders[each] = each
                 self.queue.append(each)
         self.leaders[self.leader(other)] = self.leader(key)
 
-    def leader(self, key: Key) -> Key:
+    def leader(self, key: DimKey) -> DimKey:
         while self.leaders[key] != key:
             key = self.leaders[key]
         return key
 
-    def steps(self, key: Key) -> int:
+    def steps(self, key: DimKey) -> int:
         first, second = key
         if isinstance(first, str):
             return self.buffers[first].shape[second]
@@ -278,34 +279,36 @@ class _Growth:
         assert op is not None
         return op.steps[second]
 
-    def finish(self, asks: Sequence[Ask]) -> PaddedRegion:
-        """What belongs together grows alike, so far that all asks are met."""
-        steps: dict[Key, int] = {}
-        devices: dict[Key, int] = {}
+    def finish(self, requests: Sequence[PadRequest]) -> PaddedRegion:
+        """What belongs together grows alike, so far that all requests are met."""
+        steps: dict[DimKey, int] = {}
+        devices: dict[DimKey, int] = {}
         for key in self.leaders:
             leader = self.leader(key)
             # A merged dim has fewer steps than elements: all grow by the same ratio.
             steps[leader] = math.gcd(steps.get(leader, 0), self.steps(key))
-        reached = {ask: self.key(ask.buffer, ask.dim) for ask in asks}
-        for ask, key in reached.items():
+        reached = {
+            request: self.key(request.buffer, request.dim) for request in requests
+        }
+        for request, key in reached.items():
             if key in self.leaders:
                 leader = self.leader(key)
-                devices[leader] = math.lcm(devices.get(leader, 1), ask.devices)
-        # Up to the next multiple that all asks in the group divide.
+                devices[leader] = math.lcm(devices.get(leader, 1), request.devices)
+        # Up to the next multiple that all requests in the group divide.
         grown = {
             leader: Fraction(-(-n // devices[leader]) * devices[leader], n)
             for leader, n in steps.items()
         }
         ratios = {key: grown[self.leader(key)] for key in self.leaders}
-        told: dict[Key, Ask] = {}
-        for ask in self.uneven:
-            key = reached[ask]
+        told: dict[DimKey, PadRequest] = {}
+        for request in self.uneven:
+            key = reached[request]
             if key is not None:
-                told.setdefault(self.leader(key), ask)
-        sizes: dict[Ask, tuple[int, int]] = {}
-        for leader, ask in told.items():
-            size = self.buffers[ask.buffer].shape[ask.dim]
-            sizes[ask] = size, int(size * grown[leader])
+                told.setdefault(self.leader(key), request)
+        sizes: dict[PadRequest, tuple[int, int]] = {}
+        for leader, request in told.items():
+            size = self.buffers[request.buffer].shape[request.dim]
+            sizes[request] = size, int(size * grown[leader])
         return PaddedRegion(self.statements, ratios, sizes)
 
 

@@ -17,13 +17,18 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost._jax import resized_var
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.padding.marks import move_marks
-from jhost.lowering.padding.region import Ask, Operands, PaddedRegion, plan_region
+from jhost.lowering.padding.region import (
+    Operands,
+    PaddedRegion,
+    PadRequest,
+    plan_region,
+)
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.units.make import computes_of
@@ -31,9 +36,9 @@ from jhost.lowering.units.make import computes_of
 _Version: TypeAlias = tuple[str, tuple[int, ...], Any, tuple[int, ...]]
 
 
-def pad_program(program: Program, asks: Sequence[Ask]) -> Program:
-    """`program` with padding where the dims of `asks` do not come in equal parts."""
-    region = plan_region(program, asks)
+def pad_program(program: Program, requests: Sequence[PadRequest]) -> Program:
+    """`program` with padding where the requested dims do not come in equal parts."""
+    region = plan_region(program, requests)
     if not region.ratios:
         return program
     return _Padder(program, region).program_with_padding()
@@ -44,7 +49,7 @@ class _Padder:
         self.program = program
         self.region = region
         self.mesh = dict(program.mesh.shape)
-        self.names = Names.of(program)
+        self.names = FreshNames.of(program)
         self.results = {result.name for result in program.results}
         self.body: list[Stmt] = []
         self.kept: dict[str, Buffer] = {param.name: param for param in program.params}
@@ -62,7 +67,10 @@ class _Padder:
         marks = move_marks(
             self.program, self.kept, self.padded, self.read_unpadded, self.mesh
         )
-        notes = [self.note(ask, *sizes) for ask, sizes in self.region.asks.items()]
+        notes = [
+            self.note(request, *sizes)
+            for request, sizes in self.region.requests.items()
+        ]
         return dataclasses.replace(
             self.program,
             body=tuple(self.body),
@@ -152,6 +160,7 @@ class _Padder:
             if mapped is not None and shape[dim] > buffer.shape[dim]
             if (reducer := op.reducers[mapped.factor]) is not None
         }
+        # An equation has one reducer, so all that is reduced here ends alike.
         (reducer,) = set(reduced.values()) or {None}
         return self.version(buffer, shape, reducer, tuple(reduced))
 
@@ -240,9 +249,9 @@ class _Padder:
         name = self.names.fresh(f"{buffer.name}_{suffix}")
         return dataclasses.replace(buffer, name=name)
 
-    def note(self, ask: Ask, old: int, new: int) -> Note:
-        axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in ask.axes)
-        do = "does" if len(ask.axes) == 1 else "do"
-        text = f"dim {ask.dim} of {{}} padded from {old} to {new}"
+    def note(self, request: PadRequest, old: int, new: int) -> Note:
+        axes = " and ".join(f"{axis} ({self.mesh[axis]})" for axis in request.axes)
+        do = "does" if len(request.axes) == 1 else "do"
+        text = f"dim {request.dim} of {{}} padded from {old} to {new}"
         text = f"{text}: {axes} {do} not divide {old}"
-        return Note(form=text, where=ask.where, values=(ask.buffer,))
+        return Note(form=text, where=request.where, values=(request.buffer,))

@@ -30,6 +30,7 @@ def along_axes(eqn: JaxprEqn) -> DimRule:
 @rule("reduce")
 def reduce(eqn: JaxprEqn) -> DimRule:
     """A reduction by a computation of the user's; the initial values are scalars."""
+    # No collective reduces by a function of the user's.
     return along(eqn, eqn.params["dimensions"])
 
 
@@ -43,6 +44,7 @@ def sort(eqn: JaxprEqn) -> DimRule:
 def approx_top_k(eqn: JaxprEqn) -> DimRule:
     """The searched dim stays whole."""
     rank = len(shape_of(eqn.invars[0]))
+    # JAX's default is -1, which it leaves in the parameters (0.10 to 0.12).
     return along(eqn, (eqn.params["reduction_dimension"] % rank,))
 
 
@@ -70,6 +72,8 @@ def _slides(eqn: JaxprEqn, dim: int) -> bool:
         params["window_dimensions"][dim] != 1
         or params["window_strides"][dim] != 1
         or tuple(params["padding"][dim]) != (0, 0)
+        # `select_and_scatter_add` has none.  `window_dilation` parts the elements of a
+        # window, and there is only one.
         or ("base_dilation" in params and params["base_dilation"][dim] != 1)
     )
 

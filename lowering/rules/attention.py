@@ -27,7 +27,7 @@ from jhost.lowering.rules.attention_kernels import (
     is_causal,
     mask_of,
 )
-from jhost.lowering.rules.attention_maps import Maps, Sizes
+from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import weighted
 from jhost.lowering.rules.dim_rule import DimRule, Dims, rule, shape_of, without_factors
 from jhost.lowering.rules.reducers import Reducer
@@ -35,12 +35,12 @@ from jhost.lowering.rules.reducers import Reducer
 _BNTH = 1  # of JAX's two layouts; the other is BTNH
 
 
-def forward_depth(sizes: Sizes) -> int:
+def forward_depth(sizes: AttentionSizes) -> int:
     """Queries times keys, and weights times values."""
     return sum(sizes.features)
 
 
-def backward_depth(sizes: Sizes) -> int:
+def backward_depth(sizes: AttentionSizes) -> int:
     """The scores and three gradients, two of them by what keys and queries have.
 
     Kernels take 7 / 5 of what matmuls of that size do: of a sequence of 32,768, causal,
@@ -99,19 +99,20 @@ def _maps(
         batch=None if _is_paged(eqn) else (batch,),
         heads=heads,
         cut=cut,
+        # cuDNN's window counts the query's own position as well.
         left=window - 1 if window and is_causal(eqn) else None,
         right=0 if is_causal(eqn) else None,
         counts=is_causal(eqn) or has_lengths(eqn),
     )
 
 
-def _sizes_of(eqn: JaxprEqn) -> Sizes:
+def _sizes_of(eqn: JaxprEqn) -> AttentionSizes:
     """The sizes of an equation, whichever its layout."""
     query, key, value = (shape_of(v) for v in eqn.invars[:3])
     features = query[3], value[3]
     if _heads_first(eqn):
-        return Sizes(query[:1], query[1], query[2], key[1], key[2], features)
-    return Sizes(query[:1], query[2], query[1], key[2], key[1], features)
+        return AttentionSizes(query[:1], query[1], query[2], key[1], key[2], features)
+    return AttentionSizes(query[:1], query[2], query[1], key[2], key[1], features)
 
 
 def _heads_first(eqn: JaxprEqn) -> bool:
@@ -120,6 +121,7 @@ def _heads_first(eqn: JaxprEqn) -> bool:
 
 def _is_paged(eqn: JaxprEqn) -> bool:
     """Whether keys and values lie in blocks; a table says which sequence has which."""
+    # Kernels in 8 bits have another operand at that place.
     return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from jhost.lowering.rules.attention_parts import Blocks
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
+    AttentionWindow,
     Combine,
     DimRule,
     Dims,
     FactorDim,
     Place,
-    Window,
     part_shape,
 )
 from jhost.lowering.rules.reducers import Reducer
@@ -26,7 +26,7 @@ MakeBlocks: TypeAlias = Callable[..., Blocks]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
+class AttentionSizes:
     """What JAX's letters stand for, of queries (T) and keys (S), and their features."""
 
     B: tuple[int, ...]
@@ -48,7 +48,7 @@ class Maps:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: AttentionSizes,
         *,
         heads_first: bool = False,
         batch: Sequence[Reducer | None] | None = None,
@@ -64,6 +64,7 @@ class Maps:
         if batch is not None:
             pairs = zip(sizes.B, batch, strict=True)
             self.batch = tuple(FactorDim(self.factors.new(*pair)) for pair in pairs)
+        # There may be no heads: arrays may be empty.
         self.group = sizes.N // max(sizes.K, 1)
         self.shared = FactorDim(self.factors.new(sizes.K, heads))
         self.heads = FactorDim(self.shared.factor, self.group)
@@ -123,7 +124,9 @@ class Maps:
         assert self.queries is not None
         assert self.keys is not None
         queries, keys = self.queries.factor, self.keys.factor
-        window = Window(queries=queries, keys=keys, left=self.left, right=self.right)
+        window = AttentionWindow(
+            queries=queries, keys=keys, left=self.left, right=self.right
+        )
         return dataclasses.replace(
             made,
             rebind=blocks(

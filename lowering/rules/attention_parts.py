@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost._dtypes import summed_in
 from jhost._jax import aval_of
-from jhost.lowering.rules.dim_rule import Combine, Dims, Place, Window
+from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Place
 
 _MOST_BLOCKS = 64
 
@@ -61,7 +61,7 @@ class Blocks(abc.ABC):
     of the keys make one by `combine`; without, and along queries, they are added up.
     """
 
-    window: Window
+    window: AttentionWindow
     sizes: tuple[int, int]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -119,6 +119,7 @@ class Blocks(abc.ABC):
         here = tuple(map(place.size, both))
         if here == self.sizes:
             return self.whole(eqn, args)
+        # No position matters, so any part is as the whole.
         if self.window.sees_all:
             return self.as_it_is(eqn, args)
         if self.sizes == tuple(size * place.zigzag for size in here):
@@ -145,6 +146,7 @@ class Blocks(abc.ABC):
         stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
         side = math.gcd(*stretches)
         count = math.prod(size // max(side, 1) for size in here)
+        # A causal mask alone leaves blocks that are hidden, whole or on the diagonal.
         if self.window.right != 0 or not 0 < count <= _MOST_BLOCKS:
             return 0, [], []
         rows, columns = (
@@ -229,6 +231,9 @@ class Blocks(abc.ABC):
         ]
         case = _case(distance)
         if (left := self.window.left) is not None:
+            # The pair farthest apart is `distance + side - 1` apart.  If that is more
+            # than `left`, keys are masked one by one; and all are hidden if the nearest
+            # pair, `distance - side + 1` apart, is too far as well.
             branches.append(lambda *args: self.masked(eqn, args))
             far = jnp.where(distance - side < left, 3, 0)
             case = jnp.where((case == 1) & (distance + side > left + 1), far, case)
@@ -273,5 +278,6 @@ def _dim_of(dims: Dims, factor: int) -> int | None:
 
 
 def _sum(parts: Sequence[Any]) -> Any:
+    # Rounded once, in `__call__`, and not with each part.
     wide = summed_in(parts[0].dtype)
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])

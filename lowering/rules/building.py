@@ -68,6 +68,7 @@ def along(eqn: JaxprEqn, axes: Container[int], sizes: str | None = None) -> DimR
     factors = Factors()
     dims = factors.dims(shape_of(eqn.invars[0]), whole=axes)
     kept = without(dims, axes)
+    # An initial value has no dims, a reduced result lacks `axes`, others have all.
     by_rank: dict[int, Dims] = {0: (), len(kept): kept, len(dims): dims}
     return factors.rule(
         [by_rank[len(shape_of(v))] for v in eqn.invars],

@@ -34,7 +34,7 @@ _KINDS: Mapping[str, WrittenKind] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCollective:
     """A collective that the user wrote: what each device has, and where it may go.
 
     `room` is the array for what comes, of which there may be less: only the devices
@@ -48,13 +48,13 @@ class Written:
     times: int
 
 
-def written_in(eqn: JaxprEqn) -> Iterator[Written]:
+def written_in(eqn: JaxprEqn) -> Iterator[WrittenCollective]:
     """The collectives that the user wrote in an equation, if it is a `shard_map`."""
     if eqn.primitive.name == "shard_map":
         yield from _in_body(shard_map_of(eqn).body.jaxpr.eqns, 1)
 
 
-def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[Written]:
+def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[WrittenCollective]:
     """The collectives in a body; in all branches, though only one is taken."""
     for eqn in eqns:
         if eqn.primitive.name in _KINDS:
@@ -67,11 +67,11 @@ def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[Written]:
             yield from _in_body(body.eqns, times * length)
 
 
-def _written(eqn: JaxprEqn, times: int) -> Written:
+def _written(eqn: JaxprEqn, times: int) -> WrittenCollective:
     kind = _KINDS[eqn.primitive.name]
     axes = eqn.params.get("axis_name", eqn.params.get("axes"))
     source, *rest = eqn.invars
-    return Written(
+    return WrittenCollective(
         kind=kind,
         axes=tuple(axes) if isinstance(axes, tuple | list) else (str(axes),),
         source=source,

@@ -52,6 +52,7 @@ def product(
         FactorDim(factors.new(size, reducer if dim in lhs_contract else None))
         for dim, size in enumerate(shape_of(eqn.invars[0]))
     )
+    # A dim of rhs that has a partner follows the partner's factor.
     partners = dict(zip(rhs_contract, lhs_contract, strict=True))
     partners |= zip(rhs_batch, lhs_batch, strict=True)
     rhs_free = factors.dims(shape_of(eqn.invars[1]), whole=(*partners, *groups))
@@ -149,6 +150,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
     if features_together:
         contracted = FactorDim(factors.new(lhs[lhs_spec[1]], _reducer(eqn)))
         lhs_map[lhs_spec[1]] = rhs_map[rhs_spec[1]] = contracted
+    # Groups of either kind group the result's features as well.
     if features_together and batch_together:
         features = FactorDim(factors.new(rhs[rhs_spec[0]]))
         rhs_map[rhs_spec[0]] = out_map[out_spec[1]] = features

@@ -92,7 +92,7 @@ def bind_same(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class AttentionWindow:
     """The factors of queries and keys of which each query sees those near it alone.
 
     So far `left` and `right` of its own position, or all of them there.
@@ -151,7 +151,7 @@ class DimRule:
     picked: frozenset[int] = frozenset()
     updates: frozenset[int] = frozenset()
     unsharded: frozenset[int] = frozenset()
-    window: Window | None = None
+    window: AttentionWindow | None = None
     combine: Combine | None = None
     opaque: bool = False
     reason: str = ""
@@ -218,6 +218,7 @@ def opaque(reason: str, *primitives: str) -> None:
 
 def rule_of(eqn: JaxprEqn) -> DimRule:
     """The factors of `eqn`; every dim whole where its primitive has no rule."""
+    # By name: a primitive that some JAX does not have may have a rule all the same.
     registered = _rules.get(eqn.primitive.name)
     return registered(eqn) if registered else without_factors(eqn)
 

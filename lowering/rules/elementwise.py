@@ -169,6 +169,7 @@ def constraint(eqn: JaxprEqn) -> DimRule:
     """The identity: a constraint speaks to propagation, and no part can obey it."""
     factors = Factors()
     dims = factors.dims(shape_of(eqn.invars[0]))
+    # Inside of a device's part there is no mesh axis left to name.
     return factors.rule([dims], [dims], _pass_on)
 
 

@@ -59,6 +59,7 @@ def gather(eqn: JaxprEqn) -> DimRule:
     missing = (*numbers.collapsed_slice_dims, *batching)
     reducer = _reducer(eqn)
     factors = Factors()
+    # The last dim of the indices are the components of one.
     batch = factors.dims(indices[:-1])
     window = factors.dims(operand, whole=(*missing, *differing(operand, sizes)))
     rows = rows_of(
@@ -117,6 +118,8 @@ def _of_part(
         indices = lax.convert_element_type(indices, np.int32)
     # Others out of bounds are clipped: by XLA even those that were promised to be in.
     indices = rows.bounded(indices, clip=not fills)
+    # Indices of other parts' rows are clipped into this one, and what they find is
+    # replaced below.
     local, here = rows.found_in(place, indices)
     (found,) = bind(
         eqn,

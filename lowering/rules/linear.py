@@ -61,6 +61,7 @@ def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[OperandSet, ...]:
     if name in _ARRANGING_ALL:
         return (frozenset(range(len(eqn.invars))),)
     if name == "select_n":
+        # Not the predicate, which picks among terms and is none.
         return (frozenset(range(1, len(eqn.invars))),)
     if reducer == "sum" and name in _LINEAR:
         return _LINEAR[name](eqn)
@@ -76,6 +77,7 @@ def _alone(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 
 def _together(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
+    # All at once: an operand that is whole would be added by each device.
     return (frozenset(range(len(eqn.invars))),)
 
 

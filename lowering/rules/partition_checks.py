@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import shape_of
-from jhost.lowering.rules.partitioning import Named, Names, shard_types
+from jhost.lowering.rules.partitioning import FactorNames, Named, shard_types
 
 
 def broken_promise(eqn: JaxprEqn, mesh: AbstractMesh) -> str | None:
@@ -42,7 +42,7 @@ def _layouts(eqn: JaxprEqn, mesh: AbstractMesh) -> Iterator[tuple[_Specs, _Specs
         return
     named = Named(eqn, notation)
 
-    def specs(values: Sequence[Names], name: str, axis: str) -> _Specs:
+    def specs(values: Sequence[FactorNames], name: str, axis: str) -> _Specs:
         entries = [
             [axis if n[:1] == (name,) else None for n in dims] for dims in values
         ]

@@ -50,7 +50,7 @@ def custom_partitioning(eqn: JaxprEqn) -> DimRule:
 
 # --- The notation ------------------------------------------------------------------- #
 
-Names: TypeAlias = list[tuple[str, ...]]
+FactorNames: TypeAlias = list[tuple[str, ...]]
 """Per dim of a value, the names of its factors, major first."""
 
 
@@ -64,11 +64,13 @@ class Named:
         self.operands = self.values(notation.operand_mappings, eqn.invars)
         self.results = self.values(notation.result_mappings, eqn.outvars)
 
-    def values(self, mappings: Sequence[Any], atoms: Sequence[Any]) -> list[Names]:
+    def values(
+        self, mappings: Sequence[Any], atoms: Sequence[Any]
+    ) -> list[FactorNames]:
         pairs = zip(mappings, map(shape_of, atoms), strict=True)
         return [self.value(mapping, shape) for mapping, shape in pairs]
 
-    def value(self, mapping: Sequence[Any], shape: Sequence[int]) -> Names:
+    def value(self, mapping: Sequence[Any], shape: Sequence[int]) -> FactorNames:
         dims = list(_spelled(mapping, len(shape)))
         for names, size in zip(dims, shape, strict=True):
             self.whole.update(names[1:])  # their parts do not stand together
@@ -95,7 +97,7 @@ class Named:
             for name in names
         }
 
-        def dims(value: Names) -> Dims:
+        def dims(value: FactorNames) -> Dims:
             return tuple(
                 FactorDim(found[major], math.prod(self.sizes[n] for n in minor))
                 if major in found

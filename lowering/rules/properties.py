@@ -49,6 +49,7 @@ CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 def called_body(eqn: JaxprEqn) -> Any:
     """The jaxpr that `eqn` calls, with its consts where it has any."""
+    # Most calls hold a closed jaxpr, `remat2` an open one (JAX 0.10 to 0.12).
     closed = (value for value in eqn.params.values() if hasattr(value, "consts"))
     return next(closed, None) or next(iter(jaxprs_in_params(eqn.params)))
 

@@ -32,9 +32,9 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
+from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.reducers import Reducer, sum_of
 from jhost.lowering.rules.rows import can_be_summed
-from jhost.lowering.rules.work import matmul_of
 
 _FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}
 """The forms of JAX's products; all of those of matrices and their derivatives."""
@@ -66,6 +66,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     picked = frozenset[int]() if groups is None else frozenset({groups.factor})
     return dataclasses.replace(
         made,
+        # A part has to find out which of its rows are of which group.
         counted=picked | {lhs[ragged].factor},
         picked=picked,
         reason="which part is a group's is computed",
@@ -130,6 +131,7 @@ class _Grouped:
         fewer = self.groups and place.size(self.groups.factor) != sizes.shape[-1]
         if not fewer and place.size(self.rows.factor) == rows:
             return _rebind_product(eqn, args, place)
+        # Where each group ends in the whole, then how many rows here stand before that.
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
         positions = place.positions(self.rows.factor)
         ends = jnp.searchsorted(positions, ends, method="compare_all")

@@ -115,7 +115,9 @@ def _counts(dims: Dims, shape: Sequence[int], place: Place) -> tuple[Any, Any]:
         stride = math.prod(shape[number + 1 :])
         more = lax.broadcast_in_dim(steps * _low(stride), local, (number,))
         total = low + more
+        # Up to there the high word of every position is 0.
         if math.prod(shape) > 1 << 32:
+            # A sum that wrapped round is less than what was added to.
             carry = lax.convert_element_type(total < low, np.uint32)
             more = lax.broadcast_in_dim(_high_word(steps, stride), local, (number,))
             high = high + more + carry
@@ -148,6 +150,7 @@ def _high_word(steps: Any, stride: int) -> Any:
 def random_split(eqn: JaxprEqn) -> DimRule:
     """The dims of a batch of keys are factors; the new keys of one are together."""
     rank = len(shape_of(eqn.invars[0]))
+    # Of one key there is no batch to cut.
     if rank and not makes_threefry_keys(eqn.invars[0]):
         return without_factors(eqn, _WHOLE)
     return leading(eqn, rank)

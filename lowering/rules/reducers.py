@@ -65,6 +65,7 @@ def from_zero(x: Any) -> Any:
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(from_zero(lax.real(x)), from_zero(lax.imag(x)))
+    # Integers have one zero.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     zero = lax.full_like(x, 0)

@@ -73,6 +73,7 @@ class Rows:
     def bounded(self, indices: Any, *, clip: bool) -> Any:
         """`indices` as int32: those out of bounds are clipped, or left just beyond."""
         beyond = 0 if clip else 1
+        # Bounds in the indices' own dtype: a narrow or unsigned one may not reach them.
         most = jnp.iinfo(indices.dtype)
         ends = [min(end + beyond, most.max) for end in self._ends(self.sizes)]
         start = np.array(max(-beyond, most.min), indices.dtype)

@@ -117,6 +117,7 @@ def _batch(
     def mapped(dim: int, size: int) -> FactorDim | None:
         if dim in batching:
             return FactorDim(factors.new(size))
+        # A dim of one step has no parts.
         if reducer is None or size < 2:
             return None
         return FactorDim(factors.new(size, reducer))
@@ -143,8 +144,10 @@ class _Updates:
             changed |= {"indices_are_sorted": False, "unique_indices": False}
         if self.rows.are_cut(shape_of(eqn.invars[0]), place):
             indices = self.of_part(eqn, indices, place)
+            # Updates of other parts' rows are dropped here, whatever the user's mode.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
+        # Else each part of the updates would add the operand once more.
         parts = any(place.size(f) != self.sizes[f] for f in self.reduced)
         if parts or padded:
             operand = self.once(operand, holds_first(place, sorted(self.reduced)))

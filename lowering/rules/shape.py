@@ -34,6 +34,7 @@ def reshape(eqn: JaxprEqn) -> DimRule:
     factors = Factors()
     operand_map: dict[int, FactorDim] = {}
     result_map: dict[int, FactorDim] = {}
+    # With `dimensions` it is a transpose as well.
     if eqn.params["dimensions"] is None:
         for source, target in _outermost(operand, result):
             steps = math.gcd(operand[source], result[target])
@@ -54,6 +55,7 @@ def _outermost(
     """The outermost dims of the shortest runs of equal size; dims of size 1 aside."""
     if 0 in operand:
         return
+    # A dim of size 1 belongs to no run, so that both sides have as many runs.
     sources = (dim for dim, size in enumerate(operand) if size != 1)
     targets = (dim for dim, size in enumerate(result) if size != 1)
     for source, target in zip(sources, targets, strict=True):

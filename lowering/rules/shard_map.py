@@ -89,8 +89,9 @@ def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     if plain is not None:
         return plain
     name = eqn.primitive.name
-    if name in MARKS:
+    if name in MARKS or name == "reshard":
         # Of axes over which the body is not manual: there the device has all of it.
+        # JAX adds the second where one operand's type has automatic axes in it.
         return args
     if name in CALLS:
         args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args

@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._attention import written_out
-from jhost._attention.written_out import Settings, width
+from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
-from jhost.lowering.rules.attention_maps import Maps, Sizes
+from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import Blocks, weighted
 from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Place, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
@@ -138,11 +138,11 @@ def _maps(
     *,
     cut: tuple[Reducer | None, Reducer],
 ) -> Maps:
-    settings: Settings = eqn.params["settings"]
+    settings: AttentionSettings = eqn.params["settings"]
     (*sizes, T, N, H), (*_, S, K, _) = (shape_of(v) for v in eqn.invars[:2])
     *batch, heads = reducers or (None,) * (len(sizes) + 1)
     return Maps(
-        Sizes(tuple(sizes), N, T, K, S, (H, H)),
+        AttentionSizes(tuple(sizes), N, T, K, S, (H, H)),
         batch=batch,
         heads=heads,
         cut=cut,
@@ -160,7 +160,7 @@ def _of_results(maps: Maps) -> list[Dims]:
 
 def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
     """The maps of queries, keys, values and what masks them."""
-    settings: Settings = eqn.params["settings"]
+    settings: AttentionSettings = eqn.params["settings"]
     queries, keys = maps.of_queries(), maps.of_keys()
     of: dict[str, Dims] = {
         "query_seq_lengths": maps.batch,

@@ -22,7 +22,13 @@ from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import merge_choices, stream_choices
 from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.parts import ONE, Access, Part, part_of, undivided
+from jhost.lowering.streams.participation import (
+    ONE,
+    Access,
+    Participation,
+    participation_of,
+    undivided,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +42,12 @@ class StreamPlan:
     """
 
     marks: Mapping[str, StreamChoice]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, Participation]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
     merged: Sequence[tuple[str, str]] = ()
 
-    def parts_of(self, stream: str) -> dict[int, Part]:
+    def parts_of(self, stream: str) -> dict[int, Participation]:
         """The nodes that join `stream`."""
         return {n: part for n, part in self.parts.items() if part.stream == stream}
 
@@ -54,10 +60,10 @@ def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
     """
     graph, plan = _planned(program)
     marks = _by_stream(_taken(program))
-    for one, other in plan.merged:
-        both = merge_choices(marks[one], marks.pop(other))
+    for kept, taken in plan.merged:
+        both = merge_choices(marks[kept], marks.pop(taken))
         assert both is not None, "they went together when the plan was made"
-        marks[one] = both
+        marks[kept] = both
     return graph, dataclasses.replace(plan, marks=marks)
 
 
@@ -104,7 +110,7 @@ class _Propagation:
         self.serial = serial
         self.mesh = mesh
         self.values: dict[str, tuple[str, Access]] = {}
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Participation] = {}
         self.steps: dict[str, Fraction] = {}
         self.offered: dict[str, Fraction] = {}
         self.declined: dict[int, str] = {}
@@ -139,16 +145,17 @@ class _Propagation:
         node = self.graph[number]
         joined = self.parts.get(number)
         if joined is not None:
-            here = (joined.writes if writes else joined.reads).get(position)
-            self.meet(stream, access, joined.stream, here)
+            own = (joined.writes if writes else joined.reads).get(position)
+            self.meet(stream, access, joined.stream, own)
             return
-        part = part_of(node, stream, writes, position, access, self.mesh)
-        if isinstance(part, Part):
+        part = participation_of(node, stream, writes, position, access, self.mesh)
+        if isinstance(part, Participation):
             part = self.admit(node, part)
         if isinstance(part, str):
             # The first reason stands: that of the nearest mark.
             self.declined.setdefault(number, part)
             return
+        # To admit the node may have merged its stream with another.
         self.parts[number] = part
         stream = self.root(stream)
         self.steps[stream] = self.common_steps(stream, part)
@@ -156,16 +163,15 @@ class _Propagation:
             for index, new in accesses.items():
                 self.reach(buffers[index], stream, new)
 
-    def admit(self, node: Node, part: Part) -> Part | str:
+    def admit(self, node: Node, part: Participation) -> Participation | str:
         """`part`, unless a result belongs to another stream or is serial."""
         for position, buffer in enumerate(node.writes):
             if buffer.name in self.serial:
                 return f"{self.serial[buffer.name]} keeps it whole"
             if buffer.name in self.values:
-                other, there = self.values[buffer.name]
                 access = part.writes.get(position)
                 # A statement works on chunks of one stream alone.
-                if not self.meet(part.stream, access, other, there):
+                if not self.meet(part.stream, access, *self.values[buffer.name]):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
         own, mark = part.steps, self.marks[stream]
@@ -182,7 +188,7 @@ class _Propagation:
             return f"it has {has}, fewer than the {count} chunks asked for"
         return part
 
-    def common_steps(self, stream: str, part: Part) -> Fraction:
+    def common_steps(self, stream: str, part: Participation) -> Fraction:
         """The steps of the loop that borders of all parts can follow."""
         own = part.steps
         return _gcd(self.steps.get(stream, own), own)
@@ -204,31 +210,32 @@ class _Propagation:
         return stream
 
     def meet(
-        self, stream: str, access: Access | None, other: str, there: Access | None
+        self, stream: str, access: Access | None, other: str, by: Access | None
     ) -> bool:
         """Make two streams one where they cut a value alike; whether they are one.
 
-        Each counts groups from its own mark, so the other's are brought to this scale.
+        The one reaches the value by `access`, the `other` stream `by` another.  Each
+        counts groups from its own mark, so the other's are brought to this scale.
         """
         stream, other = self.root(stream), self.root(other)
-        if access is None or there is None or access.dim != there.dim:
+        if access is None or by is None or access.dim != by.dim:
             return False
         scale = ONE  # each stream has counted from 1 at its own mark
-        if access.groups is not there.groups and access.groups != there.groups:
-            scale = access.groups / there.groups
+        if access.groups is not by.groups and access.groups != by.groups:
+            scale = access.groups / by.groups
         if stream == other:
             return scale is ONE
-        one, second = sorted((stream, other))
-        # Marks that ask for different things stay apart, and the streams end between.
-        mark = merge_choices(self.marks[one], self.marks[second])
+        kept, taken = sorted((stream, other))
+        # Marks that ask for different things stay two, and the streams end between.
+        mark = merge_choices(self.marks[kept], self.marks[taken])
         if mark is None or not self.rescale(other, scale):
             return False
-        self.merged[second] = one
-        self.pairs.append((one, second))
-        self.marks[one] = mark
-        if second in self.steps:
-            steps = self.steps.pop(second)
-            self.steps[one] = _gcd(self.steps.get(one, steps), steps)
+        self.merged[taken] = kept
+        self.pairs.append((kept, taken))
+        self.marks[kept] = mark
+        if taken in self.steps:
+            steps = self.steps.pop(taken)
+            self.steps[kept] = _gcd(self.steps.get(kept, steps), steps)
         return True
 
     def rescale(self, stream: str, scale: Fraction) -> bool:
@@ -271,7 +278,7 @@ class _Propagation:
             extents[stream] = int(steps) if steps.denominator == 1 else 1
         return StreamPlan(marks, parts, extents, self.declined, self.pairs)
 
-    def without_whole_steps(self, parts: Mapping[int, Part]) -> list[int]:
+    def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
         """The parts that joined before the groups were known, and are not so cut.
 
         Those that stand beside one that stays are where the stream ends.
@@ -290,7 +297,7 @@ class _Propagation:
         return left_out
 
 
-def _common_denominator(parts: Iterable[Part]) -> Fraction:
+def _common_denominator(parts: Iterable[Participation]) -> Fraction:
     """By how much all groups have to be scaled up to be whole."""
     denominators = [
         access.groups.denominator

@@ -32,6 +32,7 @@ def call_once(
     eqn: JaxprEqn, args: Sequence[Any], axes: tuple[str, ...]
 ) -> Sequence[Any]:
     """The results of an equation with a callback, on each device along `axes`."""
+    # Without a mesh there is one device.
     if not axes:
         return bind(eqn, args)
     if eqn.primitive.name in CALLBACKS:
@@ -49,6 +50,7 @@ def _on_first(
     outs = lax.cond(
         lax.axis_index(axes) == 0,
         lambda: bind(eqn, args),
+        # Zeros change nothing in the sum over the devices.
         lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals],
     )
     return [_from_first(out, axes) for out in outs]
@@ -92,6 +94,7 @@ def _once(body: Any, axes: tuple[str, ...]) -> Any:
     def evaluated(*args: Any) -> list[Any]:
         return _evaluate(body, body.consts, args, axes)
 
+    # Traced anew: a body in a parameter has to be a jaxpr.
     return jax.make_jaxpr(evaluated)(*body.in_avals)
 
 

@@ -100,6 +100,7 @@ class UnitPlace:
     def _first(self, factor: int) -> Any:
         """The first step of `factor` here: of this device's, or of the chunk's."""
         first: Any = 0
+        # The first axis of a factor is the major one.
         for axis in self.unit_eqn.axes[factor]:
             first = first * self.site.mesh[axis] + self.site.rank(axis)
         first = first * self._local(factor)
@@ -142,6 +143,7 @@ def evaluate_unit(
         eqn = unit_eqn.eqn
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn):
+            # Before its rule: that would have every device call.
             if has_callback(eqn):
                 outs = call_once(eqn, operands, tuple(site.mesh))
             elif unit_eqn.rule.opaque and traced_on_mesh(eqn):

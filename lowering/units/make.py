@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Literal, Var
 
 from jhost._jax import aval_of
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.statements import Buffer, Compute, Unit, UnitEqn
 from jhost.lowering.rules.table import rule_of
 
@@ -38,7 +38,7 @@ def computes_of(
     fun: Callable[..., Any],
     ins: Sequence[Buffer],
     out: Buffer,
-    names: Names,
+    names: FreshNames,
     *,
     pads: bool = False,
 ) -> list[Compute]:
@@ -50,6 +50,7 @@ def computes_of(
     (result,) = unit.outvars
     buffers = {**dict(zip(unit.invars, ins, strict=True)), result: out}
     computes: list[Compute] = []
+    # One equation each, so that the passes that follow know the rule of each.
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))

@@ -18,7 +18,7 @@ from jax.extend.core import Literal, Var
 from jhost._jax import fresh_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import (
     Group,
     Node,
@@ -27,7 +27,7 @@ from jhost.lowering.ir.graph import (
     merge_groups,
     nodes,
 )
-from jhost.lowering.ir.names import Names
+from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import Dims, shape_of
 
@@ -44,6 +44,8 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
     A computation that combines its result into another's is alone.
     """
     stmt = node.stmt
+    # A reducer is of all of a statement's results: in a merged one it would combine
+    # those of the others, too.
     if not isinstance(stmt, ir.Compute) or stmt.reducer:
         return None
     return (stmt.chunk,)
@@ -65,13 +67,13 @@ class Segment(EachProgram):
 class _Segmenter:
     def __init__(self, program: Program, should_merge: ShouldMerge) -> None:
         self.should_merge = should_merge
-        self.names = Names()
+        self.names = FreshNames()
         self.kept = {result.name for result in program.results}
         self.reads: Counter[str] = Counter()
         for stmt in ir.walk(program.body):
             if isinstance(stmt, ir.For):
                 continue
-            self.reads.update(buffer.name for buffer in touched(stmt)[0])
+            self.reads.update(buffer.name for buffer in reads_writes(stmt)[0])
             # A value written through an alias or into an allocation is never local.
             if isinstance(stmt, ir.Select):
                 self.kept.add(stmt.out.name)
@@ -90,6 +92,7 @@ class _Segmenter:
                     yield from self.stretch(stretch)
                     stretch = []
                     yield stmt
+                # A loop is one node of the stretch; its body has stretches of its own.
                 case ir.For():
                     stretch.append(dataclasses.replace(stmt, body=self.body(stmt.body)))
                 case _:
@@ -122,6 +125,7 @@ class _Segmenter:
             buffer
             for compute in computes
             for buffer in compute.outs
+            # What is read in this unit alone is no buffer any more.
             if buffer.name in self.kept or self.reads[buffer.name] > reads[buffer.name]
         ]
         unit = ir.Unit(
@@ -130,6 +134,7 @@ class _Segmenter:
             invars=tuple(variables[name] for name in ins),
             outvars=tuple(variables[buffer.name] for buffer in outs),
         )
+        # All work on one chunk and none has a reducer, so the first one's fields hold.
         first = computes[0]
         return dataclasses.replace(
             first, unit=unit, ins=tuple(ins.values()), outs=tuple(outs)

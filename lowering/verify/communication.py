@@ -70,6 +70,7 @@ def _check_fields(state: State, stmt: Communicate) -> None:
 
 def _check_targets(state: State, axes: Sequence[str], shift: Index) -> None:
     targets = state.ranks.targets(axes, state.value(shift))
+    # A row for each position along `axes`, a column for each place along the others.
     if (targets != targets[:, :1]).any():
         state.fail(
             f"a shift of positions along {', '.join(axes)}",

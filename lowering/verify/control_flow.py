@@ -21,6 +21,7 @@ def check_control_flow(state: State, stmt: ir.ControlFlow) -> None:
             type(stmt).__name__,
             "no stream goes through a body",
         )
+    # A body is verified as a program of its own, and only its border here.
     for body in stmt.bodies:
         if body.mesh != state.program.mesh:
             state.fail(

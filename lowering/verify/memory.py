@@ -15,7 +15,7 @@ from jhost.lowering.ir.statements import (
     Set,
 )
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.verify.state import Known, Root, State
+from jhost.lowering.verify.state import KnownBuffer, Root, State
 
 
 def check_allocate(state: State, stmt: Allocate) -> None:
@@ -35,6 +35,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
             f"{name}, a part of {known.root.name}" if known.is_alias else f"{name}",
             "aliases and parameters are not deallocated",
         )
+    # A result that is not made yet has no memory.
     if name in {state.known[r].root.name for r in state.results & set(state.known)}:
         state.fail("another buffer", name, "a result is never deallocated")
     for flight in state.in_flight.values():
@@ -58,7 +59,9 @@ def check_select(state: State, stmt: Select) -> None:
     state.define_alias(stmt.out, source, region, tuple(shape))
 
 
-def _check_select_dim(state: State, stmt: Select, source: Known, size: int) -> None:
+def _check_select_dim(
+    state: State, stmt: Select, source: KnownBuffer, size: int
+) -> None:
     rank = len(source.shape)
     if not 0 <= stmt.dim < rank:
         state.fail(f"a dim below {rank}", f"{stmt.dim}", "an alias is along a dim")
@@ -79,6 +82,7 @@ def _check_select_dim(state: State, stmt: Select, source: Known, size: int) -> N
 def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
     index = np.asarray(state.value(stmt.index))
     outside = (index < 0) | (index + size > extent)
+    # Of an empty dim an empty part is right.
     if size < min(extent, 1) or outside.any():
         first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
         raise errors.IndexRangeError(

@@ -149,6 +149,7 @@ def _compute(state: State, stmt: ir.Compute) -> None:
     for number, (buffer, type_) in enumerate(zip(stmt.outs, outs, strict=True)):
         if type_ is not None and buffer.dtype != type_.dtype:
             _fail_type(state, buffer, buffer.shape, type_)
+        # No equation of the unit makes it: nothing is known but what is declared.
         shape = buffer.shape if type_ is None else type_.shape
         if number in sums:  # the first result may find a fresh buffer
             state.look_up(buffer)
@@ -220,5 +221,6 @@ def _for(state: State, stmt: ir.For) -> None:
     for value in range(stmt.extent):
         with state.iteration(stmt, value), state.scope():
             _body(state, stmt.body)
+    # The body has left another statement there, for messages.
     state.stmt = stmt
     state.check_restored(before, "the loop")

@@ -44,7 +44,7 @@ class Root:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Known:
+class KnownBuffer:
     """A buffer or alias that exists; in a ragged last chunk `shape` is smaller."""
 
     buffer: ir.Buffer
@@ -63,8 +63,8 @@ class Known:
 class InFlight:
     """What a communication that nobody has waited for reads and writes."""
 
-    reads: tuple[Known, ...]
-    writes: tuple[Known, ...]
+    reads: tuple[KnownBuffer, ...]
+    writes: tuple[KnownBuffer, ...]
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +72,9 @@ class Scope:
     """One run of a loop's body: the roots it made, and its writes through aliases."""
 
     names: list[str] = dataclasses.field(default_factory=list[str])
-    alias_writes: list[Known] = dataclasses.field(default_factory=list[Known])
+    alias_writes: list[KnownBuffer] = dataclasses.field(
+        default_factory=list[KnownBuffer]
+    )
 
 
 class State(Machine):
@@ -82,7 +84,7 @@ class State(Machine):
         super().__init__(program.mesh.shape)
         self.program = program
         self.after = after
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, KnownBuffer] = {}
         self.scopes = [Scope()]
         self.in_flight: dict[str, InFlight] = {}
         self.stmt: ir.Stmt | None = None
@@ -139,16 +141,20 @@ class State(Machine):
         """Make `buffer` exist with memory of its own."""
         self.check_new(buffer)
         region = whole_region(shape, len(self.ranks.sizes))
-        known = Known(buffer=buffer, root=root, region=region, shape=shape)
+        known = KnownBuffer(buffer=buffer, root=root, region=region, shape=shape)
         self.known[buffer.name] = known
         self.scopes[-1].names.append(buffer.name)
 
     def define_alias(
-        self, buffer: ir.Buffer, source: Known, region: Region, shape: tuple[int, ...]
+        self,
+        buffer: ir.Buffer,
+        source: KnownBuffer,
+        region: Region,
+        shape: tuple[int, ...],
     ) -> None:
         """Make `buffer` exist as a part of `source`."""
         self.check_new(buffer)
-        self.known[buffer.name] = Known(
+        self.known[buffer.name] = KnownBuffer(
             buffer=buffer,
             root=source.root,
             region=region,
@@ -165,6 +171,7 @@ class State(Machine):
     def check_shape(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> None:
         """The declared shape is the first iteration's; a last chunk may be smaller."""
         pairs = list(zip(buffer.shape, shape, strict=False))
+        # In the first iteration all indices are 0, and no chunk is the ragged last one.
         smaller = any(self.loops.values()) and all(n <= full for full, n in pairs)
         if len(shape) != len(buffer.shape) or not (smaller or shape == buffer.shape):
             self.fail(
@@ -173,7 +180,7 @@ class State(Machine):
                 "a buffer has the shape of what is written to it",
             )
 
-    def look_up(self, buffer: ir.Buffer) -> Known:
+    def look_up(self, buffer: ir.Buffer) -> KnownBuffer:
         """The buffer as it was defined, still alive."""
         known = self.known.get(buffer.name)
         if known is None:
@@ -196,7 +203,7 @@ class State(Machine):
             )
         return known
 
-    def read(self, buffer: ir.Buffer) -> Known:
+    def read(self, buffer: ir.Buffer) -> KnownBuffer:
         """Check a read of `buffer`."""
         known = self.look_up(buffer)
         for name, flight in self.in_flight.items():
@@ -214,7 +221,7 @@ class State(Machine):
             )
         return known
 
-    def write(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> Known:
+    def write(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> KnownBuffer:
         """Check a write to `buffer`, which makes it exist where it does not."""
         if buffer.name not in self.known:
             self.check_shape(buffer, shape)
@@ -226,7 +233,7 @@ class State(Machine):
         known.root.writes.append(known.region)
         return known
 
-    def _check_writable(self, known: Known) -> None:
+    def _check_writable(self, known: KnownBuffer) -> None:
         name = known.buffer.name
         if known.root.is_param:
             self.fail(
@@ -242,8 +249,9 @@ class State(Machine):
                     "what a communication uses is written after its Wait",
                 )
 
-    def _check_written_shape(self, known: Known, shape: tuple[int, ...]) -> None:
+    def _check_written_shape(self, known: KnownBuffer, shape: tuple[int, ...]) -> None:
         root = known.root
+        # The first write says how large a ragged chunk's buffer is in this iteration.
         if root.allocated_in_loop and not known.is_alias and not root.writes:
             self.check_shape(known.buffer, shape)
             known.shape, known.region = (
@@ -257,7 +265,7 @@ class State(Machine):
                 "a buffer has the shape of what is written to it",
             )
 
-    def _check_single_write(self, known: Known) -> None:
+    def _check_single_write(self, known: KnownBuffer) -> None:
         if not known.is_alias:
             return
         for other in self.scopes[-1].alias_writes:
@@ -276,6 +284,7 @@ class State(Machine):
         """What is defined inside ends with it."""
         self.scopes.append(Scope())
         yield
+        # What is wrong at the end is no statement's fault.
         self.stmt = None
         self.check_ended()
         for name in self.scopes.pop().names:
@@ -294,6 +303,7 @@ class State(Machine):
                     "every communication is waited for exactly once",
                 )
         kept = {self.known[name].root.name for name in self.results & set(self.known)}
+        # Up to `InsertDeallocations` a program frees nothing.
         for name in self.scopes[-1].names if self.frees else ():
             known = self.known[name]
             owned = not known.is_alias and not known.root.is_param
@@ -327,7 +337,7 @@ class State(Machine):
         return key
 
 
-def _clash(a: Known, b: Known) -> bool:
+def _clash(a: KnownBuffer, b: KnownBuffer) -> bool:
     return a.root is b.root and overlap(a.region, b.region)
 
 

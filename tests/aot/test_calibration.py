@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jhost._calibrate.chains import (
     AXIS,
-    Chain,
+    OperationChain,
     behind_matmul,
     beside,
     chained,
@@ -36,7 +36,7 @@ KERNELS = (
 )
 
 
-def ran(h200s: MakeH200s, chain: Chain, types: Sequence[object]) -> list[str]:
+def ran(h200s: MakeH200s, chain: OperationChain, types: Sequence[object]) -> list[str]:
     """What the devices do, in order, behind the first matmul."""
     four = h200s({"of": 4})
     mesh = Mesh(np.array(four.devices)[:2], (AXIS,))
@@ -50,7 +50,7 @@ def ran(h200s: MakeH200s, chain: Chain, types: Sequence[object]) -> list[str]:
     ("other", "types"), [(touch, [SMALL]), (multiply, [SQUARE, SQUARE])]
 )
 def test_a_permute_runs_on_a_stream_as_in_loops(
-    other: Chain, types: Sequence[object], h200s: MakeH200s
+    other: OperationChain, types: Sequence[object], h200s: MakeH200s
 ) -> None:
     """One whose chain had nothing beside it was a kernel, and hid a tenth of itself."""
     chain = beside(communicate("CollectivePermute", 2), other)

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from jhost.runtime.compiler_options import overlap_options
+from jhost.runtime.compiler_options import BETWEEN_PROCESSES, overlap_options
 from jhost.runtime.profile.schedule import ScheduledCommunication, parse_schedule
 from tests.aot.on_h200 import MakeH200s
 
@@ -83,11 +84,11 @@ def test_nothing_across_processes_is_pipelined_unasked(
     assert "one process a host, with all its GPUs" in stream.reason
 
 
-def test_what_is_asked_for_across_processes_is_done_and_said_to_hide_nothing(
+def test_what_is_asked_for_across_processes_is_done_and_said_to_hide_little(
     two_processes: MakeH200s,
 ) -> None:
     asked = compiled(two_processes({"tp": 2, "dp": 2}), pipeline="p2p")
-    (note,) = [n for n in asked.explain().notes if "hides nothing" in n]
+    (note,) = [n for n in asked.explain().notes if "hides little" in n]
     assert "the devices along tp" in note
     assert "symmetric_buffers=True" in str(asked.explain().options)
     pairs = re.findall(
@@ -143,3 +144,82 @@ def test_weights_move_between_processes_beside_loops_within_them(
     hidden = [c for c in moved if c.asynchronous and c.matmuls]
     exposed = [c.kind for c in moved if c not in hidden]
     assert exposed in ([], ["AllReduce"], ["AllGather", "ReduceScatter"])
+
+
+# --- Collectives in order -------------------------------------------------------- #
+
+LAYERS, WIDTH = 4, 8192
+
+
+def layers(weights: Any, x: jax.Array) -> jax.Array:
+    """A scan of layers with float32 masters, each computed again in the backward."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        gate, up, down = weights
+        inner = jax.nn.silu(x @ bfloat16(gate)) * (x @ bfloat16(up))
+        return x + inner @ bfloat16(down)
+
+    y, _ = lax.scan(lambda x, each: (layer(x, each), None), x, weights)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def bfloat16(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("axis", "spec", "kind"),
+    [("fsdp", P(None, "fsdp"), "ReduceScatter"), ("dp", P(), "AllReduce")],
+)
+def test_collectives_between_processes_stand_beside_matmuls(
+    axis: str, spec: P, kind: str, two_processes: MakeH200s
+) -> None:
+    """All but the program's first gather and its last sum; unasked."""
+    masters = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)] * 3
+    specs = [spec] * 3
+    step = jhost.jit(
+        jax.grad(layers),
+        mesh=two_processes({axis: 4}),
+        in_shardings=(specs, P(axis)),
+        out_shardings=specs,
+    )
+    made = step.lower(masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16))
+    schedule = made.compile().schedule()
+    inside = [c for c in schedule.communications if c.computation]
+    kinds = Counter(c.kind for c in inside)
+    assert kinds == {kind: 3} | ({"AllGather": 6} if axis == "fsdp" else {})
+    assert all(c.asynchronous and c.matmuls for c in inside), str(schedule)
+    exposed = [c.kind for c in schedule.communications if not c.matmuls]
+    assert exposed == ["AllGather"] * (axis == "fsdp") + [kind], str(schedule)
+
+
+def test_what_is_not_to_be_ordered_is_as_jax_jit_has_it(
+    two_processes: MakeH200s,
+) -> None:
+    """With the options that let collectives start early."""
+    mesh = two_processes({"fsdp": 4})
+    spec, rows = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P("fsdp"))
+    how: dict[str, Any] = {"in_shardings": ([spec] * 3, rows)}
+    how["out_shardings"] = [spec] * 3
+    masters = [jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)] * 3
+    types = masters, jax.ShapeDtypeStruct((32768, WIDTH), jnp.bfloat16)
+    left = jhost.jit(jax.grad(layers), pipeline="off", **how).lower(*types).compile()
+    assert "XLA partitions this program" in str(left.explain())
+    plain = jax.jit(jax.grad(layers), compiler_options=dict(BETWEEN_PROCESSES), **how)
+    text = plain.lower(*types).compile().as_text() or ""
+    told = [
+        [(c.kind, c.bytes, c.matmuls) for c in each.communications]
+        for each in (left.schedule(), parse_schedule(text))
+    ]
+    assert told[0] == told[1]
+
+
+def test_what_has_no_work_beside_it_is_left_to_xla_as_it_is(
+    two_processes: MakeH200s,
+) -> None:
+    """Activations between matmuls: no option would help them."""
+    made = compiled(two_processes({"tp": 4}))
+    explanation = made.explain()
+    assert "XLA partitions this program" in str(explanation)
+    assert not explanation.options

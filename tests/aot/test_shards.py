@@ -76,7 +76,11 @@ def test_no_more_weights_are_whole_than_two(fsdp: Mesh) -> None:
 
 
 def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> None:
-    """Of two weights in an iteration the second comes beside the first's matmul."""
+    """Of two weights in an iteration, the first comes in the iteration before.
+
+    The second comes beside the first's matmul.  Only the program's first weight has
+    nothing before it; the last iteration, behind the scan, gathers its second alone.
+    """
 
     def f(x: jax.Array, weights: Any) -> jax.Array:
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -90,5 +94,42 @@ def test_layers_of_a_scan_have_their_weights_beside_one_another(fsdp: Mesh) -> N
     spec = (P(None, "fsdp"),) * 2
     schedule = compiled(f, (weight, weight), spec, P(), fsdp).schedule()
     kinds = Counter(each.kind for each in schedule.communications)
-    assert kinds["CollectivePermute"] == DEVICES - 1, str(schedule)
+    assert kinds["AllGather"] == 1, str(schedule)
+    assert kinds["CollectivePermute"] == 3 * (DEVICES - 1), str(schedule)
     assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_float32_masters_are_cast_early_and_sent_as_bfloat16(
+    devices: int, fsdp: Mesh
+) -> None:
+    """Where each is cast in its layer, which is computed again in the backward.
+
+    Of three weights in an iteration, two come beside the matmuls before, both ways.
+    """
+
+    @jax.checkpoint
+    def block(x: jax.Array, weights: Any) -> jax.Array:
+        gate, up, down = weights
+        inner = jax.nn.silu(x @ bfloat16(gate)) * (x @ bfloat16(up))
+        return x + inner @ bfloat16(down)
+
+    def f(x: jax.Array, weights: Any) -> jax.Array:
+        y, _ = lax.scan(lambda x, each: (block(x, each), None), x, weights)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    weight = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    weights, specs = (weight,) * 3, (P(None, "fsdp"),) * 3
+    mesh = Mesh(fsdp.devices[:devices], ("fsdp",), axis_types=fsdp.axis_types)
+    made = compiled(jax.grad(f, 1), weights, specs, specs, mesh)
+    schedule = made.schedule()
+    kinds = Counter(each.kind for each in schedule.communications)
+    permutes = (2 + 2 + 3) * (devices - 1)
+    assert kinds == {"AllGather": 2, "CollectivePermute": permutes}, str(schedule)
+    assert exposed(schedule, "CollectivePermute") == set(), str(schedule)
+    gathers = [c for c in schedule.communications if c.kind == "AllGather"]
+    assert {c.bytes for c in gathers} == {WEIGHT * (devices - 1) // devices}
+
+
+def bfloat16(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.bfloat16)

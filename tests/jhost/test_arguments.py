@@ -25,7 +25,6 @@ JIT = {
     "donate_argnames": [5, [5]],
     "chunks": [0, 1.5, "many", True],
     "pipeline": [5, "ring", []],
-    "streams": [0, 1.5, "a"],
     "replication_limit": [-1, 1.5],
     "compiler_options": [[1], "a", 5, {1: 2}, {"xla": WRONG}],
     "tuning": [5, [5]],

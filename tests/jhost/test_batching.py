@@ -25,9 +25,6 @@ from tests.jhost.blocks import (
 from tests.lowering.hand_built import mesh_of
 
 X, UP, DOWN = ARGS
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 BOTH = jnp.stack([X, -X])
 
 
@@ -40,7 +37,7 @@ def test_the_batch_has_a_mesh_axis_around(pipeline: str) -> None:
     """The batch stays sharded over dp; the weights' gradient is summed over it once."""
     mesh, how = mesh_of(dp=2, tp=4), {"spmd_axis_name": "dp"}
     x = jax.device_put(BOTH, NamedSharding(mesh, P("dp", "tp")))
-    f = hosted(relu_block, pipeline, mesh=mesh)
+    f = hosted(relu_block, pipeline, mesh=mesh, compiler_options=None)
     y = jax.jit(over_rows(f, **how))(x, UP, DOWN)
     assert_same(y, over_rows(relu_block)(BOTH, UP, DOWN))
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 3)

@@ -21,7 +21,7 @@ from jhost._calibration import Calibration, conditions_here, rates_here
 from jhost._commands import doctor
 from jhost._commands.findings import Report
 from jhost._progress import Progress
-from jhost.lowering.cost.fit import Matmul, Measurements, Moved, Traffic, fitted
+from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, Transfer, fitted
 from jhost.lowering.cost.rates import rates_of, rates_to_start_from
 from jhost.runtime import devices as runtime_devices
 from jhost.runtime.compiler_options import PUTS
@@ -116,9 +116,9 @@ def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> No
     assert (rates.put.meet, rates.put.network) == (start.put.meet, False)
 
 
-def moved(host: float) -> tuple[Moved, ...]:
+def moved(host: float) -> tuple[Transfer, ...]:
     return tuple(
-        Moved(kind=kind, devices=2, held=held, seconds=1e-5 + held / 1e11, host=host)
+        Transfer(kind=kind, devices=2, held=held, seconds=1e-5 + held / 1e11, host=host)
         for kind in ("CollectivePermute", "AllGather", "AllReduce")
         for held in (1 << 20, 16 << 20)
     )

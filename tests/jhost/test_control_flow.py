@@ -24,10 +24,10 @@ from tests.jhost.blocks import (
 )
 
 X, UP, DOWN = ARGS
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 UPS, DOWNS = jnp.stack([UP, -UP]), jnp.stack([DOWN, DOWN])
+
+PART: dict[str, Any] = {"compiler_options": None}
+"""For a function that is part of another program, whose options hold for it."""
 
 # --- Around ------------------------------------------------------------------------- #
 
@@ -43,14 +43,14 @@ def scanned(f: Function) -> Function:
 
 def test_scan_around() -> None:
     args = X, UPS, DOWNS
-    same(lambda f: jax.jvp(scanned(f), args, args), relu_block, "p2p")
-    same(lambda f: scanned(jax.checkpoint(f))(*args), relu_block, "p2p")
+    same(lambda f: jax.jvp(scanned(f), args, args), relu_block, "p2p", **PART)
+    same(lambda f: scanned(jax.checkpoint(f))(*args), relu_block, "p2p", **PART)
 
     def small(f: Function) -> Any:  # so that float32 holds the gradients exactly
         x = (X > 0).astype(X.dtype)
         return jax.grad(lambda *a: jnp.sum(scanned(f)(*a)), (0, 1, 2))(x, *args[1:])
 
-    same(small, relu_block, "p2p")
+    same(small, relu_block, "p2p", **PART)
 
 
 def test_loops_around() -> None:
@@ -67,7 +67,7 @@ def test_loops_around() -> None:
             lax.map(lambda x: f(x, UP, DOWN), jnp.stack([X, -X])),
         )
 
-    same(all_of, relu_block, "p2p")
+    same(all_of, relu_block, "p2p", **PART)
 
 
 def test_branches_around() -> None:
@@ -83,7 +83,7 @@ def test_branches_around() -> None:
             lax.switch(jnp.int32(1), [jnp.copy, lambda x: f(x, UP, DOWN)], X),
         )
 
-    same(all_of, relu_block, "collective")
+    same(all_of, relu_block, "collective", **PART)
 
 
 # --- Inside ------------------------------------------------------------------------- #
@@ -135,13 +135,13 @@ def test_control_flow_inside(fun: Function) -> None:
 
 @each_pipeline
 def test_jit_around_and_inside(pipeline: str) -> None:
-    same(lambda f: jax.jit(f)(*ARGS), relu_block, pipeline)
+    same(lambda f: jax.jit(f)(*ARGS), relu_block, pipeline, **PART)
     same(lambda f: gradients(f)(*ARGS), jax.jit(relu_block), pipeline)
     same(lambda f: f(*ARGS), jax.named_call(relu_block, name="block"), pipeline)
 
 
 def test_jhost_functions_nest() -> None:
-    inner = hosted(relu_block, "collective")
+    inner = hosted(relu_block, "collective", **PART)
     for block in (inner, jhost.jit(relu_block)):  # its mesh is the outer one's
 
         def outer(*args: jax.Array, block: Function = block) -> jax.Array:

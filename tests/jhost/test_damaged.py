@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from jhost import Calibration, Tuning, _calibration, errors
 from jhost._tuning import FORMAT, Environment
-from jhost._tuning_cache import Key, load
+from jhost._tuning_cache import CacheKey, load
 from jhost.runtime.profile.schedule import parse_schedule
 
 parsed: Any = vars(_calibration)["_parsed"]
@@ -147,7 +147,7 @@ of_files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_kept_tuning_is_read_or_ignored_with_a_warning(
     cache: Path, text: bytes
 ) -> None:
-    key = Key(environment=Environment(**TUNING["environment"]), fingerprints=("",))
+    key = CacheKey(environment=Environment(**TUNING["environment"]), fingerprints=("",))
     key.path().parent.mkdir(parents=True, exist_ok=True)
     key.path().write_bytes(text)
     with warnings.catch_warnings(record=True) as said:
@@ -194,7 +194,7 @@ def test_what_is_nothing_is_refused(text: bytes, cache: Path) -> None:
 
 
 def test_a_folder_in_a_file_s_place_is_ignored_with_a_warning(cache: Path) -> None:
-    key = Key(environment=Environment(**TUNING["environment"]), fingerprints=("",))
+    key = CacheKey(environment=Environment(**TUNING["environment"]), fingerprints=("",))
     key.path().mkdir(parents=True)
     with pytest.warns(UserWarning, match="is ignored"):
         assert load(key) is None

@@ -29,9 +29,6 @@ from tests.jhost.blocks import (
     square_loss,
 )
 
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 X, UP, DOWN = ARGS
 
 # --- Callbacks ---------------------------------------------------------------- #
@@ -83,7 +80,7 @@ def test_printing_under_transforms(
         jax.debug.print("sum {}", jnp.sum(x @ up))
         return relu_block(x, up, down)
 
-    f = hosted(block, pipeline)
+    f = hosted(block, pipeline, compiler_options=None)
     for call in (f, jax.jit(f), jax.grad(square_loss(f))):
         call(*ARGS)
         jax.effects_barrier()

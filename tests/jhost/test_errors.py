@@ -271,8 +271,6 @@ def test_more_chunks_than_a_device_has_rows_are_refused(mesh: Mesh) -> None:
         ({"chunks": True}, errors.ArgumentError, "but got True"),
         ({"pipeline": "ring"}, errors.OptionError, "'ring', .* 'p2p', 'collective'"),
         ({"pipeline": None}, errors.OptionError, "pipeline=None"),
-        ({"streams": 0}, errors.OptionError, "streams=0"),
-        ({"streams": "4"}, errors.OptionError, "streams='4'"),
         ({"compiler_options": [1]}, errors.ArgumentError, r"but got \[1\]"),
         ({"compiler_options": {1: 2}}, errors.ArgumentError, "1: 2"),
         ({"compiler_options": {"a": None}}, errors.ArgumentError, "'a': None"),

@@ -17,6 +17,7 @@ from jhost import errors
 from jhost._call.around import calls_in
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.runtime import compiler_options
+from tests import sums
 
 MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
 
@@ -442,8 +443,23 @@ def test_names_for_messages_are_in_no_text_and_no_fingerprint(mesh: Mesh) -> Non
     step, state = step_of(mesh)
     for call in calls_in(step, (state, X), {}):
         program = call.program()
-        other = dataclasses.replace(program, said={})
-        assert program.said
+        other = dataclasses.replace(program, display_names={})
+        assert program.display_names
         assert program == other
         assert str(program) == str(other)
         assert fingerprint(program) == fingerprint(other)
+
+
+def test_what_is_issued_ahead_says_beside_how_much(mesh: Mesh) -> None:
+    def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        x = jhost.shard(x @ w, P("tp"))
+        return jhost.shard(x @ v, P("tp"))
+
+    specs = (P("tp"),) * 3
+    f = jhost.jit(layers, mesh=mesh, in_shardings=specs, out_shardings=P("tp"))
+    square = jnp.ones((16, 16))
+    with sums.moving("collective"):
+        first, second = jhost.explain(f, X, square, square).communications
+    assert (first.beside, second.beside) == (0, 1)
+    assert str(first).endswith("a device, not in a loop")
+    assert str(second).endswith("a device, beside 1 matmul")

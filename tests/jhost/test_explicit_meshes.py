@@ -278,6 +278,32 @@ def test_what_types_refuse_is_jax_s_own_error(mesh: Mesh) -> None:
     assert str(own.value).splitlines()[0] == str(theirs.value).splitlines()[0]
 
 
+def test_types_over_another_mesh_than_the_function_s_are_refused(mesh: Mesh) -> None:
+    """JAX takes `dots`, for it traces with the mesh that is set, whatever runs it."""
+    flat = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+    f = jhost.jit(dots, mesh=flat)
+    both = r"(?s)mesh\(dp=2, tp=4\).*mesh\(tp=8\)"
+    for call in (
+        f,
+        f.lower,
+        jax.jit(lambda x, w: f(x, w)),
+        jax.grad(lambda x, w: f(x, w)[0, 0]),
+    ):
+        with pytest.raises(errors.MeshMismatchError, match=both):
+            call(X, W)
+    same = jhost.jit(lambda x, w: jnp.tanh(x @ w), mesh=flat)  # says nothing of them
+    np.testing.assert_allclose(same(X, W), jnp.tanh(X @ W), rtol=1e-5, atol=1e-6)
+
+
+def test_another_error_stays_itself_under_another_mesh(mesh: Mesh) -> None:
+    def wrong(x: jax.Array) -> jax.Array:
+        raise ValueError("the user's own")
+
+    flat = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="the user's own"):
+        jhost.jit(wrong, mesh=flat)(X)
+
+
 def test_a_sum_that_is_not_made_is_refused(mesh: Mesh) -> None:
     def f(x: jax.Array, w: jax.Array) -> jax.Array:
         y = jnp.dot(x, w, out_sharding=P(None, None, unreduced=frozenset({"tp"})))

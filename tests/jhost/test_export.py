@@ -26,9 +26,6 @@ from tests.jhost.blocks import (
 )
 from tests.lowering.hand_built import mesh_of
 
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
-
 
 def placed() -> list[jax.Array]:
     mesh = mesh_of(tp=4)
@@ -47,7 +44,7 @@ def test_an_exported_function_runs_and_is_differentiated(pipeline: str) -> None:
 
 
 def test_what_is_around_a_call_is_exported_with_it() -> None:
-    f = hosted(relu_block, "p2p")
+    f = hosted(relu_block, "p2p", compiler_options=None)
     exported = export.export(jax.jit(lambda *args: f(*args) + 1))(*ARGS)
     assert_same(exported.call(*placed()), relu_block(*ARGS) + 1)
 
@@ -134,7 +131,15 @@ def test_an_exported_program_for_other_devices_is_refused_as_by_jax() -> None:
 def test_an_exported_program_over_devices_with_a_stream_is_refused() -> None:
     f = exported(4, False).call
     streamed = jhost.jit(lambda x: jhost.stream(f(x), axis=0), mesh=mesh_of(tp=4))
-    plain = jhost.jit(lambda x: f(x), mesh=mesh_of(tp=4))
-    for call in (streamed, streamed.lower, plain.lower):
+    calls: list[Call] = [streamed, streamed.lower]
+    for call in calls:
         with pytest.raises(errors.UnsupportedError, match="exported for 4 devices"):
             call(ROW)
+
+
+def test_an_exported_program_over_devices_is_lowered_for_them() -> None:
+    call = exported(4, False).call
+    f = jhost.jit(lambda x: call(x), mesh=mesh_of(tp=4), in_shardings=P("tp"))
+    compiled = f.lower(jax.ShapeDtypeStruct(ROW.shape, ROW.dtype)).compile()
+    assert_close(compiled(*jax.device_put((ROW,), compiled.input_shardings[0])), f(ROW))
+    assert "exported for 4 devices" in str(jhost.explain(f, ROW))

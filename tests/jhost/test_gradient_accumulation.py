@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -24,9 +23,6 @@ from tests.jhost.blocks import (
 )
 from tests.lowering.on_mesh import program_of, tp
 from tests.lowering.traced import check
-
-# What these programs are part of is compiled without the options of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*an outer jax.jit:UserWarning")
 
 X, UP, DOWN = ARGS
 MICROBATCHES = jnp.stack([X, -X, X + 1])
@@ -48,7 +44,7 @@ def accumulated(f: Function) -> Any:
 
 @each_pipeline
 def test_microbatches(pipeline: str) -> None:
-    same(accumulated, relu_block, pipeline)
+    same(accumulated, relu_block, pipeline, compiler_options=None)
 
 
 def test_all_microbatches_inside() -> None:

@@ -63,7 +63,7 @@ def test_the_decorator_works_with_and_without_arguments() -> None:
 
 def test_a_function_says_its_name_its_mesh_and_what_it_was_given(mesh: Mesh) -> None:
     assert repr(jhost.jit(block)) == "<jhost.jit: block>"
-    settings = options(in_shardings=SPECS, chunks=2, pipeline="auto", streams=4)
+    settings = options(in_shardings=SPECS, chunks=2, pipeline="auto")
     assert repr(jhost.jit(block, mesh=mesh, **settings)) == (
         "<jhost.jit: block, mesh(tp=4) on devices 0, 1, 2, 3, "
         "in_shardings=(P('tp', None), P(None, 'tp')), chunks=2>"

@@ -207,7 +207,13 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SETTINGS["no mesh"], id="no mesh", marks=pytest.mark.slow),
+        pytest.param(SETTINGS["sharded"], id="sharded"),
+    ],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_function_in_another_gives_what_it_gives_by_itself(
     name: str, settings: Callable[[], dict[str, Any]]

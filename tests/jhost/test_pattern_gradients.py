@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from tests.jhost.blocks import SPECS, assert_same, gradients, relu_block, rows
 from tests.lowering.on_mesh import on, tp
-from tests.lowering.traced import array
+from tests.lowering.traced import array, plain
 
 Function = Callable[..., jax.Array]
 
@@ -100,10 +100,17 @@ def assert_same_gradients(pattern: Pattern, settings: dict[str, Any]) -> None:
     how: Any = {"chunks": chunks, "pipeline": pattern.pipeline, **settings}
     numbers = range(len(args))
     given = gradients(jhost.jit(pattern.fun, **how), *numbers)(*args)
-    assert_same(given, gradients(pattern.fun, *numbers)(*args))
+    assert_same(given, plain(gradients(pattern.fun, *numbers), *args))
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+# test_backward.py has several of them on four devices, in either kind of pipeline.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "p2p" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in PATTERNS
+    ],
+)
 def test_gradients_of_each_pattern(name: str) -> None:
     pattern = PATTERNS[name]
     assert_same_gradients(pattern, tp(4, pattern.ins, pattern.out))
@@ -119,9 +126,16 @@ MESHES: dict[str, dict[str, int]] = {
     "1 x 4": {"dp": 1, "tp": 4},
 }
 """Those of the random programs, but four devices, which the patterns are on."""
+SMALLER = "2", "2 x 2", "1 x 4"
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(axes, id=name, marks=[pytest.mark.slow] * (name in SMALLER))
+        for name, axes in MESHES.items()
+    ],
+)
 def test_gradients_on_each_mesh(axes: dict[str, int]) -> None:
     """Rows are over dp and tp, weights over fsdp and tp: replicated over the others."""
     data = tuple(a for a in ("dp", "tp") if a in axes)

@@ -123,7 +123,7 @@ def test_an_nccl_that_cannot_put_changes_nothing(
 @pytest.mark.usefixtures("can_put")
 def test_an_outer_program_counts_on_peer_copies(ran: list[tuple[str, Any]]) -> None:
     """Its options are not jhost's to give, and those that it should get have these."""
-    f = hosted(relu_block, "p2p")
+    f = hosted(relu_block, "p2p", compiler_options=None)
     assert jhost.compiler_options()[PERMUTE_MODE] == COPIED
     step = jax.jit(lambda *args: f(*args) + 1)
     explanation = jhost.explain(step, *ARGS)

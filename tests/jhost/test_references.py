@@ -175,26 +175,102 @@ def test_a_reference_may_be_made_in_a_body_on_a_mesh_with_explicit_axes() -> Non
             assert given.sharding == wanted.sharding
 
 
-def test_a_stream_and_what_shows_the_program_are_refused() -> None:
-    mesh = mesh_of(tp=4)
+def adding() -> tuple[Callable[[Any], Any], Any]:
+    """A function that changes what it closes over, and that."""
     ref = jax.new_ref(jnp.zeros(8))
 
-    def add(x: jax.Array) -> jax.Array:
+    def add(x: Any) -> Any:
         ref[...] += x
-        return x
+        return x * 2
 
+    return add, ref
+
+
+@each_jit
+def test_a_function_left_whole_has_the_stages_of_jit(jit: Jit) -> None:
+    def what_stages_have(jit: Jit) -> dict[str, Any]:
+        add, ref = adding()
+        f = jit(add)
+        traced, lowered = f.trace(X), f.lower(X)
+        compiled = lowered.compile({"xla_cpu_enable_fast_math": False})
+        again = traced.lower().compile()
+        return {
+            "results": (compiled(X), again(X), f(X)),
+            "written": ref[...],
+            "jaxpr": str(traced.jaxpr),
+            "text": "stablehlo.add" in lowered.as_text(),
+            "compiled": "add" in compiled.as_text(),
+            "cost": (lowered.cost_analysis(), compiled.cost_analysis()),
+            "trees": (lowered.in_tree, lowered.out_tree, compiled.in_tree),
+            "types": f.eval_shape(X),
+        }
+
+    given, wanted = what_stages_have(jit), what_stages_have(jax.jit)
+    for part in ("results", "written"):
+        assert_close(given.pop(part), wanted.pop(part))
+    assert given == wanted
+
+
+def test_a_reference_made_inside_is_lowered_with_shardings() -> None:
+    rows = NamedSharding(mesh_of(tp=4), P("tp"))
+    f = jhost.jit(made_and_frozen, in_shardings=rows, out_shardings=rows)
+    lowered = f.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert lowered.out_info == f.eval_shape(X)
+    compiled = lowered.compile()
+    assert compiled.mesh == rows.mesh
+    assert compiled.output_shardings.is_equivalent_to(rows, 1)
+    x = jax.device_put(X, rows)
+    assert_close(compiled(x), np.sin(X), tolerance=1e-6)
+    assert str(compiled.schedule()).startswith("schedule: 0 communications")
+    assert_close(jax.export.export(f)(x).call(x), np.sin(X), tolerance=1e-6)
+
+
+def made_and_frozen(x: jax.Array) -> jax.Array:
+    ref = jax.new_ref(jnp.sin(x))
+    return jax.freeze(ref)
+
+
+def test_explain_says_why_a_function_is_left_whole() -> None:
     of_a_reference = jax.ShapeDtypeStruct((8,), jnp.float32, is_ref=True)
-    streamed = jhost.jit(lambda x: jhost.stream(add(x), axis=0), mesh=mesh)
+    read = jhost.jit(lambda ref: ref[...] + 1, mesh=mesh_of(tp=4), chunks=2)
+    lowered = read.lower(of_a_reference)
+    every = [
+        jhost.explain(read, of_a_reference),
+        lowered.explain(),
+        lowered.compile().explain(),
+    ]
+    for explanation in every:
+        whole, why, *_, unmarked = explanation.notes
+        assert whole.startswith("<lambda> is left to jax.jit as a whole")
+        assert why == "ref: a reference (jax.new_ref), which is changed where it is"
+        assert unmarked.startswith("nothing is marked: chunks=2")
+        assert not explanation.loops
+
+
+def test_a_function_left_whole_has_no_program_to_show() -> None:
+    lowered = jhost.jit(adding()[0], mesh=mesh_of(tp=4)).lower(X)
     calls: list[Callable[[], Any]] = [
-        lambda: streamed(X),
-        lambda: jhost.jit(add, mesh=mesh).lower(X),
-        lambda: jhost.jit(add).lower(X),
-        lambda: jhost.jit(lambda r: r[...] + 1).lower(of_a_reference),
-        lambda: jhost.explain(jhost.jit(lambda r: r[...] + 1, mesh=mesh), ref),
+        lambda: lowered.host_ir,
+        lambda: lowered.compile().host_ir,
+        lambda: lowered.interpret(X),
     ]
     for call in calls:
-        with pytest.raises(errors.UnsupportedError, match="Ref"):
+        with pytest.raises(errors.UnsupportedError, match="left to jax"):
             call()
+
+
+def test_options_reach_a_function_left_whole() -> None:
+    f = jhost.jit(adding()[0], compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(errors.CompilerOptionError, match="xla_no_such_option"):
+        f(X)
+
+
+def test_a_stream_beside_a_reference_is_refused() -> None:
+    add, _ = adding()
+    f = jhost.jit(lambda x: jhost.stream(add(x), axis=0), mesh=mesh_of(tp=4))
+    for call in (f, f.lower, f.trace):
+        with pytest.raises(errors.UnsupportedError, match="Ref"):
+            call(X)
 
 
 def test_a_class_may_check_what_it_holds() -> None:

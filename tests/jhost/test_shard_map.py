@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+)
 
 import jhost
 from jhost import errors
@@ -136,7 +142,9 @@ BODIES: dict[str, tuple[Function, Any]] = {
 }
 
 
-@each_check
+@pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_with_collectives(name: str, check_vma: bool) -> None:
     body, out = BODIES[name]
@@ -501,6 +509,57 @@ def test_a_mark_in_it_is_refused() -> None:
     mapped = parts(lambda x: jhost.stream(x * 2, 0), P("a"), out=P("a"))
     with pytest.raises(errors.StreamDimError, match="in the body of a shard_map"):
         jhost.jit(mapped, mesh=MESH)(X)
+
+
+def constrained(spec: P, manual: str, body: Function) -> Function:
+    """A `shard_map` manual over some axes, with a sharding in a body in its body."""
+    sharding = NamedSharding(MESH, spec)
+
+    def f(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, sharding) * x
+
+    return parts(body(f), P("a"), out=P("a"), axis_names=set(manual), check_vma=False)
+
+
+INNER_BODIES: dict[str, Function] = {
+    "alone": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda x, _: (f(x), None), x, None, 2)[0],
+    "grad": lambda f: jax.grad(lambda x: jnp.sum(f(x))),
+}
+
+
+@pytest.mark.parametrize("body", INNER_BODIES.values(), ids=INNER_BODIES)
+def test_a_sharding_in_it_is_of_automatic_axes_alone(body: Function) -> None:
+    """JAX says so as it lowers the body, in whatever that stands."""
+    free = P.UNCONSTRAINED
+    for spec in (P("a"), P("a", "b"), P(None, "b"), P(None, None), P(free, None)):
+        for manual in ("a", "ab"):
+            f = constrained(spec, manual, body)
+            try:
+                wanted = jax.jit(f, compiler_options=QUICK)(X)
+            except ValueError:
+                with pytest.raises(errors.UnknownAxisError, match="are manual there"):
+                    jhost.jit(f)(X)
+            else:
+                given = jhost.jit(f, compiler_options=QUICK)(X)
+                assert_close(given, wanted, tolerance=0)
+
+
+def test_a_sharding_of_manual_axes_is_refused_in_jax_s_words() -> None:
+    f = constrained(P("a", "b"), "ab", lambda f: f)
+    words = (
+        r"contains a manual axes \('a', 'b'\) of mesh\(a=2, b=2\), "
+        r"at test_shard_map.py:\d+"
+    )
+    for call in (
+        jhost.jit(f),
+        jhost.jit(f).lower,
+        jax.grad(jhost.jit(lambda x: f(x)[0, 0])),
+    ):
+        with pytest.raises(errors.UnknownAxisError, match=words):
+            call(X)
 
 
 def test_explain_says_what_moves_for_it() -> None:

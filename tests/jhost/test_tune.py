@@ -27,7 +27,7 @@ from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._tune import tuner
 from jhost._tune.operands import drawn
 from jhost._tuning import Candidate
-from jhost.lowering.cost.candidates import Trial
+from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
@@ -131,7 +131,7 @@ def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     """But a layer on other shapes is not."""
-    call = jhost.jit(layers, **SETTINGS).as_call(ARGS, {})
+    call = jhost.jit(layers, **SETTINGS).__jhost_source__.call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
     assert marks_alike(program) == [(first, second)]
@@ -139,7 +139,7 @@ def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return relu_block(relu_block(x, up, down)[:4], up, down)
 
-    call = jhost.jit(uneven, **SETTINGS).as_call(ARGS, {})
+    call = jhost.jit(uneven, **SETTINGS).__jhost_source__.call(ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     assert len(marks_alike(program)) == 2
 
@@ -263,7 +263,10 @@ def refused(*_: Any) -> Any:
 
 GOES_WRONG: dict[str, tuple[str, Any]] = {
     "nothing": ("jhost._tune.tuner.WARMUPS", 1),
-    "no candidate lowers": (f"{Trial.__module__}.Trial.measurable", lambda *_: []),
+    "no candidate lowers": (
+        f"{Evaluation.__module__}.Evaluation.measurable",
+        lambda *_: [],
+    ),
     "none compiles": ("jhost._call.execute.emit", refused),
     "none is right": ("jhost._tune.tuner.beyond_tolerance", lambda *_: ["they differ"]),
     "none is hopeless": ("jhost._tune.tuner._HOPELESS", 1e9),
@@ -635,9 +638,9 @@ _WRITER = """
 import sys
 from pathlib import Path
 from jhost._tuning import Tuning
-from jhost._tuning_cache import Key, load, store
+from jhost._tuning_cache import CacheKey, load, store
 tuning = Tuning.from_json(Path(sys.argv[1]).read_text())
-key = Key(
+key = CacheKey(
     environment=tuning.environment,
     fingerprints=tuple(p.fingerprint for p in tuning.programs),
 )

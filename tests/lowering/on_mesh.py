@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,14 +14,24 @@ import pytest
 from jax.extend.core import Jaxpr
 
 import jhost
+from jhost._call.source import Source
 from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, walk
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import check
 
-each_size = pytest.mark.parametrize("devices", [4, 2, 8])
-"""For a test on any number of devices: what 4 do first, is compiled for them."""
+every_size = pytest.mark.parametrize("devices", [4, 2, 8])
+"""For a mechanism that depends on how many devices there are, as doubling does.
+
+What 4 do first, is compiled for them.
+"""
+
+_slow = pytest.mark.slow
+each_size = pytest.mark.parametrize(
+    "devices", [4, pytest.param(2, marks=_slow), pytest.param(8, marks=_slow)]
+)
+"""For a test that 2 and 8 devices pass as 4 do."""
 
 
 def tp(devices: int, ins: Any, outs: Any, **more: Any) -> dict[str, Any]:
@@ -42,6 +54,19 @@ def on(axes: Mapping[str, int], ins: Any, outs: Any, **more: Any) -> dict[str, A
 def exact(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     """By jhost `fun` gives exactly what it gives without; returns its Host IR."""
     return check(fun, *args, **settings)
+
+
+@contextlib.contextmanager
+def on_streams(count: int) -> Generator[None]:
+    """Iterations take turns on `count` streams, in what is lowered in the block."""
+    config = Source.config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Source,
+            "config",
+            lambda source, key: dataclasses.replace(config(source, key), streams=count),
+        )
+        yield
 
 
 def program_of(fun: Callable[..., Any], *args: Any, **settings: Any) -> Program:

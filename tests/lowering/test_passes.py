@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults
@@ -31,14 +31,17 @@ from jhost.lowering.ir.statements import (
     Wait,
     walk,
 )
-from jhost.lowering.layouts.convert import ConvertToCommunications, linear_rank
+from jhost.lowering.layouts.convert_to_communications import (
+    ConvertToCommunications,
+    linear_rank,
+)
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.pipeline import Pass, passes, run_passes
-from jhost.lowering.units.deallocate import InsertDeallocations
+from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
 from tests.lowering.traced import asked, built, loops
@@ -81,7 +84,9 @@ def test_the_passes_stand_in_order() -> None:
         "compute_late",
         "lower_streams",
         "order_by_steps",
+        "choose_cycles",
         "choose_transfers",
+        "leave_to_xla",
         "segment",
         "receive_early",
         "insert_deallocations",
@@ -100,8 +105,10 @@ LEAVING = (
     "stack_less",
     "compute_late",
     "order_by_steps",
+    "choose_cycles",
     "choose_transfers",
     "choose_permutes",
+    "leave_to_xla",
 )
 STEPS = [step for step in SEQUENCE if step.name not in LEAVING]
 
@@ -285,7 +292,7 @@ def owners(program: Program) -> dict[str, str]:
         if isinstance(stmt, Select):
             owner[stmt.out.name] = owner.get(stmt.source.name, stmt.source.name)
         elif not isinstance(stmt, For):
-            for buffer in touched(stmt)[1]:
+            for buffer in reads_writes(stmt)[1]:
                 owner.setdefault(buffer.name, buffer.name)
     return owner
 
@@ -310,7 +317,7 @@ def test_each_buffer_is_freed_right_after_its_last_use(program: Program) -> None
                 used = body[last[stmt.buffer.name]]
                 assert not isinstance(used, Communicate) or isinstance(between[0], Wait)
                 continue
-            for buffer in itertools.chain(*touched(stmt)):
+            for buffer in itertools.chain(*reads_writes(stmt)):
                 last[owner.get(buffer.name, buffer.name)] = number
 
 

@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 import jhost
+from jhost._call import execute
 from jhost.lowering.ir.reach import Reach
 from jhost.runtime import compiler_options
 from jhost.runtime.devices import Devices
+from tests.jhost.blocks import ARGS, assert_same, hosted, relu_block
 
 
 def test_nothing_is_asked_of_a_cpu(
@@ -74,17 +76,14 @@ def test_those_for_permutes_between_processes_are_asked_for_on_their_own() -> No
 
 
 @pytest.mark.usefixtures("options_not_asked_for")
-def test_a_function_with_options_warns_inside_an_outer_jit() -> None:
-    options = {"xla_cpu_enable_fast_math": False}
-
-    @jhost.jit(compiler_options=options)
-    def with_options(x: jax.Array) -> jax.Array:
-        return x + 1
-
-    one = jnp.float32(1)
-    assert float(with_options(one)) == 2.0
-    with pytest.warns(UserWarning, match="with_options .* xla_cpu_enable_fast_math"):
-        assert float(jax.jit(with_options)(one)) == 2.0
+def test_a_function_warns_of_its_own_wishes_inside_an_outer_jit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wishes = {"xla_cpu_enable_fast_math": False}
+    monkeypatch.setattr(execute, "overlap_options", lambda *_, **__: wishes)
+    f = hosted(relu_block, "collective", compiler_options=None)
+    with pytest.warns(UserWarning, match="relu_block .* xla_cpu_enable_fast_math"):
+        assert_same(jax.jit(f)(*ARGS), f(*ARGS))
 
 
 GPUS = Devices(
@@ -137,7 +136,9 @@ def test_copies_within_a_process_and_symmetric_buffers_between_several(
     many = "xla_gpu_experimental_parallel_collective_overlap_limit"
     for under_way, limit in ((0, 8), (7, 8), (9, 10)):
         found = compiler_options.wanted_options(mesh, under_way=under_way)
-        assert found[many] == limit
+        assert found[many] == (limit if processes == 1 else 16)
+    left = compiler_options.wanted_options(mesh, left_to_xla=True)
+    assert left == compiler_options.BETWEEN_PROCESSES
     if processes == 1:
         put = compiler_options.wanted_options(mesh, permuted=permuted, puts=True)
         assert put == wanted | PUTS

@@ -208,8 +208,8 @@ def test_both_ways_are_measured() -> None:
     every = passes(settings=StreamDefaults(), streams=4)
     marks, (group, *_) = all_marks(asked), marks_alike(asked)
     mark = open_marks(asked)[group[0]]
-    trial = every.choice.trial(asked, marks, group)
-    texts = [outcome.text for outcome in trial.measurable(mark)]
+    evaluation = every.choice.evaluation(asked, marks, group)
+    texts = [outcome.text for outcome in evaluation.measurable(mark)]
     assert "p2p with a chunk a device and sums behind the loops" in texts
     assert len(texts) == len(set(texts))
 

@@ -42,11 +42,14 @@ def chosen(
     devices: int = 2,
     kind: str = "NVIDIA H200",
     reach: Any = None,
+    between: str = "",
     **how: Any,
 ) -> Program:
     rates = rates_of(kind)
     rates = rates and dataclasses.replace(rates, reach=reach or {})
-    sequence = passes(settings=StreamDefaults(**how), streams=4, rates=rates).all
+    sequence = passes(
+        settings=StreamDefaults(**how), streams=4, rates=rates, between=between.split()
+    ).all
     shapes = (rows, width), (width, width), (width, width)
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return run_passes(built(f, *args, dp=devices), sequence)
@@ -102,3 +105,23 @@ def test_all_reduces_of_three_devices_stay_collectives() -> None:
 @pytest.mark.parametrize("f", [gradients, shards])
 def test_asked_for_by_name_they_need_no_rates(f: Callable[..., Any]) -> None:
     assert swaps(chosen(f, kind="none that is known", pipeline="p2p")) == 1
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "none that is known"])
+def test_between_processes_collectives_are_put_in_order_by_count(kind: str) -> None:
+    """Unasked, whatever the rates say: all processes write the same program."""
+    how: dict[str, Any] = {"kind": kind, "reach": {"dp": "host"}, "between": "dp"}
+    program = chosen(**how)
+    assert not swaps(program)
+    (note,) = remarks(program, Note)
+    assert note.form == "{}: 33.6 MB summed over dp, beside what is computed next"
+    (note,) = remarks(chosen(shards, **how), Note)
+    assert note.form == "{}: 33.6 MB gathered over dp, beside what is computed before"
+
+
+@pytest.mark.parametrize(
+    "how", [{"pipeline": "off"}, {"pipeline": "collective"}, {"width": 512}], ids=str
+)
+def test_others_between_processes_stay_where_they_are(how: dict[str, Any]) -> None:
+    for f in (gradients, shards):
+        assert not remarks(chosen(f, between="dp", reach={"dp": "hosts"}, **how), Note)

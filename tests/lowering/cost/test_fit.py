@@ -13,8 +13,8 @@ from jhost.lowering.cost.fit import (
     PROGRAMS,
     Matmul,
     Measurements,
-    Moved,
     Traffic,
+    Transfer,
     fitted,
 )
 from jhost.lowering.cost.rates import Link, Rates, rates_of, rates_to_start_from
@@ -27,10 +27,12 @@ SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 COLLECTIVES: tuple[CommunicationKind, ...] = ("AllGather", "ReduceScatter", "AllReduce")
 
 
-def moved(link: Link, kind: CommunicationKind, devices: int) -> Iterator[Moved]:
+def moved(link: Link, kind: CommunicationKind, devices: int) -> Iterator[Transfer]:
     """What such a link takes for each size."""
     for held in SIZES:
-        bare = Moved(kind=kind, devices=devices, held=held, seconds=1.0, host=link.host)
+        bare = Transfer(
+            kind=kind, devices=devices, held=held, seconds=1.0, host=link.host
+        )
         before, rest = link.delay, link.seconds(kind, bare.received, devices)
         if kind == "CollectivePermute":
             before = (link.delay + link.latency) / PROGRAMS.before - link.latency
@@ -40,8 +42,8 @@ def moved(link: Link, kind: CommunicationKind, devices: int) -> Iterator[Moved]:
 
 def measured(rates: Rates, devices: int) -> Measurements:
     """What one would measure of devices of such rates."""
-    moves: list[Moved] = []
-    puts: list[Moved] = []
+    moves: list[Transfer] = []
+    puts: list[Transfer] = []
     if devices > 1:
         puts += moved(rates.put, "CollectivePermute", devices) if rates.put else []
         moves += moved(rates.permute, "CollectivePermute", devices)
@@ -142,4 +144,4 @@ def test_times_that_are_noise_give_rates_that_can_be_reckoned_with() -> None:
 
 def test_a_measurement_of_nothing_known_is_refused() -> None:
     with pytest.raises(ValueError, match="'Telepathy'"):
-        Moved(kind="Telepathy", devices=2, held=2, seconds=1.0, host=0.0)  # pyright: ignore[reportArgumentType]
+        Transfer(kind="Telepathy", devices=2, held=2, seconds=1.0, host=0.0)  # pyright: ignore[reportArgumentType]

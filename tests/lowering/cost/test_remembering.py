@@ -21,7 +21,7 @@ from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults
 from jhost.lowering.ir.statements import Scan
-from jhost.lowering.layouts import propagate
+from jhost.lowering.layouts import propagate_layouts
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.pipeline import passes
 from jhost.lowering.streams import plan
@@ -54,7 +54,7 @@ def said(mark: Mark) -> Iterator[Mark]:
     assert isinstance(mark, StreamChoice)
     p2p = dataclasses.replace(mark, pipeline="p2p", by_name=False)
     yield mark
-    yield dataclasses.replace(mark, plain=True, reason="plain is better")
+    yield dataclasses.replace(mark, unpipelined=True, reason="plain is better")
     yield p2p
     yield dataclasses.replace(p2p, sums="whole", reason="sums later")
     yield dataclasses.replace(p2p, sums="beside transfers")
@@ -144,7 +144,11 @@ def test_a_gradient_is_built_planned_and_laid_out_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: Counter[str] = Counter()
-    places = ((pipeline, "build"), (plan, "plan_streams"), (propagate, "solve_layouts"))
+    places = (
+        (pipeline, "build"),
+        (plan, "plan_streams"),
+        (propagate_layouts, "solve_layouts"),
+    )
     for module, name in places:
         _count(monkeypatch, counts, module, name)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))

@@ -24,3 +24,14 @@ def test_what_came_first_stays_narrow_until_it_is_read() -> None:
     for each, wanted in ((view, [0, 1, 1, 1]), (last, [1, 1])):
         chex.assert_trees_all_equal(each.read(), np.asarray(wanted, np.float32))
         assert each.held().dtype == np.float32
+
+
+def test_what_a_later_write_leaves_of_a_part_stays() -> None:
+    """Rows 0 and 1 are written, then 1 and 2: row 0 is still what it was."""
+    rows = Buffer(name="rows", shape=(3,), dtype=np.dtype(np.float32), dims=(Dim(),))
+    view = new_view(rows, (3,), mesh_dims=1)
+    for start, values in ((0, [1, 2]), (1, [3, 4])):
+        region = view.region.select(0, np.array([start]), 2)
+        part = view.select(window((3,), 0, start, 2, 1, False), region)
+        part.write(jnp.asarray(values, jnp.float32))
+    chex.assert_trees_all_equal(view.read(), np.asarray([1, 3, 4], np.float32))

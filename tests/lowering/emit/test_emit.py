@@ -381,6 +381,25 @@ def test_a_communication_waits_only_for_its_own_stream(streams: int) -> None:
     assert [source in tied for source in sources] == [i >= streams for i in range(4)]
 
 
+def test_what_stands_behind_a_wait_comes_after_the_communication() -> None:
+    """Also a step that does not read what was received."""
+    x, w = buffer("x: f32[1@tp, 8]"), buffer("w: f32[8, 2]")
+    g, y = buffer("g: f32[4, 8]"), buffer("y: f32[8, 2]")
+    steps = (
+        communicate("AllGather", g, x, dim=0),
+        Wait(communication="c"),
+        compute(jnp.sin, (w,), (y,)),
+    )
+    body = (Allocate(buffer=g), Allocate(buffer=y), GetCurrentStream(stream=MAIN))
+    mesh = mesh_of(tp=4)
+    host_ir = program(mesh, (x, w), (g, y), *body, loop(1, *steps))
+    found = equations(host_ir, mesh, integers(4, 8), integers(8, 2))
+    named = {eqn.primitive.name: eqn for eqn in found}
+    barrier = named["optimization_barrier"]
+    assert named["all_gather"].outvars[0] in barrier.invars
+    assert named["sin"].invars[0] in barrier.outvars
+
+
 def test_the_stream_that_synchronizes_goes_on_after_the_other() -> None:
     """Two steps on two streams, then one on the first that must come after both."""
     x, y = buffer("x: f32[8, 4]"), buffer("y: f32[8, 4]")

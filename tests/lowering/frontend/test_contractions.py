@@ -84,7 +84,7 @@ def einsums(draw: st.DrawFn) -> tuple[str, list[tuple[int, ...]]]:
     return f"{lhs},{rhs}->{out}", shapes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(settings.get_profile("programs"))
 @given(einsums(), st.booleans())
 def test_any_product_is_what_it_was(
     einsum: tuple[str, list[tuple[int, ...]]], transposed_before: bool

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import given, strategies as st
 
-from jhost.lowering.ir.effects import touched
+from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import (
     Group,
     Node,
@@ -43,7 +43,7 @@ X, Y, Z, U = map(named, "xyzu")
 
 
 def check_touched(stmt: Stmt, reads: str, writes: str) -> None:
-    given_reads, given_writes = touched(stmt)
+    given_reads, given_writes = reads_writes(stmt)
     assert [b.name for b in given_reads] == reads.split()
     assert [b.name for b in given_writes] == writes.split()
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.flat_bodies import flattened
 from jhost.lowering.layouts.improve import improved, others, tried
-from jhost.lowering.layouts.levels import flattened
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
 
@@ -35,7 +35,7 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
     data: st.DataObject,
 ) -> None:
     solving = solver()
-    made = solving.settled()
+    made = solving.fixed_point()
     for _ in range(data.draw(st.integers(1, 8))):
         number = data.draw(st.integers(0, len(solving.operations) - 1))
         op = solving.operations[number]
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_same_decisions_made_in_order(
 
 def test_what_is_tried_in_vain_is_taken_back() -> None:
     solving = solver()
-    made = improved(solving, solving.settled())
+    made = improved(solving, solving.fixed_point())
     for number in range(len(solving.operations)):
         for candidate in others(solving, number, made):
             before, total = made.in_order(), made.total

@@ -18,7 +18,7 @@ from jhost.lowering.ir.marks import ShardMark, StreamRequest
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
 from jhost.lowering.rules.reducers import COMBINE, Reducer
 from jhost.lowering.rules.table import distributes

@@ -15,7 +15,7 @@ import jhost
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.statements import Communicate
 from jhost.lowering.layouts.hidden_dims import streamed_dims
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests.jhost.derived import backward, moves, programs, vjp
 from tests.lowering.on_mesh import communications, each_size, exact, on, program_of, tp
 from tests.lowering.traced import array, asked, loops, work

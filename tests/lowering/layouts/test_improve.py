@@ -16,7 +16,7 @@ from jhost.lowering.explain import explain_program
 from jhost.lowering.ir.layout import dims_of
 from jhost.lowering.ir.statements import Buffer, Dim
 from jhost.lowering.layouts.improve import improved, restarted
-from jhost.lowering.layouts.preferences import Wishes
+from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.testing import mesh_of
 from tests.jhost.derived import programs, vjp
@@ -99,27 +99,33 @@ def test_their_gradients_move_no_more_than_twice_that() -> None:
 
 def test_what_moves_more_is_taken_back() -> None:
     solving = solver()
-    once = improved(solving, solving.settled())
+    once = improved(solving, solving.fixed_point())
     total, assignments = once.total, once.in_order()
-    wishes = solving.wishes.kept()
+    preferences = solving.preferences.snapshot()
     again = restarted(solving, once)
     assert again.total <= total
     if again.total == total:
-        assert (again.in_order(), solving.wishes.kept()) == (assignments, wishes)
+        assert (again.in_order(), solving.preferences.snapshot()) == (
+            assignments,
+            preferences,
+        )
 
 
-def test_wishes_that_are_taken_back_say_nothing_of_the_same_axes_again() -> None:
-    """Goals were taken back alone, and what they left open was that of the others."""
+def test_preferences_that_are_taken_back_say_nothing_of_the_same_axes_again() -> None:
+    """Targets were taken back alone, and what they left open was that of the others."""
     buffer = Buffer(
         name="x", shape=(2, 2), dtype=np.dtype("float32"), dims=(Dim(),) * 2
     )
-    wishes = Wishes({"x": buffer}, {}, {"x": 2, "y": 2})
-    kept = wishes.kept()
-    wishes.goals["x"], wishes.open["x"] = ((), ("x",)), frozenset({"x", "y"})
-    assert wishes.goal("x", (("x",), ())) == ((), ("x",))
-    wishes.restore(kept)
-    assert wishes.kept() == kept == ({}, {})
-    assert wishes.goal("x", (("x",), ("y",))) == (("x",), ("y",))
+    preferences = Preferences({"x": buffer}, {}, {"x": 2, "y": 2})
+    before = preferences.snapshot()
+    preferences.targets["x"], preferences.free_axes["x"] = (
+        ((), ("x",)),
+        frozenset({"x", "y"}),
+    )
+    assert preferences.target("x", (("x",), ())) == ((), ("x",))
+    preferences.restore(before)
+    assert preferences.snapshot() == before == ({}, {})
+    assert preferences.target("x", (("x",), ("y",))) == (("x",), ("y",))
 
 
 def test_no_layout_has_an_axis_twice() -> None:

@@ -14,7 +14,7 @@ import jhost
 from jhost.lowering.ir.layout import axes_size, layout_of
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Reshard
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests.lowering.traced import asked, built, remarks, reshard_bytes
 
 shard = jhost.shard

@@ -18,7 +18,7 @@ from jhost.lowering.ir.layout import (
     replicated,
     used_axes,
 )
-from jhost.lowering.layouts.reshard import Step, plan_reshard, step_bytes
+from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 from jhost.lowering.rules.reducers import Reducer
 from tests.lowering.traced import reshard_bytes
 
@@ -195,27 +195,27 @@ def distribute(mesh: Mesh, value: np.ndarray, dims: Layout, partial: Partial) ->
     return parts
 
 
-def combined(step: Step, members: Sequence[np.ndarray]) -> np.ndarray:
+def combined(step: ReshardStep, members: Sequence[np.ndarray]) -> np.ndarray:
     assert step.reducer is not None
     return functools.reduce(COMBINE[step.reducer], members)
 
 
-def result(mesh: Mesh, step: Step, parts: Parts, device: Device) -> np.ndarray:
+def result(mesh: Mesh, step: ReshardStep, parts: Parts, device: Device) -> np.ndarray:
     """What `device` has after `step`."""
     members = [parts[other] for other in group(mesh, device, step.axes)]
     match step:
-        case Step(kind="Select", dim=int(dim)):
+        case ReshardStep(kind="Select", dim=int(dim)):
             return cut(mesh, parts[device], dim, step.axes, device)
-        case Step(kind="AllGather", dim=int(dim)):
+        case ReshardStep(kind="AllGather", dim=int(dim)):
             return np.concatenate(members, dim)
-        case Step(kind="AllReduce", dim=None):
+        case ReshardStep(kind="AllReduce", dim=None):
             return combined(step, members)
-        case Step(kind="ReduceScatter", dim=int(dim)):
+        case ReshardStep(kind="ReduceScatter", dim=int(dim)):
             return cut(mesh, combined(step, members), dim, step.axes, device)
-        case Step(kind="AllToAll", dim=int(dim), source_dim=int(source_dim)):
+        case ReshardStep(kind="AllToAll", dim=int(dim), source_dim=int(source_dim)):
             received = [cut(mesh, part, dim, step.axes, device) for part in members]
             return np.concatenate(received, source_dim)
-        case Step(kind="SwapAxes", axes=(one, other)):
+        case ReshardStep(kind="SwapAxes", axes=(one, other)):
             mirrored = list(device)
             first, second = list(mesh).index(one), list(mesh).index(other)
             mirrored[first], mirrored[second] = mirrored[second], mirrored[first]
@@ -243,7 +243,7 @@ def assert_leads_there(
         np.testing.assert_array_equal(part, part_of(mesh, value, target, device))
 
 
-def check_step(step: Step, here: Layout, left: Mapping[str, Reducer]) -> None:
+def check_step(step: ReshardStep, here: Layout, left: Mapping[str, Reducer]) -> None:
     """The step is legal for a value in layout `here` with the reductions `left`."""
     assert step.axes
     reduces = step.kind in ("AllReduce", "ReduceScatter")
@@ -297,7 +297,7 @@ def test_every_plan_leads_from_source_to_target(
 
 def steps_along(
     source: Layout, target: Layout, partial: Partial, mesh: Mesh
-) -> Iterator[tuple[Step, Layout]]:
+) -> Iterator[tuple[ReshardStep, Layout]]:
     for step in plan_reshard(source, target, partial, mesh):
         yield step, source
         source = step.layout

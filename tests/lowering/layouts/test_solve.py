@@ -15,8 +15,8 @@ import jhost
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Select
-from jhost.lowering.layouts.convert import ConvertToCommunications
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
 from tests.lowering.traced import built
 

@@ -16,7 +16,7 @@ from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute
-from jhost.lowering.layouts.costs import Moved, Price
+from jhost.lowering.layouts.transfer_bytes import LayoutCost, TransferBytes
 from tests.lowering.on_mesh import on, program_of
 
 _SIZES = st.sampled_from([2048, 4096, 8192, 14336])
@@ -80,10 +80,16 @@ def test_shards_of_weights_are_gathered_and_gradients_scattered(devices: int) ->
 
 def test_work_pays_for_what_it_is_worth_and_what_loops_hide_for_none() -> None:
     a_byte = 2048
-    one = Price(Moved(exposed=0, hidden=500), flops=0)
-    assert not one.beats(Price(Moved(exposed=0, hidden=400), flops=99 * a_byte))
-    assert one.beats(Price(Moved(exposed=0, hidden=400), flops=101 * a_byte))
-    assert not Price(Moved(hidden=400), 2 * a_byte).beats(Price(Moved(hidden=900), 0))
+    one = LayoutCost(TransferBytes(exposed=0, hidden=500), flops=0)
+    assert not one.beats(
+        LayoutCost(TransferBytes(exposed=0, hidden=400), flops=99 * a_byte)
+    )
+    assert one.beats(
+        LayoutCost(TransferBytes(exposed=0, hidden=400), flops=101 * a_byte)
+    )
+    assert not LayoutCost(TransferBytes(hidden=400), 2 * a_byte).beats(
+        LayoutCost(TransferBytes(hidden=900), 0)
+    )
     assert not one.beats(one)
 
 

@@ -17,7 +17,7 @@ from jhost.lowering.cost.rates import rates_of
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
-from tests.lowering.on_mesh import each_size, exact, on, program_of, tp
+from tests.lowering.on_mesh import every_size, exact, on, on_streams, program_of, tp
 from tests.lowering.traced import array, interpreted, loops, work
 
 Golden = Callable[..., None]
@@ -52,7 +52,7 @@ def test_a_piece_is_added_up_and_sent_back_in_its_own_iteration(golden: Golden) 
     golden(str(program))
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("pieces", [2, 3, 4])
 def test_pieces_may_be_ragged(devices: int, pieces: int) -> None:
     """Five rows a device, in three and two, or two, two and one."""
@@ -179,7 +179,8 @@ def test_beside_data_parallelism(axis: int) -> None:
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_any_number_of_streams(streams: int) -> None:
     args = array(24, 8), array(8, 2, seed=1)
-    exact(matmul, *args, **tp(4, PARTIAL, P(), streams=streams))
+    with on_streams(streams):
+        exact(matmul, *args, **tp(4, PARTIAL, P()))
 
 
 @st.composite
@@ -219,8 +220,8 @@ def test_any_sizes_and_neighbours(drawn: dict[str, int]) -> None:
             (*PARTIAL, specs[2]),
         )
     ints = [arg.astype(jnp.int32) for arg in args]
-    settings = tp(devices, specs, P(), streams=drawn["streams"])
-    program = exact(f, *ints, **settings)
+    with on_streams(drawn["streams"]):
+        program = exact(f, *ints, **tp(devices, specs, P()))
     assert BACK in the_loop(program)
 
 

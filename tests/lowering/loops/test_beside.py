@@ -13,12 +13,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
-from jhost.lowering.explain import count_loops, is_pipelined
+from jhost.lowering.explain import count_loops
+from jhost.lowering.ir.bodies import is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
 from tests import sums
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import each_size, exact, on, tp
+from tests.lowering.on_mesh import every_size, exact, on, tp
 from tests.lowering.traced import array
 
 MODEL, HIDDEN = 4, 8
@@ -77,7 +78,7 @@ def moments(program: Program) -> list[tuple[int, int]]:
     return found
 
 
-@each_size
+@every_size
 def test_a_loops_sums_are_beside_its_last_transfer_and_the_next(devices: int) -> None:
     """Of two blocks the second comes first; nothing is there for the first gather."""
     program = exact(gradients(blocks, 5), *operands(devices), **settled(devices))

@@ -25,7 +25,7 @@ from jhost.lowering.ir.statements import Communicate, Compute, Select
 from tests.lowering.on_mesh import (
     calls,
     communications,
-    each_size,
+    every_size,
     exact,
     on,
     program_of,
@@ -79,7 +79,7 @@ def rotation(program: Program, devices: int) -> Iterator[tuple[int, int, Any, An
             yield i, rank, evaluate(chunk.start, at), evaluate(moved, at)
 
 
-@each_size
+@every_size
 def test_step_k_works_on_the_chunk_that_comes_from_rank_r_plus_k(devices: int) -> None:
     program = program_of(matmul, *gathering(devices), **tp(devices, *GATHER))
     for i, rank, start, shift in rotation(program, devices):
@@ -88,7 +88,7 @@ def test_step_k_works_on_the_chunk_that_comes_from_rank_r_plus_k(devices: int) -
         assert (rank - shift) % devices == owner  # who sends to this rank
 
 
-@each_size
+@every_size
 def test_step_k_sends_the_partial_result_to_rank_r_plus_k(devices: int) -> None:
     program = program_of(matmul, *scattering(devices), **tp(devices, *SCATTER))
     for i, rank, start, shift in rotation(program, devices):
@@ -97,7 +97,7 @@ def test_step_k_sends_the_partial_result_to_rank_r_plus_k(devices: int) -> None:
         assert (rank + shift) % devices == owner
 
 
-@each_size
+@every_size
 def test_at_every_step_each_rank_sends_one_chunk_and_receives_one(devices: int) -> None:
     """No two ranks send to the same one; and all steps together reach every rank."""
     program = program_of(matmul, *gathering(devices), **tp(devices, *GATHER))
@@ -171,7 +171,7 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
     return p2p(lax.reduce_sum(x, (0,)))
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("run", [jhost.jit, interpreted])
 @pytest.mark.parametrize("target", [P("tp"), P()], ids=["scattered", "everywhere"])
 def test_sums_add_in_the_order_of_the_steps(devices: int, run: Any, target: P) -> None:
@@ -187,7 +187,7 @@ def test_sums_add_in_the_order_of_the_steps(devices: int, run: Any, target: P) -
         assert (wanted != parts.sum(0)).any()
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("run", [jhost.jit, interpreted])
 def test_sums_of_bfloat16_add_in_float32(devices: int, run: Any) -> None:
     """1 and 2**-8 each: a bfloat16 sum would stay at 1."""

@@ -27,9 +27,10 @@ from tests.jhost.derived import backward, vjp
 from tests.lowering.on_mesh import (
     calls,
     communications,
-    each_size,
+    every_size,
     exact,
     on,
+    on_streams,
     program_of,
     tp,
 )
@@ -71,7 +72,7 @@ def test_tokens_go_to_experts_and_back(chunks: int, golden: Golden) -> None:
     golden(str(program))
 
 
-@each_size
+@every_size
 def test_at_step_k_the_part_for_rank_r_plus_k_is_worked_on(devices: int) -> None:
     """Who sends to whom, and which experts: the receiver's, and then the sender's."""
     program = program_of(experts, *tokens(devices), **tp(devices, *SPECS))
@@ -93,7 +94,7 @@ def test_at_step_k_the_part_for_rank_r_plus_k_is_worked_on(devices: int) -> None
             assert evaluate(placed, at) == sender * each
 
 
-@each_size
+@every_size
 def test_as_many_bytes_move_as_by_all_to_alls(devices: int) -> None:
     """To each of the others its part, there and back: nothing is sent twice."""
     program = program_of(experts, *tokens(2 * devices), **tp(devices, *SPECS))
@@ -110,7 +111,7 @@ def test_nothing_is_added() -> None:
 # --- Equal to the plain function ---------------------------------------------------- #
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("groups", [1, 5])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_groups_in_pieces(devices: int, groups: int, pieces: int) -> None:
@@ -259,7 +260,7 @@ def test_two_axes(groups: Any, expert: Any, pieces: int) -> None:
 # --- Backward ----------------------------------------------------------------------- #
 
 
-@each_size
+@every_size
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_the_backward_is_pipelined_as_well(devices: int, pieces: int) -> None:
     """The cotangent goes to the experts and that of the tokens comes back, in a loop.
@@ -280,7 +281,7 @@ def test_the_backward_is_pipelined_as_well(devices: int, pieces: int) -> None:
     assert done[-1] == PERMUTE
 
 
-@each_size
+@every_size
 def test_gradients_of_bfloat16_weights_add_in_float32(devices: int) -> None:
     """1 and 2**-8 each: a bfloat16 sum would stay at 1."""
     groups = 2 * devices
@@ -366,10 +367,11 @@ def test_any_shapes(drawn: dict[str, Any]) -> None:
         return y - 1
 
     chunks = drawn["pieces"] * drawn["devices"]
-    how = {"pipeline": "p2p", "chunks": chunks, "streams": drawn["streams"]}
+    how = {"pipeline": "p2p", "chunks": chunks}
     out = along[0] if drawn["back"] else along[1]
     x = array(*drawn["shape"]).astype(jnp.int32)
-    program = exact(f, x, **tp(drawn["devices"], along[0], out, **how))
+    with on_streams(drawn["streams"]):
+        program = exact(f, x, **tp(drawn["devices"], along[0], out, **how))
     assert "AllToAll" not in str(program)
 
 

@@ -37,7 +37,7 @@ from tests.lowering.hand_built import (
     select,
     stream,
 )
-from tests.lowering.on_mesh import exact, tp
+from tests.lowering.on_mesh import exact, on_streams, tp
 from tests.lowering.traced import array, loops, work
 
 X, Y = buffer("x: f32[8, 2]"), buffer("y: f32[8, 2]")
@@ -180,7 +180,8 @@ def test_work_on_own_rows_around_collectives(
 ) -> None:
     specs = (P("tp"), P(None, "tp"), P("tp")), P("tp")
     args = array(20, 8), array(8, 16, seed=1) % 2, array(16, 8, seed=2) % 2
-    host_ir = exact(f, *args, **tp(4, *specs, streams=streams))
+    with on_streams(streams):
+        host_ir = exact(f, *args, **tp(4, *specs))
     (found, *_) = loops(host_ir)
     assert work(found.body)[0] != "AllGather"
     assert work(found.body)[-1] == "add"

@@ -75,11 +75,11 @@ def params(heads_first: bool, bias: Any, mask: str, **more: Any) -> dict[str, An
     ("bias", "heads_first", "mask"),
     [
         (None, False, "CAUSAL"),
-        ((B, N), False, "CAUSAL"),
-        ((1, N), True, "NO_MASK"),
+        pytest.param((B, N), False, "CAUSAL", marks=pytest.mark.slow),
+        pytest.param((1, N), True, "NO_MASK", marks=pytest.mark.slow),
         ((B, 1), False, "PADDING_CAUSAL"),
         ((1, 1), True, "NO_MASK"),
-        (None, False, "PADDING_CAUSAL"),
+        pytest.param(None, False, "PADDING_CAUSAL", marks=pytest.mark.slow),
     ],
 )
 def test_batches_and_heads_attend_apart(
@@ -108,7 +108,12 @@ def test_batches_and_heads_attend_apart(
 
 @pytest.mark.parametrize("blocks", [64, 0], ids=["in blocks", "by a bias"])
 @pytest.mark.parametrize(
-    ("mask", "window"), [("CAUSAL", None), ("CAUSAL", 3), ("PADDING_CAUSAL", None)]
+    ("mask", "window"),
+    [
+        pytest.param("CAUSAL", None, marks=pytest.mark.slow),
+        ("CAUSAL", 3),
+        pytest.param("PADDING_CAUSAL", None, marks=pytest.mark.slow),
+    ],
 )
 def test_parts_of_a_mask_are_the_mask(
     mask: str,

@@ -85,10 +85,10 @@ def test_a_result_for_each_group_follows_the_groups() -> None:
     "sizes",
     [
         [2, 0, 3, 1],
-        [0, 0, 0, 0],
-        [0, 8, 0, 0],
+        pytest.param([0, 0, 0, 0], marks=pytest.mark.slow),
+        pytest.param([0, 8, 0, 0], marks=pytest.mark.slow),
         [0, 0, 0, 8],
-        [1, 2, 3, 2],
+        pytest.param([1, 2, 3, 2], marks=pytest.mark.slow),
         [5, 2, 7, 1],  # more than there are
     ],
 )
@@ -235,7 +235,7 @@ def test_groups_that_do_not_divide_are_padded() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0] * 8, [16, *[0] * 7], [*[0] * 7, 16], [3] * 8])
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
 @of_both
 def test_any_spread_of_rows_over_experts(
     dot: Dot, devices: int, sizes: list[int]

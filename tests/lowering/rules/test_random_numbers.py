@@ -39,7 +39,7 @@ def _only_eqn(function: Callable[..., Any], *args: Any) -> JaxprEqn:
 # --- Parts -------------------------------------------------------------------------- #
 
 
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("width", [8, pytest.param(16, marks=pytest.mark.slow), 32, 64])
 def test_a_part_of_the_bits_has_the_bits_of_the_whole(
     width: int, check_rule: CheckRule
 ) -> None:

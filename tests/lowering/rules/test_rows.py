@@ -56,11 +56,11 @@ def test_the_rows_of_a_lookup_are_summed_over() -> None:
     ("dtype", "rows"),
     [
         (np.int8, 6),
-        (np.uint8, 6),
+        pytest.param(np.uint8, 6, marks=pytest.mark.slow),
         (np.uint32, 6),
-        (np.int32, 6),
+        pytest.param(np.int32, 6, marks=pytest.mark.slow),
         (np.int8, 300),
-        (np.uint8, 300),
+        pytest.param(np.uint8, 300, marks=pytest.mark.slow),
     ],
 )
 def test_bounds_are_those_of_the_whole(
@@ -189,7 +189,16 @@ _SCATTERS = {
 
 
 @pytest.mark.parametrize("mode", UPDATES)
-@pytest.mark.parametrize("name", [*_SCATTERS, "set"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "add",
+        "max",
+        "set",
+        # Other reducers of the same rule.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sub", "mul", "min")),
+    ],
+)
 def test_updates_in_parts(mode: str, name: str, check_rule: CheckRule) -> None:
     update = _SCATTERS.get(name, lax.scatter)
     # What one of two updates in one place leaves there is not said.

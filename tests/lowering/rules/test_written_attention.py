@@ -54,7 +54,21 @@ HOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [*((name, 64) for name in HOWS), ("causal", 0), ("sliding", 0)],
+    [
+        ("sliding", 64),
+        ("sliding", 0),
+        ("all", 64),
+        # What these hide is hidden by one of those as well.
+        *(
+            pytest.param(name, blocks, marks=pytest.mark.slow)
+            for name, blocks in (
+                ("causal", 64),
+                ("causal", 0),
+                ("window", 64),
+                ("bias", 64),
+            )
+        ),
+    ],
 )
 def test_parts_of_attention_are_the_whole(
     name: str, blocks: int, check_rule: CheckRule, monkeypatch: pytest.MonkeyPatch

@@ -22,9 +22,9 @@ from jhost.lowering.emit.program import emit
 from jhost.lowering.ir.graph import Group, ShouldMerge
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Reshard
-from jhost.lowering.layouts.convert import ConvertToCommunications
+from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.delay_reductions import DelayReductions
-from jhost.lowering.layouts.propagate import PropagateLayouts
+from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
 from jhost.lowering.units.segment import Segment
 from tests.lowering.traced import array, built, work
@@ -208,11 +208,13 @@ def test_every_pass_is_dumped_in_order(
         "f.09_compute_late.txt",
         "f.10_lower_streams.txt",
         "f.11_order_by_steps.txt",
-        "f.12_choose_transfers.txt",
-        "f.13_segment.txt",
-        "f.14_receive_early.txt",
-        "f.15_insert_deallocations.txt",
-        "f.16_choose_permutes.txt",
+        "f.12_choose_cycles.txt",
+        "f.13_choose_transfers.txt",
+        "f.14_leave_to_xla.txt",
+        "f.15_segment.txt",
+        "f.16_receive_early.txt",
+        "f.17_insert_deallocations.txt",
+        "f.18_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
     assert "Reshard(" in texts[3]

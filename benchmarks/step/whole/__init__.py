@@ -1,0 +1,1 @@
+"""A user's whole training step, by several arms: `benchmarks.step --form whole`."""

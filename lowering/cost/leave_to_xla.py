@@ -1,0 +1,121 @@
+"""Leave a program to XLA where jhost has little to add to it.
+
+Between processes no loop over chunks is chosen unasked, and what jhost orders are the
+transfers that have work to stand beside.  Where these are the smaller part of what
+moves, as for the activations of tensor parallelism, the program runs as in `jax.jit`.
+
+So does one in which nothing is to be ordered, as with `pipeline="off"`.  Where most of
+what moves has work to stand beside, XLA is told to begin collectives early, and to have
+several under way.  It is not told so of others: without work beside them each delays
+what computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+from jhost._jax import is_own
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.layout import axes_size, bytes_of
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS
+from jhost.lowering.ir.remarks import LeftToXla
+from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.schedule.order import beside_work
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaveToXla:
+    """A program in order -> the same, with a remark if XLA is to partition it.
+
+    Along the axes `between` lie GPUs of several processes.
+    """
+
+    name: ClassVar[str] = "leave_to_xla"
+
+    between: frozenset[str]
+
+    def apply(self, program: Program) -> Program:
+        if not self.between:
+            return program
+        moved = list(_moved(program, self.between))
+        if not moved or _has_loops(program) or _has_own_kernels(program):
+            return program
+        hidden = sum(each.bytes for each in moved if each.beside_work)
+        most = 2 * hidden >= sum(each.bytes for each in moved)
+        if most and any(each.in_order for each in moved):
+            return program
+        axes = dict.fromkeys(axis for each in moved for axis in each.axes)
+        report = LeftToXla(axes=tuple(axes), early=most)
+        return dataclasses.replace(program, remarks=(*program.remarks, report))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moved:
+    """What each device receives from other processes by one communication.
+
+    It has work to stand `beside_work`; if it is `in_order`, jhost has placed it there.
+    """
+
+    axes: tuple[str, ...]
+    bytes: int
+    beside_work: bool
+    in_order: bool
+
+
+def _moved(
+    program: Program, between: frozenset[str], times: int = 1
+) -> Iterator[_Moved]:
+    """All of a program and its bodies, as often as these are run."""
+    mesh = dict(program.mesh.shape)
+    could = {stmt.name for stmt in beside_work(program, lambda _: True)}
+    stream = MAIN
+    for stmt in ir.walk(program.body):
+        match stmt:
+            case ir.SetCurrentStream():
+                stream = stmt.stream
+            case ir.Communicate() if not between.isdisjoint(stmt.axes):
+                axes = [axis for axis in stmt.axes if axis in between]
+                devices = axes_size(stmt.axes, mesh)
+                moved = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
+                ordered = stream == TRANSFERS
+                beside = ordered or stmt.name in could
+                yield _Moved(tuple(axes), times * moved, beside, ordered)
+            case ir.Scan() | ir.While() | ir.Cond():
+                length = stmt.length if isinstance(stmt, ir.Scan) else 1
+                for body in stmt.bodies:
+                    yield from _moved(body, between, times * length)
+            case _:
+                pass
+
+
+def _has_loops(program: Program) -> bool:
+    """Whether work is on other streams than those of transfers outside of loops."""
+    return any(
+        isinstance(stmt, ir.SetCurrentStream)
+        and stmt.stream not in (MAIN, OWN, TRANSFERS)
+        for stmt in statements(program)
+    )
+
+
+def _has_own_kernels(program: Program) -> bool:
+    """Whether jhost's own computations are in it, which XLA would not split."""
+    return any(
+        is_own(eqn.eqn.primitive)
+        for stmt in statements(program)
+        if isinstance(stmt, ir.Compute)
+        for eqn in stmt.unit.eqns
+    )
+
+
+def is_left_to_xla(program: Program) -> bool:
+    """Whether XLA is to partition a program."""
+    return any(isinstance(remark, LeftToXla) for remark in program.remarks)
+
+
+def begins_early(program: Program) -> bool:
+    """Whether XLA is to begin collectives early in a program that is left to it."""
+    return any(isinstance(r, LeftToXla) and r.early for r in program.remarks)

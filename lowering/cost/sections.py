@@ -1,0 +1,163 @@
+"""The section of a program in which a choice is evaluated.
+
+That is the body whose marks are open.  Layers written out one after another have one
+choice, so one of them stands for all.  Each candidate is then lowered for one layer,
+not for the whole model, and its gain is not lost in the time of the other layers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence, Set as AbstractSet
+
+from jhost.lowering.ir.bodies import all_marks, programs, with_marks
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.marks import Mark
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import marks_alike
+from jhost.lowering.ir.statements import Buffer, Stmt
+from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
+from jhost.lowering.loops.sink_cheap import ComputeLate
+from jhost.lowering.loops.stack_less import StackLess
+
+_LAYERS = 3
+"""From so many marks alike on, one in the middle speaks for all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A program in which some marks are evaluated.
+
+    Attributes:
+        program: the program, with its border laid out as in the whole.
+        numbers: which of its marks are evaluated.
+        in_body: whether it stands in the body of a scan.
+        in_pieces: the values that layers hand on in the chunks they are made in.
+        carried: params that the layer before makes, each with the result in its stead.
+    """
+
+    program: Program
+    numbers: Sequence[int]
+    in_body: bool = False
+    in_pieces: AbstractSet[str] = frozenset()
+    carried: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+def _made(body: Sequence[Stmt]) -> list[Buffer]:
+    return [buffer for stmt in body for buffer in reads_writes(stmt)[1]]
+
+
+def _border(program: Program) -> set[str]:
+    return {buffer.name for buffer in (*program.params, *program.results)}
+
+
+class Sections:
+    """A program, its bodies and their layers, each as a program of its own.
+
+    Cheap values stand in the section that will compute them, so that only kept values
+    cross the borders.
+    """
+
+    def __init__(self, program: Program) -> None:
+        program = ComputeLate().apply(StackLess().apply(program))
+        self.program = program
+        self.programs = list(programs(program))
+        counts = (len(each.marks) for each in self.programs)
+        self.firsts = [0, *itertools.accumulate(counts)][:-1]
+        self.makers = [
+            {
+                b.name: n
+                for n, stmt in enumerate(each.body)
+                for b in reads_writes(stmt)[1]
+            }
+            for each in self.programs
+        ]
+
+    def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
+        """The section to evaluate some marks alike in, with `marks`.
+
+        Crossing its border, values lie as they do in the whole.
+        """
+        place = self.place(numbers)
+        first = self.firsts[place]
+        body = self.programs[place]
+        body = with_marks(body, marks[first : first + len(all_marks(body))])
+        alike = [body.marks[number - first] for number in numbers]
+        layer = self.layer(numbers)
+        own = body if layer is None else section(body, layer)
+        if place or layer:
+            own = with_fixed_border(own, self.layouts[place])
+        return Section(
+            program=own,
+            numbers=[n for n, m in enumerate(own.marks) if any(m is a for a in alike)],
+            in_body=place > 0,
+            in_pieces=_border(own) - _border(body),
+            carried={} if layer is None else self.carried(place, layer, own),
+        )
+
+    def carried(self, place: int, layer: range, own: Program) -> Mapping[str, str]:
+        """The params of a layer that the layer before it makes, if it is alike.
+
+        Each with the result that the layer itself makes in its stead.
+        """
+        body, start = self.programs[place].body, layer.start - len(layer)
+        # What stands before it is no whole layer.
+        if start not in (0, *self.borders[place]):
+            return {}
+        earlier = _made(body[start : layer.start])
+        made = _made(body[layer.start : layer.start + len(layer)])
+        alike = {
+            buffer.name: again.name
+            for buffer, again in zip(earlier, made, strict=False)
+            if (buffer.shape, buffer.dtype) == (again.shape, again.dtype)
+        }
+        results = {result.name for result in own.results}
+        read = (param.name for param in own.params)
+        return {name: alike[name] for name in read if alike.get(name) in results}
+
+    @functools.cached_property
+    def layouts(self) -> list[Mapping[str, Layout]]:
+        """How values lie in the whole."""
+        return layouts_in_whole(self.program)
+
+    def place(self, numbers: Sequence[int]) -> int:
+        """The program among `programs` that has marks alike."""
+        return bisect.bisect_right(self.firsts, numbers[0]) - 1
+
+    def layer(self, numbers: Sequence[int]) -> range | None:
+        """The statements of the layer in the middle of those that have marks alike."""
+        place, made = self.place(numbers), self.made(numbers)
+        if not made or not self.borders[place]:
+            return None
+        borders = [0, *self.borders[place], len(self.programs[place].body)]
+        layers = sorted({bisect.bisect_right(borders, number) for number in made})
+        # The first layer has nothing before it, and the last one nothing behind it.
+        after = layers[len(layers) // 2]
+        return range(borders[after - 1], borders[after])
+
+    @functools.cached_property
+    def borders(self) -> list[list[int]]:
+        """Where layers begin: behind marks alike, of which each layer has one.
+
+        A backward pass has its own, behind the last layer of the forward one.
+        """
+        found: list[list[int]] = [[] for _ in self.programs]
+        for numbers in sorted(marks_alike(self.program), key=len):
+            made, borders = self.made(numbers), found[self.place(numbers)]
+            between = {bisect.bisect(borders, number) for number in made}
+            # All between the same borders: layers of one row.
+            if len(made) >= _LAYERS and len(between) == 1:
+                borders[:] = sorted([*borders, *(number + 1 for number in made)])
+        return found
+
+    def made(self, numbers: Sequence[int]) -> list[int]:
+        """The statements that make values with marks alike; none of them is a param."""
+        place = self.place(numbers)
+        marks, first = self.programs[place].marks, self.firsts[place]
+        names = [marks[number - first].buffer for number in numbers]
+        makers = self.makers[place]
+        return [makers[name] for name in names] if makers.keys() >= set(names) else []

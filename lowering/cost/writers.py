@@ -1,0 +1,67 @@
+"""Which task wrote what: whole buffers, and the parts that aliases show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from jhost.lowering.ir import statements as ir
+
+Path: TypeAlias = tuple[object, ...]
+"""A buffer's name, then the aliases that lead to a part of it."""
+
+
+class Writers:
+    """The aliases by name, each with its place, and for each buffer who wrote where."""
+
+    def __init__(self) -> None:
+        self.aliases: dict[str, tuple[Path, ir.Select]] = {}
+        self.writers: dict[object, dict[Path, int]] = {}
+
+    def allocate(self, name: str) -> None:
+        """Nothing has been written to that buffer."""
+        self.writers[name] = {}
+
+    def select(self, stmt: ir.Select, index: int) -> None:
+        """The part with that index has the name that the alias gives it."""
+        # By the number that the index has here, so equal parts are one place.
+        place = (*self.of(stmt.source.name), (stmt.dim, index))
+        self.aliases[stmt.out.name] = place, stmt
+
+    def write(self, buffers: Iterable[ir.Buffer], task: int) -> None:
+        """The task of that number writes them."""
+        for buffer in buffers:
+            root, *_ = place = self.of(buffer.name)
+            # All of it is new: earlier writers of parts do not matter any more.
+            if len(place) == 1:
+                self.writers[root] = {}
+            self.writers.setdefault(root, {})[place] = task
+
+    def carry(self, results: Mapping[str, str]) -> None:
+        """Params hold what has been written to results, piece by piece."""
+        for param, result in results.items():
+            place = self.of(result)
+            made = self.written(place).items()
+            self.writers[param] = {(param, *p[len(place) :]): task for p, task in made}
+
+    def of(self, name: str) -> Path:
+        found = self.aliases.get(name)
+        return found[0] if found else (name,)
+
+    def memory(self, name: str) -> object | None:
+        """The memory that a name stands for, if anything has been written to it."""
+        if name in self.aliases:
+            return self.aliases[name][0][0]
+        return name if name in self.writers else None
+
+    def makers(self, buffer: ir.Buffer) -> frozenset[int]:
+        """The tasks that wrote what `buffer` holds, or a part of it."""
+        return frozenset(self.written(self.of(buffer.name)).values())
+
+    def written(self, place: Path) -> dict[Path, int]:
+        """The tasks that wrote to a place, to its parts, or to what it is a part of."""
+        return {
+            part: task
+            for part, task in self.writers.get(place[0], {}).items()
+            if all(a == b for a, b in zip(part, place, strict=False))
+        }

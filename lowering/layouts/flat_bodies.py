@@ -1,0 +1,280 @@
+"""A program and the bodies in it as one list of operations, so one solver lays out all.
+
+An operation stands wherever a value enters a body or leaves it.  So a layout outside
+bears on the inside, and the other way round.  The name of a value in a body begins with
+the way to that body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import CONTROL_FLOW, ITERATIONS
+from jhost.lowering.ir.operation import Operation, operation
+from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.dim_rule import FactorDim
+
+SEPARATOR = "/"
+"""Ends each part of the way to a value in a body; no name of a buffer has it."""
+
+
+def local_name(name: str) -> str:
+    """The name that a value has in its own program."""
+    return name.rpartition(SEPARATOR)[2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Border:
+    """The border of one control flow statement, around each of its bodies.
+
+    By body, the operations by which a value enters it for each of its params, and those
+    by which each of its results leaves it.
+    """
+
+    bodies: tuple[FlatBody, ...]
+    enters: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+
+FlatStep: TypeAlias = int | Border | None
+"""The operation of a statement, or its border; a statement may have neither."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatBody:
+    """One of the programs; it runs `repeats` times, and `steps` are its statements."""
+
+    program: Program
+    prefix: str
+    repeats: int
+    steps: tuple[FlatStep, ...]
+
+    def walk(self) -> Iterator[FlatBody]:
+        """This one and all that are in it."""
+        yield self
+        for step in self.steps:
+            for body in step.bodies if isinstance(step, Border) else ():
+                yield from body.walk()
+
+
+Flattened: TypeAlias = tuple[tuple[Operation, ...], FlatBody]
+"""All operations of a program in order, and which of them are whose."""
+
+
+def flattened(program: Program) -> Flattened:
+    """The operations of a program and of all bodies in it."""
+    flattener = _Flattener()
+    flat = flattener.body(program, "", 1)
+    return tuple(flattener.operations), flat
+
+
+_NamedValues: TypeAlias = Sequence[tuple[str, ir.Buffer]]
+"""Values with their names in the operations."""
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def body(self, program: Program, prefix: str, repeats: int) -> FlatBody:
+        steps = [
+            self.step(stmt, f"{prefix}{number}{SEPARATOR}", prefix, repeats)
+            for number, stmt in enumerate(program.body)
+        ]
+        return FlatBody(program, prefix, repeats, tuple(steps))
+
+    def step(self, stmt: ir.Stmt, inner: str, prefix: str, repeats: int) -> FlatStep:
+        """One statement; `inner` is the way into it, and `prefix` the way to it."""
+        if isinstance(stmt, ir.Compute | ir.Set):
+            return self.add(operation(stmt, prefix))
+        match stmt:
+            case ir.Scan():
+                return self.scan(stmt, inner, prefix, repeats)
+            case ir.While():
+                return self.while_loop(stmt, inner, prefix, repeats)
+            case ir.Cond():
+                return self.cond(stmt, inner, prefix, repeats)
+            case _:
+                return None
+
+    def add(self, op: Operation) -> int:
+        self.operations.append(op)
+        return len(self.operations) - 1
+
+    # --- Control flow ---------------------------------------------------------- #
+    # The solver breaks ties by the order of operations: what enters a body comes before
+    # what is in it, and what leaves it comes after.
+
+    def cross(
+        self,
+        stmt: ir.ControlFlow,
+        values: _NamedValues,
+        outs: Sequence[str | None],
+        likes: Sequence[str] | None = None,
+        **how: bool,
+    ) -> tuple[int, ...]:
+        """The operations by which values cross a border; `how`, see `crossing`.
+
+        `outs` are their names behind it, and `likes` the values that they lie like.
+        """
+        rows = zip(values, outs, likes or [None] * len(values), strict=True)
+        return tuple(
+            self.add(crossing(stmt, value, out, like=like, **how))
+            for value, out, like in rows
+        )
+
+    def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> Border:
+        """Constants and slices come as they are outside, so that no weight is whole.
+
+        A carried value has one layout at the start of an iteration and at its end.
+        """
+        consts, carry, xs = (
+            _named(prefix, v) for v in (stmt.consts, stmt.carry, stmt.xs)
+        )
+        first, last = len(consts), len(consts) + len(carry)
+        params = _names(inner, stmt.body.params)
+        carried = params[first:last]
+        enters = (
+            *self.cross(stmt, consts, params[:first], taking=True),
+            # A carried value has a layout of its own, which the solver decides.
+            *self.cross(stmt, carry, carried),
+            *self.cross(stmt, xs, params[last:], taking=True, stacked_in=True),
+        )
+        # A scan of length 0 is laid out, too.
+        body = self.body(stmt.body, inner, repeats * max(1, stmt.length))
+        results, outs = _named(inner, stmt.body.results), _names(prefix, stmt.outs)
+        count = len(stmt.carried)
+        leaving = functools.partial(self.cross, stmt, taking=True, forwards=False)
+        leaves = (
+            *leaving(results[:count], outs[:count], carried),
+            *leaving(results[count:], outs[count:], stacked_out=True),
+        )
+        return Border((body,), (enters,), (leaves,))
+
+    def while_loop(
+        self, stmt: ir.While, inner: str, prefix: str, repeats: int
+    ) -> Border:
+        """The condition reads what is carried as the body does."""
+        way, to_condition = f"{inner}body{SEPARATOR}", f"{inner}condition{SEPARATOR}"
+        params, asked_of = (
+            _names(way, stmt.body.params),
+            _names(to_condition, stmt.condition.params),
+        )
+        consts, asked_consts = len(stmt.consts), len(stmt.condition_consts)
+        carry, carried = _named(prefix, stmt.carry), params[consts:]
+        into_body = (
+            *self.cross(
+                stmt, _named(prefix, stmt.consts), params[:consts], taking=True
+            ),
+            *self.cross(stmt, carry, carried),
+        )
+        outside = _named(prefix, stmt.condition_consts)
+        into_condition = (
+            *self.cross(stmt, outside, asked_of[:asked_consts], taking=True),
+            *self.cross(stmt, carry, asked_of[asked_consts:], carried, taking=True),
+        )
+        # Nothing says how often a `while` goes round.
+        repeats *= ITERATIONS
+        condition = self.body(stmt.condition, to_condition, repeats)
+        answer = self.cross(stmt, _named(to_condition, stmt.condition.results), [None])
+        body = self.body(stmt.body, way, repeats)
+        results, outs = _named(way, stmt.body.results), _names(prefix, stmt.outs)
+        leaves = self.cross(stmt, results, outs, carried, forwards=False)
+        return Border((condition, body), (into_condition, into_body), (answer, leaves))
+
+    def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> Border:
+        """The results of all branches lie as the first branch's do."""
+        bodies: list[FlatBody] = []
+        enters: list[tuple[int, ...]] = []
+        leaves: list[tuple[int, ...]] = []
+        # Every device takes the same branch, so each has to have the index.
+        chosen_by = self.cross(stmt, _named(prefix, [stmt.index]), [None])
+        operands, outs = _named(prefix, stmt.operands), _names(prefix, stmt.outs)
+        for number, branch in enumerate(stmt.branches):
+            way = f"{inner}{number}{SEPARATOR}"
+            entering = self.cross(
+                stmt, operands, _names(way, branch.params), taking=True
+            )
+            enters.append((*chosen_by, *entering))
+            bodies.append(self.body(branch, way, repeats))
+            results = _named(way, branch.results)
+            # The results of the first branch are what readers outside read.
+            leaves.append(
+                self.cross(stmt, results, [None] * len(outs), outs)
+                if number
+                else self.cross(stmt, results, outs)
+            )
+        return Border(tuple(bodies), tuple(enters), tuple(leaves))
+
+
+def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _NamedValues:
+    return [(prefix + buffer.name, buffer) for buffer in buffers]
+
+
+def _names(prefix: str, buffers: Sequence[ir.Buffer]) -> list[str]:
+    return [prefix + buffer.name for buffer in buffers]
+
+
+def crossing(
+    stmt: ir.ControlFlow,
+    source: tuple[str, ir.Buffer],
+    out: str | None,
+    *,
+    stacked_in: bool = False,
+    stacked_out: bool = False,
+    taking: bool = False,
+    like: str | None = None,
+    forwards: bool = True,
+) -> Operation:
+    """A value that enters a body or leaves it, under another name if it has one there.
+
+    A value that is `stacked_in` loses its leading dim, and one that is `stacked_out`
+    gains one.  That dim is whole on every device.
+    """
+    name, buffer = source
+    shape = buffer.shape[1:] if stacked_in else buffer.shape
+    dims = tuple(FactorDim(factor) for factor in range(len(shape)))
+    results = () if out is None else (((None,) if stacked_out else ()) + dims,)
+    return Operation(
+        stmt=stmt,
+        ins=(name,),
+        outs=() if out is None else (out,),
+        operands=(((None,) if stacked_in else ()) + dims,),
+        results=results,
+        sizes=tuple(shape),
+        reducers=(None,) * len(shape),
+        forwards=forwards and out is not None,
+        taking=taking,
+        like=like,
+    )
+
+
+def repeats_of(flat: FlatBody) -> dict[str, int]:
+    """How often each value is made that is made more than once."""
+    return {
+        name: each.repeats
+        for each in flat.walk()
+        if each.repeats > 1
+        for name in _values(each)
+    }
+
+
+def buffers_of(flat: FlatBody) -> dict[str, ir.Buffer]:
+    """Every value that has a layout of its own, by its name in the operations."""
+    return {
+        name: buffer for each in flat.walk() for name, buffer in _values(each).items()
+    }
+
+
+def _values(flat: FlatBody) -> dict[str, ir.Buffer]:
+    values: list[ir.Buffer] = [*flat.program.params]
+    for stmt in flat.program.body:
+        if isinstance(stmt, ir.Set):
+            values.append(stmt.out)
+        elif isinstance(stmt, (ir.Compute, *CONTROL_FLOW)):
+            values += stmt.outs
+    return {flat.prefix + buffer.name: buffer for buffer in values}

@@ -1,0 +1,132 @@
+"""Give every value a layout: which mesh axes shard its dims on every device.
+
+`solve_layouts` decides, and `Rewriter` writes the decisions into the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import ClassVar, TypeAlias
+
+from jhost.lowering.ir.bodies import is_alike
+from jhost.lowering.ir.derived import Shared
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.requests import take_known
+from jhost.lowering.ir.statements import Compute, Set
+from jhost.lowering.layouts.flat_bodies import FlatBody, flattened
+from jhost.lowering.layouts.hidden_dims import (
+    StreamedDim,
+    one_way_each,
+    streamed_dims,
+)
+from jhost.lowering.layouts.remarks import LayoutRemarks
+from jhost.lowering.layouts.rewriter import Interned, Rewriter
+from jhost.lowering.layouts.solve import Solution, solve_layouts
+
+Solutions: TypeAlias = dict[Hashable, Solution]
+"""Solutions by all that they depend on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A program before and after, with the dims that streams would cut in it.
+
+    `every` has those that ask for other streams, which cut the same.
+    """
+
+    before: Program
+    streamed: Mapping[str, StreamedDim]
+    rewriter: Rewriter
+    after: Program
+    every: list[Program]
+
+    def of(self, program: Program) -> Program | None:
+        """Another program laid out, if that is this one but for marks of streams."""
+        if not is_alike(self.before, program):
+            return None
+        if not take_known(program, self.every):
+            if self.streamed != streamed_dims(program):
+                return None
+            self.every.append(program)
+        added = self.after.remarks[len(self.before.remarks) :]
+        return dataclasses.replace(
+            self.after,
+            marks=tuple(self.rewriter.marks(program.marks)),
+            remarks=(*program.remarks, *added),
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _SharedLayouts:
+    """What candidates share: solutions, and what was written by them."""
+
+    solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
+    written: Interned = dataclasses.field(default_factory=Interned)
+    programs: Shared[_LaidOut] = dataclasses.field(default_factory=Shared[_LaidOut])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PropagateLayouts:
+    """A program with global shapes -> what one device of the mesh runs.
+
+    What a pipeline that was chosen can hide counts after what it cannot.
+    """
+
+    name: ClassVar[str] = "propagate_layouts"
+
+    known: _SharedLayouts = dataclasses.field(
+        default_factory=_SharedLayouts, compare=False, repr=False
+    )
+
+    def apply(self, program: Program) -> Program:
+        # There is one device, and nothing to lay out.
+        if not program.mesh.shape:
+            return program
+        known = self.known.programs.of(program)
+        for each in known:
+            if (after := each.of(program)) is not None:
+                return after
+        solution = solve_program(program, self.known.solutions)
+        marks = shardings_of(solution.flat)
+        remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
+        rewriter = Rewriter(solution.flat, solution, remarks, self.known.written)
+        after = rewriter.rewrite()
+        streamed = streamed_dims(program)
+        known.append(_LaidOut(program, streamed, rewriter, after, [program]))
+        return after
+
+
+def solve_program(program: Program, known: Solutions | None = None) -> Solution:
+    """The solution for a program with its marks; `known` ones are not found again."""
+    known = {} if known is None else known
+    operations, flat = whole = flattened(program)
+    streamed = {
+        each.prefix + name: dim
+        for each in flat.walk()
+        for name, dim in streamed_dims(each.program).items()
+    }
+    shardings = shardings_of(flat)
+    # The cost model's candidates share statements, and most have equal solutions.
+    key = (
+        tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
+        tuple(shardings.items()),
+        tuple(streamed.items()),
+    )
+    if key not in known:  # which keeps the statements, so that no others get their ids
+        ways = one_way_each(streamed, program.mesh.axis_names)
+        solved = [solve_layouts(whole, shardings, way) for way in ways]
+        # The first of equals: chunks then move along the innermost axis.
+        known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
+    return dataclasses.replace(known[key], flat=flat)
+
+
+def shardings_of(flat: FlatBody) -> dict[str, ShardMark]:
+    """The shardings that the user gave, by the names of values in `flattened`."""
+    return {
+        each.prefix + mark.buffer: mark
+        for each in flat.walk()
+        for mark in each.program.marks
+        if isinstance(mark, ShardMark)
+    }

@@ -1,0 +1,85 @@
+"""A part of a program as a program of its own, so that a choice in it can be weighed.
+
+The part is a body, or some statements in a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.layout import Layout
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Buffer, Stmt
+from jhost.lowering.layouts.flat_bodies import Border, FlatBody
+from jhost.lowering.layouts.propagate_layouts import solve_program
+from jhost.lowering.layouts.solve import Solution
+
+
+def layouts_in_whole(program: Program) -> list[Mapping[str, Layout]]:
+    """For each of `programs`, how its values lie in the whole, by name.
+
+    Results of bodies lie as what takes them wants them.
+    """
+    solution = solve_program(program)
+    return list(_layouts(solution, solution.flat, ()))
+
+
+def _layouts(
+    solution: Solution, flat: FlatBody, leaves: Sequence[int]
+) -> Iterator[Mapping[str, Layout]]:
+    values = [*flat.program.params, *flat.program.results]
+    for stmt in flat.program.body:
+        values += reads_writes(stmt)[1]
+    layouts = {b.name: solution.layouts[flat.prefix + b.name] for b in values}
+    # Nothing takes the outermost program's results: it has no `leaves`.
+    for result, number in zip(flat.program.results, leaves, strict=False):
+        layouts[result.name] = solution.wanted(number)
+    yield layouts
+    for step in flat.steps:
+        if isinstance(step, Border):
+            for inner, leaving in zip(step.bodies, step.leaves, strict=True):
+                yield from _layouts(solution, inner, leaving)
+
+
+def section(program: Program, numbers: range) -> Program:
+    """The statements of those numbers; what others make or read crosses its border."""
+    body = program.body[numbers.start : numbers.stop]
+    params, made = _read_and_made(body)
+    later, _ = _read_and_made(program.body[numbers.stop :])
+    wanted = later.keys() | {result.name for result in program.results}
+    return dataclasses.replace(
+        program,
+        params=tuple(params.values()),
+        results=tuple(buffer for name, buffer in made.items() if name in wanted),
+        body=body,
+        marks=tuple(mark for mark in program.marks if mark.buffer in made),
+        remarks=(),
+    )
+
+
+def _read_and_made(
+    body: Sequence[Stmt],
+) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    """The values that statements read from others, and those that they make."""
+    read: dict[str, Buffer] = {}
+    made: dict[str, Buffer] = {}
+    for stmt in body:
+        reads, writes = reads_writes(stmt)
+        read |= {b.name: b for b in reads if b.name not in made}
+        made |= {b.name: b for b in writes}
+    return read, made
+
+
+def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Program:
+    """A part of a program with its border laid out as in the whole."""
+    given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
+    border = {buffer.name for buffer in (*program.params, *program.results)}
+    # The part by itself might prefer other layouts at its border than the whole has.
+    marks = (
+        ShardMark(buffer=name, spec=layouts[name], where="")
+        for name in sorted(border - given)
+    )
+    return dataclasses.replace(program, marks=(*program.marks, *marks))

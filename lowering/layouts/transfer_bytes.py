@@ -1,0 +1,159 @@
+"""What it costs to move values: the bytes that each device receives.
+
+Work has a price too, in the same unit: the bytes that could come while it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from jhost.lowering.ir.layout import Layout, Partial, used_axes
+from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.layouts.hidden_dims import StreamedDim
+from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class TransferBytes:
+    """Bytes received by a device; those that no loop hides count before the others.
+
+    Where the bytes are the same, the fewest `communications` are best.
+    """
+
+    exposed: int = 0
+    hidden: int = 0
+    communications: int = 0
+
+    def __add__(self, other: TransferBytes) -> TransferBytes:
+        if not (other.exposed or other.hidden):
+            return self  # as most often
+        return TransferBytes(
+            self.exposed + other.exposed,
+            self.hidden + other.hidden,
+            self.communications + other.communications,
+        )
+
+    def __sub__(self, other: TransferBytes) -> TransferBytes:
+        return TransferBytes(
+            self.exposed - other.exposed,
+            self.hidden - other.hidden,
+            self.communications - other.communications,
+        )
+
+    def __mul__(self, times: int) -> TransferBytes:
+        if times == 1:
+            return self
+        return TransferBytes(
+            self.exposed * times, self.hidden * times, self.communications * times
+        )
+
+    @property
+    def all(self) -> int:
+        return self.exposed + self.hidden
+
+
+NOTHING = TransferBytes()
+
+_FLOPS_PER_BYTE = 2048
+"""What a device computes while it receives a byte: an H100 about 700 TFLOP/s of
+bfloat16, and 350 GB/s from its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutCost:
+    """What moves, and the work of each device."""
+
+    moved: TransferBytes = NOTHING
+    flops: int = 0
+
+    @property
+    def in_bytes(self) -> TransferBytes:
+        """The bytes that move, and those that could come while the work is done."""
+        # Work is never hidden, so its bytes count with the exposed ones.
+        exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
+        return TransferBytes(exposed, self.moved.hidden, self.moved.communications)
+
+    def beats(self, other: LayoutCost) -> bool:
+        """Whether it is less; for less work, no more may move than that is worth.
+
+        What loops hide counts there as well.
+        """
+        mine, others = self.in_bytes, other.in_bytes
+        pays = self.moved < other.moved or mine.all < others.all
+        return pays and mine < others
+
+
+AS_IT_LIES = ("*",)
+"""Wanted of a dim that may be sharded over whatever axes are left."""
+
+
+class ReshardCosts:
+    """The costs of resharding the values of one program, of global shapes.
+
+    Values that are `made_anywhere`, such as fills, do not move: they are made again.  A
+    value of a body moves as often as the body `repeats`.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Buffer],
+        mesh: Mapping[str, int],
+        streamed: Mapping[str, StreamedDim],
+        made_anywhere: Collection[str] = (),
+        repeats: Mapping[str, int] | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.mesh = mesh
+        self.streamed = streamed
+        self.made_anywhere = made_anywhere
+        self.repeats = repeats or {}
+        self.known: dict[tuple[str, Layout, Layout, Partial], TransferBytes] = {}
+
+    def reshard(
+        self, name: str, have: Layout, want: Layout, partial: Partial = ()
+    ) -> TransferBytes:
+        """What it takes to bring a value from one layout to another."""
+        if AS_IT_LIES in want:
+            want = _where_it_lies(have, want)
+        if (have == want or name in self.made_anywhere) and not partial:
+            return NOTHING
+        key = name, have, want, partial
+        if key not in self.known:
+            self.known[key] = self.count(name, have, want, partial)
+        return self.known[key]
+
+    def count(
+        self, name: str, have: Layout, want: Layout, partial: Partial
+    ) -> TransferBytes:
+        steps = plan_reshard(have, want, partial, self.mesh)
+        buffer, streamed = self.buffers[name], self.streamed.get(name)
+        return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
+
+    def times(self, name: str) -> int:
+        """How often the program runs in which a value is."""
+        return self.repeats.get(name, 1)
+
+
+def _where_it_lies(have: Layout, want: Layout) -> Layout:
+    taken = used_axes(want)
+    left = [tuple(axis for axis in axes if axis not in taken) for axes in have]
+    pairs = zip(left, want, strict=True)
+    return tuple(here if axes == AS_IT_LIES else axes for here, axes in pairs)
+
+
+def moved_by(
+    steps: Iterable[ReshardStep],
+    have: Layout,
+    buffer: Buffer,
+    mesh: Mapping[str, int],
+    streamed: StreamedDim | None,
+) -> TransferBytes:
+    """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
+    moved = NOTHING
+    for step in steps:
+        size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
+        hidden = streamed is not None and streamed.hides(step)
+        moved += TransferBytes(0, size, 1) if hidden else TransferBytes(size, 0, 1)
+        have = step.layout
+    return moved

@@ -1,0 +1,1 @@
+"""When transfers outside of chunked loops are issued and waited for."""

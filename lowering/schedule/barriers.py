@@ -1,0 +1,79 @@
+"""Barriers in pieces, one an operand, so that a transfer need not wait for the others.
+
+The backward of a `jax.checkpoint` has all that it reads in one barrier, the weights and
+the incoming gradient.  In its piece a weight can be gathered before that gradient is
+there.  It still goes through a barrier: without one XLA would find the forward's gather
+again, and keep what it brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+from jax import lax
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.rules.properties import is_barrier
+from jhost.lowering.units.make import unit_of
+
+
+class Barriers:
+    """Takes barriers apart, and puts together again what then stands together."""
+
+    def __init__(self) -> None:
+        self.whole: dict[int, ir.Compute] = {}
+        """By the identity of a piece, the barrier that it is of."""
+        self.pieces: list[ir.Compute] = []
+
+    def apart(self, body: Iterable[ir.Stmt]) -> Iterator[ir.Stmt]:
+        """The statements, with a piece for each operand of a barrier."""
+        for stmt in body:
+            if isinstance(stmt, ir.Compute) and _has_pieces(stmt):
+                yield from self._pieces(stmt)
+            else:
+                yield stmt
+
+    def _pieces(self, stmt: ir.Compute) -> Iterator[ir.Compute]:
+        for source, out in zip(stmt.ins, stmt.outs, strict=True):
+            piece = _barrier(stmt.unit.name, [source], [out])
+            self.whole[id(piece)] = stmt
+            self.pieces.append(piece)  # so that no other has its identity
+            yield piece
+
+    def together(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
+        """The statements, where pieces of one barrier in a row are one again."""
+        pieces: list[ir.Compute] = []
+        for stmt in body:
+            whole = self.whole.get(id(stmt))
+            if pieces and whole is not self.whole[id(pieces[0])]:
+                yield self._merged(pieces)
+                pieces = []
+            if whole is None:
+                yield stmt
+            else:
+                assert isinstance(stmt, ir.Compute)
+                pieces.append(stmt)
+        if pieces:
+            yield self._merged(pieces)
+
+    def _merged(self, pieces: Sequence[ir.Compute]) -> ir.Compute:
+        whole = self.whole[id(pieces[0])]
+        if len(pieces) == len(whole.ins):
+            return whole
+        ins, outs = zip(*((p.ins[0], p.outs[0]) for p in pieces), strict=True)
+        return _barrier(whole.unit.name, ins, outs)
+
+
+def _has_pieces(stmt: ir.Compute) -> bool:
+    eqns = stmt.unit.eqns
+    one = len(eqns) == 1 and is_barrier(eqns[0].eqn)
+    return one and len(stmt.ins) == len(stmt.outs) > 1
+
+
+def _barrier(
+    name: str, ins: Sequence[ir.Buffer], outs: Sequence[ir.Buffer]
+) -> ir.Compute:
+    types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
+    unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+    return ir.Compute(unit=unit, ins=tuple(ins), outs=tuple(outs))

@@ -1,0 +1,187 @@
+"""The statements of a program in blocks, and what may stand elsewhere than it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.effects import Aliases, reads_writes
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import MAIN
+from jhost.lowering.rules.properties import VIEWS
+from jhost.lowering.schedule.barriers import Barriers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A statement, or those from one switch of streams to the way back.
+
+    `reads` and `writes` have the names of what it touches, and of the memory that is
+    behind an alias.
+    """
+
+    stmts: tuple[ir.Stmt, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    contracts: bool
+    """Whether it has a matmul, or another kernel that sums products."""
+
+    @property
+    def stmt(self) -> ir.Stmt:
+        return self.stmts[0]
+
+    @property
+    def works(self) -> bool:
+        """Whether sums may run beside it: it contracts, or is a loop or branch."""
+        loops = ir.For | ir.Scan | ir.While | ir.Cond
+        return self.contracts or any(isinstance(stmt, loops) for stmt in self.stmts)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether it is no work, and nothing but its values says when it ran."""
+        if isinstance(self.stmt, ir.Set):
+            return True
+        return (
+            isinstance(self.stmt, ir.Compute)
+            and not self.contracts
+            and not self.stmt.reducer
+            and not any(eqn.eqn.effects for eqn in self.stmt.unit.eqns)
+        )
+
+
+class Blocks:
+    """The blocks of a program, and who makes what."""
+
+    def __init__(self, program: Program) -> None:
+        self.aliases = Aliases(program.body)
+        self.barriers = Barriers()
+        body = self.barriers.apart(program.body)
+        self.all = [self._block(stmts) for stmts in _cut(body)]
+        self.allocated = {
+            stmt.buffer.name for stmt in program.body if isinstance(stmt, ir.Allocate)
+        }
+        self.maker = {
+            name: number
+            for number, block in enumerate(self.all)
+            for name in block.writes
+        }
+
+    def _block(self, stmts: Sequence[ir.Stmt]) -> Block:
+        reads, writes = set[str](), set[str]()
+        for stmt in stmts:
+            read, written = reads_writes(stmt)
+            reads |= self._names(read)
+            # An alias is another name for memory, and writes nothing there.
+            alias = isinstance(stmt, ir.Select)
+            writes |= {stmt.out.name} if alias else self._names(written)
+        return Block(
+            tuple(stmts), frozenset(reads), frozenset(writes), _contracts(stmts)
+        )
+
+    def _names(self, buffers: Iterable[ir.Buffer]) -> set[str]:
+        found = [(buffer.name, self.aliases.memory(buffer).name) for buffer in buffers]
+        return {name for names in found for name in names}
+
+    def transfers(self) -> Iterator[tuple[int, ir.Communicate]]:
+        """The communications that have memory of their own, each with its block."""
+        for number, block in enumerate(self.all):
+            stmt = block.stmt
+            if isinstance(stmt, ir.Communicate) and self._is_whole(stmt.out):
+                yield number, stmt
+
+    def _is_whole(self, buffer: ir.Buffer) -> bool:
+        """Whether nothing else is written to the memory of a buffer."""
+        memory = self.aliases.memory(buffer).name
+        return memory == buffer.name and memory not in self.allocated
+
+    # --- Before a transfer ---------------------------------------------------- #
+
+    def before(self, stmt: ir.Communicate) -> tuple[set[int], list[int]]:
+        """The blocks that make what a transfer is made of, and what goes with it.
+
+        These are the cheap blocks between the others and the transfer, in order.
+        """
+        behind, along = set[int](), set[int]()
+        waiting = list(self._names([stmt.source]))
+        while waiting:
+            number = self.maker.get(waiting.pop())
+            if number is None or number in along:
+                continue
+            if self.goes_along(number):
+                along.add(number)
+                waiting += self.all[number].reads
+            else:
+                behind.add(number)
+        return behind, sorted(n for n in along if n > max(behind, default=-1))
+
+    def goes_along(self, number: int) -> bool:
+        """Whether a block is cheap, and makes no more bytes than it reads."""
+        stmt = self.all[number].stmt
+        if isinstance(stmt, ir.Select):
+            return True
+        # What is written into memory that others write to as well keeps its place.
+        if not all(map(self._is_whole, reads_writes(stmt)[1])):
+            return False
+        if not isinstance(stmt, ir.Compute):
+            return isinstance(stmt, ir.Set)
+        if stmt.reducer or not all(map(_is_cheap, stmt.unit.eqns)):
+            return False
+        views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
+        return views or _bytes(stmt.outs) <= _bytes(stmt.ins)
+
+    # --- Behind it ------------------------------------------------------------ #
+
+    def reader(self, number: int, stmt: ir.Communicate) -> int:
+        """The first block behind a number that reads what comes, and cannot wait."""
+        found = {stmt.out.name}
+        for later in range(number + 1, len(self.all)):
+            block = self.all[later]
+            if found.isdisjoint(block.reads):
+                continue
+            if not block.can_wait:
+                return later
+            found |= block.writes
+        return len(self.all)
+
+
+_PARTS = VIEWS | {"dynamic_slice", "slice"}
+"""What takes parts of a value, or sees it otherwise."""
+
+
+def _is_cheap(eqn: ir.UnitEqn) -> bool:
+    """Whether an equation works on one element at a time, and on nothing but values."""
+    rule = eqn.rule
+    if rule.contracts or rule.reduces or rule.is_closed or eqn.eqn.effects:
+        return False
+    if eqn.eqn.primitive.name in _PARTS:
+        return True
+    # What sorts, adds up along a dim or looks rows up sees some dim as a whole.
+    whole = any(None in dims for dims in rule.results)
+    return not (whole or rule.picked or rule.updates)
+
+
+def _bytes(buffers: Sequence[ir.Buffer]) -> int:
+    return sum(map(bytes_of, buffers))
+
+
+def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
+    """The statements of a program, a list for each block."""
+    stmts: list[ir.Stmt] = []
+    away = False
+    for stmt in body:
+        if isinstance(stmt, ir.SetCurrentStream):
+            away = stmt.stream != MAIN
+        stmts.append(stmt)
+        if not away:
+            yield stmts
+            stmts = []
+
+
+def _contracts(stmts: Sequence[ir.Stmt]) -> bool:
+    return any(
+        isinstance(stmt, ir.Compute)
+        and any(eqn.rule.contracts for eqn in stmt.unit.eqns)
+        for stmt in ir.walk(tuple(stmts))
+    )

@@ -1,0 +1,76 @@
+"""Statements written once more, under other names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost._jax import fresh_var
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.rewrite import replace_buffers
+
+
+def copied(
+    stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer], names: FreshNames
+) -> tuple[list[ir.Stmt], dict[str, ir.Buffer]]:
+    """A copy of some statements, with what they read by other names replaced.
+
+    Returns:
+        The statements, and what they make, by the names of the original.
+    """
+    made: dict[str, ir.Buffer] = {}
+    communications: dict[str, str] = {}
+    for stmt in ir.walk(tuple(stmts)):
+        for buffer in [] if isinstance(stmt, ir.For) else reads_writes(stmt)[1]:
+            if buffer.name not in made:
+                name = names.fresh(buffer.name)
+                made[buffer.name] = dataclasses.replace(buffer, name=name)
+        if isinstance(stmt, ir.Communicate):
+            communications[stmt.name] = names.fresh(stmt.name)
+    replaced = {**known, **made}
+    copies = [
+        _with_own_names(replace_buffers(stmt, replaced), communications)
+        for stmt in stmts
+    ]
+    return copies, made
+
+
+def _with_own_names(stmt: ir.Stmt, communications: Mapping[str, str]) -> ir.Stmt:
+    """A statement with communications and variables of its own."""
+    match stmt:
+        case ir.Communicate():
+            return dataclasses.replace(stmt, name=communications[stmt.name])
+        case ir.Wait(communication=name):
+            return ir.Wait(communication=communications[name])
+        case ir.Compute(unit=unit):
+            return dataclasses.replace(stmt, unit=_copied_unit(unit))
+        case ir.For(body=body):
+            copies = (_with_own_names(each, communications) for each in body)
+            return dataclasses.replace(stmt, body=tuple(copies))
+        case _:
+            return stmt
+
+
+def _copied_unit(unit: ir.Unit) -> ir.Unit:
+    """A unit of the same equations on other variables."""
+    known: dict[Var, Var] = {var: fresh_var(var.aval) for var in unit.invars}
+    eqns = tuple(
+        dataclasses.replace(each, eqn=_copied_eqn(each.eqn, known))
+        for each in unit.eqns
+    )
+    return dataclasses.replace(
+        unit,
+        eqns=eqns,
+        invars=tuple(known[var] for var in unit.invars),
+        outvars=tuple(known[var] for var in unit.outvars),
+    )
+
+
+def _copied_eqn(eqn: JaxprEqn, known: dict[Var, Var]) -> JaxprEqn:
+    invars = [v if isinstance(v, Literal) else known[v] for v in eqn.invars]
+    outvars = [known.setdefault(var, fresh_var(var.aval)) for var in eqn.outvars]
+    return eqn.replace(invars=invars, outvars=outvars)

@@ -1,0 +1,334 @@
+"""When transfers outside of chunked loops are issued, and when they are waited for.
+
+A collective that is waited for where it is issued runs alone: nothing is computed until
+it has ended.  So a transfer has an interval.  One walk over a program's statements
+gives all of them, by counts and not by seconds: all processes write the same program.
+
+- *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
+  It keeps its order.
+- A gather makes bytes more.  It is issued before the first work behind its source, once
+  the gather two before it has been read.  So two gathers at most are under way, or
+  there and not yet read.
+- A sum over devices makes no more bytes, and frees its terms.  It is issued before the
+  next work, and waited for when the sums after the next ones are issued.  At most three
+  times as many are kept.
+- A transfer is waited for before the first work that reads it.  Cheap readers wait with
+  it.
+- Cheap statements between a source and a transfer are issued with the transfer.  So a
+  weight that is cast where it is used is cast and gathered early.
+
+Permutes within a process are copies, which run beside work from the moment they are
+issued.  A collective's kernel starts when the work that runs has ended.  It runs beside
+the work after that, if nothing waits for it there.
+
+On two H100s four layers of Llama 8B with sharded weights, forward and backward, take
+45.0 ms by permutes in this order, and 48.9 by collectives where they are read.  Data
+parallel they take 41.9, 44.2 by collectives, and 38.4 without any communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS, on_stream
+from jhost.lowering.schedule.blocks import Block, Blocks
+from jhost.lowering.schedule.permutes import Permutes, Round
+
+_WINDOW = 2
+"""How many gathers are under way or unread.
+
+So often sums are issued, too, until the first of them are waited for.
+"""
+
+Way: TypeAlias = Literal["permutes", "collective"]
+"""How a transfer is made: by permutes, or as the collective that it is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """A transfer with work between the block that it is issued before and its reader.
+
+    `reader` is the first block that reads what comes and cannot wait.  The blocks
+    `along` are issued with it.
+    """
+
+    stmt: ir.Communicate
+    issue: int
+    reader: int
+    along: tuple[int, ...] = ()
+
+    @property
+    def gathers(self) -> bool:
+        return self.stmt.kind == "AllGather"
+
+
+def beside_work(
+    program: Program, is_open: Callable[[ir.Communicate], bool]
+) -> list[ir.Communicate]:
+    """The gathers and sums, of those that are open, that have work to stand beside."""
+    kinds = ("AllGather", "ReduceScatter", "AllReduce")
+    moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
+    # Most programs that passes ask about have none.
+    if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
+        return []
+    return [each.stmt for each in _intervals(Blocks(program), is_open)]
+
+
+def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
+    """`program` with those of `beside_work` that have a way, by name, beside work."""
+    if not ways:
+        return program
+    walk = _Walk(program, ways)
+    body = walk.blocks.barriers.together(walk.statements())
+    return dataclasses.replace(program, body=tuple(body))
+
+
+# --- Where they are issued -------------------------------------------------------- #
+
+
+def _intervals(
+    blocks: Blocks, is_open: Callable[[ir.Communicate], bool]
+) -> list[Interval]:
+    """The intervals of gathers and sums, by reader: who is needed first comes first."""
+    found: dict[int, Interval] = {}
+    for number, stmt, reader, working in sorted(
+        (*_gathers(blocks), *_sums(blocks)), key=lambda each: each[0]
+    ):
+        if not is_open(stmt):
+            continue
+        behind, along = blocks.before(stmt)
+        # What is made of another transfer stays where that one is waited for.
+        if not found.keys().isdisjoint(behind):
+            continue
+        ready = max(behind, default=-1)
+        issue = next((work for work in working if work > ready), reader)
+        if issue < reader:
+            found[number] = Interval(stmt, issue, reader, tuple(along))
+    return sorted(found.values(), key=lambda each: each.reader)
+
+
+_Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
+"""Its block, itself, its reader's block, and the work that it may be issued before."""
+
+
+def _sums(blocks: Blocks) -> Iterator[_Candidate]:
+    working = [number for number, block in enumerate(blocks.all) if block.works]
+    for number, stmt in blocks.transfers():
+        if stmt.kind in ("ReduceScatter", "AllReduce"):
+            yield number, stmt, blocks.reader(number, stmt), working
+
+
+def _gathers(blocks: Blocks) -> Iterator[_Candidate]:
+    # A loop would keep the whole for all of its iterations.
+    working = [number for number, block in enumerate(blocks.all) if block.contracts]
+    readers: list[int] = []
+    for number, stmt, reader in sorted(_read(blocks), key=lambda each: each[2]):
+        # This bounds what is gathered and not yet read, and with it memory.
+        turn = readers[-_WINDOW] if len(readers) >= _WINDOW else 0
+        readers.append(reader)
+        yield number, stmt, reader, [work for work in working if work >= turn]
+
+
+def _read(blocks: Blocks) -> Iterator[tuple[int, ir.Communicate, int]]:
+    """The gathers, each with the first block that reads it and cannot wait."""
+    for number, stmt in blocks.transfers():
+        if stmt.kind == "AllGather":
+            yield number, stmt, blocks.reader(number, stmt)
+
+
+# --- The walk --------------------------------------------------------------------- #
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Transfer:
+    """A transfer, with those of its rounds that have not ended."""
+
+    interval: Interval
+    rounds: list[Round]
+
+
+class _Walk:
+    """A walk through a program, with the transfers to come and those under way.
+
+    A block that reads what is not there yet, and can wait, is `put_off` until it is.
+    """
+
+    def __init__(self, program: Program, ways: Mapping[str, Way]) -> None:
+        self.blocks = Blocks(program)
+        permutes = Permutes(program)
+        self.transfers = {
+            each.stmt.out.name: _Transfer(each, _rounds(each.stmt, ways, permutes))
+            for each in _intervals(self.blocks, lambda stmt: stmt.name in ways)
+        }
+        """By the name of what they bring, those that have not ended."""
+        self.moved = {each.interval.stmt.name for each in self.transfers.values()}
+        self.to_come = [*self.transfers.values()]
+        self.sums: list[list[_Transfer]] = []
+        """Sums under way, by when they were issued."""
+        self.seen: set[int] = set()
+        self.put_off: list[Block] = []
+        self.body: list[ir.Stmt] = []
+
+    def statements(self) -> list[ir.Stmt]:
+        for number, block in enumerate(self.blocks.all):
+            if number in self.seen or _name_of(block.stmt) in self.moved:
+                continue
+            self.seen.add(number)
+            self.block(number, block)
+        self.end([*self.transfers.values()])
+        return self.body
+
+    def block(self, number: int, block: Block) -> None:
+        """A block, or what it does later; before it what is issued and waited for."""
+        if not block.reads.isdisjoint(self.missing()):
+            if block.can_wait:
+                self.put_off.append(block)
+                return
+            self.require(block.reads)
+        if block.works:
+            self.issue([t for t in self.to_come if t.interval.issue == number])
+        # While gathers are under way, work stands on a stream as well: its tokens say
+        # when they are issued and when they are waited for.
+        beside = any(t.interval.gathers for t in self.under_way())
+        self.body += _on_own(block) if beside else block.stmts
+
+    def under_way(self) -> list[_Transfer]:
+        waiting = {id(transfer) for transfer in self.to_come}
+        return [t for t in self.transfers.values() if id(t) not in waiting]
+
+    def missing(self) -> set[str]:
+        """What is not there yet, and what is made of it."""
+        made = (block.writes for block in self.put_off)
+        return set(self.transfers).union(*made)
+
+    # --- Issue ---------------------------------------------------------------- #
+
+    def issue(self, transfers: Sequence[_Transfer]) -> None:
+        """Issue what is due, and wait for the first of the sums under way."""
+        for transfer in transfers:
+            self.along(transfer)
+        self.to_come = [each for each in self.to_come if each not in transfers]
+        gathers = [each for each in transfers if each.interval.gathers]
+        sums = [each for each in transfers if not each.interval.gathers]
+        sends = _sends(gathers)
+        self.body += _on_transfers(sends) if sends else []
+        if sums:
+            self.issue_sums(sums)
+
+    def along(self, transfer: _Transfer) -> None:
+        """What goes with a transfer, unless it has had its turn."""
+        numbers = [n for n in transfer.interval.along if n not in self.seen]
+        reads = {transfer.interval.stmt.source.name}
+        self.require(reads.union(*(self.blocks.all[n].reads for n in numbers)))
+        for number in numbers:
+            self.seen.add(number)
+            self.body += self.blocks.all[number].stmts
+
+    def issue_sums(self, sums: list[_Transfer]) -> None:
+        first = self.sums.pop(0) if len(self.sums) == _WINDOW else []
+        self.sums.append(sums)
+        # New sums are issued before the wait, which may take a while.
+        self.moves(*_sends(sums), *_waits(first), *_ends(first))
+        left = self.round_over(first)
+        # What has another round goes on with the sums that are issued now.
+        if left:
+            self.sums[-1] += left
+            self.moves(*_sends(left))
+        self.resume()
+
+    # --- Wait ----------------------------------------------------------------- #
+
+    def require(self, names: Iterable[str]) -> None:
+        """Have all there that has these names, or that they are made of."""
+        wanted = set(names)
+        for block in reversed(self.put_off):
+            if not wanted.isdisjoint(block.writes):
+                wanted |= block.reads
+        self.end([t for name, t in self.transfers.items() if name in wanted])
+
+    def end(self, transfers: Sequence[_Transfer]) -> None:
+        """Wait for transfers and for all rounds that they have left."""
+        if not transfers:
+            return
+        assert not any(each in self.to_come for each in transfers)
+        rest = ([t for t in sums if t not in transfers] for sums in self.sums)
+        self.sums = [sums for sums in rest if sums]
+        left = [*transfers]
+        while left:
+            waits = _waits(left)
+            self.body += _on_transfers(waits)
+            self.body += [ir.Synchronize(stream=TRANSFERS), *_ends(left)]
+            left = self.round_over(left)
+            if left:
+                self.moves(*_sends(left))
+        self.resume()
+
+    def round_over(self, transfers: Sequence[_Transfer]) -> list[_Transfer]:
+        """Those of the transfers that have another round; the others have ended."""
+        for transfer in transfers:
+            transfer.rounds.pop(0)
+            if not transfer.rounds:
+                del self.transfers[transfer.interval.stmt.out.name]
+        return [transfer for transfer in transfers if transfer.rounds]
+
+    def resume(self) -> None:
+        """Append what was put off, as far as what it waited for is there."""
+        waiting, self.put_off = self.put_off, []
+        for block in waiting:
+            if block.reads.isdisjoint(self.missing()):
+                self.body += block.stmts
+            else:
+                self.put_off.append(block)
+
+    def moves(self, *stmts: ir.Stmt) -> None:
+        """Statements on the queue of transfers, which the main one waits for."""
+        self.body += [*_on_transfers(stmts), ir.Synchronize(stream=TRANSFERS)]
+
+
+# --- Statements ------------------------------------------------------------------- #
+
+
+def _rounds(
+    stmt: ir.Communicate, ways: Mapping[str, Way], permutes: Permutes
+) -> list[Round]:
+    if ways[stmt.name] == "permutes":
+        return permutes.rounds(stmt)
+    return [Round((stmt,))]
+
+
+def _sends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+    return [stmt for each in transfers for stmt in each.rounds[0].sends]
+
+
+def _waits(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+    return [stmt for each in transfers for stmt in each.rounds[0].waits]
+
+
+def _ends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+    return [stmt for each in transfers for stmt in each.rounds[0].ends]
+
+
+def _name_of(stmt: ir.Stmt) -> str | None:
+    """The communication that a statement is, or waits for."""
+    if isinstance(stmt, ir.Communicate):
+        return stmt.name
+    return stmt.communication if isinstance(stmt, ir.Wait) else None
+
+
+def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
+    """Statements on the queue of transfers, once what is computed so far is."""
+    moved = on_stream(TRANSFERS, [ir.Synchronize(stream=MAIN), *stmts])
+    return [ir.GetCurrentStream(stream=MAIN), *moved]
+
+
+def _on_own(block: Block) -> Sequence[ir.Stmt]:
+    """A block that is work on the main stream, on that of such work."""
+    # Loops have streams already, and what is no work hides nothing.
+    if not (isinstance(block.stmt, ir.Compute) and block.contracts):
+        return block.stmts
+    own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block.stmts])
+    return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]

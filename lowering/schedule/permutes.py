@@ -1,0 +1,271 @@
+"""How a collective is made of permutes, and of parts that are put together or added.
+
+At step k a device sends to the device k ranks further on.  The parts of a whole are
+counted from the device itself on.
+
+- All-gather: each device sends its shard to all others, which put it in its place.
+- Reduce-scatter: each device gets all others' terms of its part, and adds them up.
+- All-reduce: each device swaps all that it has with one other device in each round.  In
+  round j that is the device whose rank differs by bit j (recursive doubling; Thakur,
+  Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
+  MPICH").  All devices add the same pairs, so they have equal bits.
+
+Loops over chunks do the same chunk by chunk: see `loops/moves.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jhost._dtypes import bits, summed_in
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.layout import axes_size
+from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.program import Program
+from jhost.lowering.rules.reducers import COMBINE, Reducer
+from jhost.lowering.units.make import unit_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """What a device sends at one time, and what it does once all of that has come.
+
+    `sends` are communications, and aliases of their operands.
+    """
+
+    sends: tuple[ir.Stmt, ...]
+    ends: tuple[ir.Stmt, ...] = ()
+
+    @property
+    def waits(self) -> tuple[ir.Wait, ...]:
+        """Waits for all that was sent."""
+        return tuple(
+            ir.Wait(communication=stmt.name)
+            for stmt in self.sends
+            if isinstance(stmt, ir.Communicate)
+        )
+
+
+def is_made_of_permutes(stmt: ir.Communicate, mesh: Mapping[str, int]) -> bool:
+    """Whether `Permutes.rounds` knows how to make a collective.
+
+    All-reduces are those over a power of two of devices.  Floats of eight bits, or
+    fewer, are not summed: some have no infinity, and `reduce_precision` knows only
+    those that do.  Neither are integers of fewer.
+    """
+    if stmt.kind == "AllGather":
+        return True
+    tiny = is_narrow(stmt.out) and bits(stmt.out.dtype) <= 8
+    if stmt.reducer != "sum" or tiny:
+        return False
+    # Each round of doubling pairs all devices only if they are a power of two.
+    doubles = axes_size(stmt.axes, mesh).bit_count() == 1
+    return stmt.kind == "ReduceScatter" or (stmt.kind == "AllReduce" and doubles)
+
+
+# --- Collectives ------------------------------------------------------------------ #
+
+
+class Permutes:
+    """Writes collectives as permutes, under names that are fresh in a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.mesh: Mapping[str, int] = dict(program.mesh.shape)
+        self.names = FreshNames.of(program)
+
+    def rounds(self, stmt: ir.Communicate) -> list[Round]:
+        """The rounds that make what a collective makes; see `is_made_of_permutes`."""
+        match stmt.kind:
+            case "AllGather":
+                return [self._gathered(stmt)]
+            case "ReduceScatter":
+                return [self._scattered(stmt)]
+            case _:
+                return [*self._doubled(stmt)]
+
+    def _gathered(self, stmt: ir.Communicate) -> Round:
+        """Each device gets a shard from the next device, the one after, ..."""
+        devices = axes_size(stmt.axes, self.mesh)
+        sends = [
+            self._sent(stmt, stmt.source, Constant(devices - step))
+            for step in range(1, devices)
+        ]
+        came = [stmt.source, *(permute.out for permute in sends)]
+        return Round(tuple(sends), tuple(self._placed(stmt, came)))
+
+    def _placed(
+        self, stmt: ir.Communicate, shards: Sequence[ir.Buffer]
+    ) -> Iterator[ir.Stmt]:
+        """The device's own shard and what came, each in its place of the whole.
+
+        Not before all is there: XLA would make room for the whole when a program
+        begins, and put the shard there.
+        """
+        there = [
+            dataclasses.replace(shard, name=self.names.fresh(shard.name))
+            for shard in shards
+        ]
+        types = [jax.ShapeDtypeStruct(shard.shape, shard.dtype) for shard in shards]
+        name = self.names.fresh("there")
+        unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
+        yield ir.Compute(unit=unit, ins=tuple(shards), outs=tuple(there))
+        yield ir.Allocate(buffer=stmt.out)
+        for step, shard in enumerate(there):
+            part = self._part(stmt, step)
+            yield part
+            yield ir.Set(out=part.out, source=shard)
+
+    def _scattered(self, stmt: ir.Communicate) -> Round:
+        """Each device sends the part of the one `step` further on to it, and adds."""
+        sends: list[ir.Stmt] = []
+        came: list[ir.Buffer] = []
+        for step in range(1, axes_size(stmt.axes, self.mesh)):
+            part = self._part(stmt, step)
+            permute = self._sent(stmt, part.out, Constant(step))
+            sends += [part, permute]
+            came.append(permute.out)
+        own = self._part(stmt, 0)
+        total = functools.partial(combined, "sum")
+        return Round(tuple(sends), (own, self._unit(total, (own.out, *came), stmt.out)))
+
+    def _doubled(self, stmt: ir.Communicate) -> Iterator[Round]:
+        """Each device adds what the other one of the round had after the last round."""
+        has, devices = stmt.source, axes_size(stmt.axes, self.mesh)
+        for bit in (2**number for number in range(devices.bit_length() - 1)):
+            permute = self._sent(stmt, has, self._partner(stmt, bit))
+            out = stmt.out
+            if 2 * bit < devices:
+                name = self.names.fresh(f"{out.name}_part")
+                out = dataclasses.replace(has, name=name)
+            yield Round((permute,), (self._unit(_both, (has, permute.out), out),))
+            has = out
+
+    def _partner(self, stmt: ir.Communicate, bit: int) -> Index:
+        """To the device whose rank differs by `bit`."""
+        devices = axes_size(stmt.axes, self.mesh)
+        if devices == 2:
+            return Constant(1)
+        # Up by the bit where the rank lacks it, else down by it, modulo the devices.
+        rank = linear_rank(stmt.axes, self.mesh)
+        return rank // bit % 2 * (devices - 2 * bit) + bit
+
+    # --- Statements ----------------------------------------------------------- #
+
+    def _sent(
+        self, stmt: ir.Communicate, source: ir.Buffer, shift: Index
+    ) -> ir.Communicate:
+        """A permute of `source`, for a collective, to the device `shift` further on."""
+        came = self.names.fresh(f"{stmt.out.name}_came")
+        out = dataclasses.replace(source, name=came)
+        return permute(source, out, stmt.axes, shift, self.names)
+
+    def _part(self, stmt: ir.Communicate, step: int) -> ir.Select:
+        """An alias of what the device `step` further on has or gets of the whole.
+
+        The whole is an all-gather's result, or a reduce-scatter's operand.
+        """
+        assert stmt.dim is not None
+        whole, shard = stmt.out, stmt.source
+        if stmt.kind == "ReduceScatter":
+            whole, shard = shard, whole
+        rank, devices = (
+            linear_rank(stmt.axes, self.mesh),
+            axes_size(stmt.axes, self.mesh),
+        )
+        place = (rank + step) % devices if step else rank
+        size = shard.shape[stmt.dim]
+        return part_of(
+            whole, stmt.dim, place * size, size, self.names, like=stmt.source
+        )
+
+    def _unit(
+        self, add: Callable[..., jax.Array], ins: Sequence[ir.Buffer], out: ir.Buffer
+    ) -> ir.Compute:
+        """The computation that adds up `ins`."""
+        types = [jax.ShapeDtypeStruct(out.shape, out.dtype)] * len(ins)
+        add = functools.partial(add, is_narrow(out))
+        unit = unit_of(self.names.fresh("add"), add, *types)
+        return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))
+
+
+# --- One permute, one part --------------------------------------------------------- #
+
+
+def permute(
+    source: ir.Buffer,
+    out: ir.Buffer,
+    axes: tuple[str, ...],
+    shift: Index,
+    names: FreshNames,
+) -> ir.Communicate:
+    """Each device sends `source` to the one `shift` further on along `axes`."""
+    return ir.Communicate(
+        name=names.fresh("c"),
+        kind="CollectivePermute",
+        out=out,
+        source=source,
+        axes=axes,
+        shift=shift,
+    )
+
+
+def part_of(
+    whole: ir.Buffer,
+    dim: int,
+    start: Index,
+    size: int,
+    names: FreshNames,
+    *,
+    like: ir.Buffer | None = None,
+    called: str = "part",
+) -> ir.Select:
+    """An alias of `size` elements of a dim; that dim lies as it does in `like`."""
+    shape, dims = list(whole.shape), list(whole.dims)
+    shape[dim] = size
+    dims[dim] = (like or whole).dims[dim]
+    out = dataclasses.replace(
+        whole,
+        name=names.fresh(f"{whole.name}_{called}"),
+        shape=tuple(shape),
+        dims=tuple(dims),
+    )
+    return ir.Select(out=out, source=whole, dim=dim, index=start, size=Constant(size))
+
+
+# --- Sums ------------------------------------------------------------------------- #
+
+
+def is_narrow(buffer: ir.Buffer) -> bool:
+    """Whether sums of this type are made in a wider one."""
+    return summed_in(buffer.dtype) != buffer.dtype
+
+
+def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
+    """The terms combined from the left; narrow dtypes are summed in a wider one."""
+    dtype = terms[0].dtype
+    if widen and reducer == "sum":
+        wide = summed_in(dtype)
+        terms = tuple(lax.convert_element_type(term, wide) for term in terms)
+    return lax.convert_element_type(functools.reduce(COMBINE[reducer], terms), dtype)
+
+
+def _both(widen: bool, here: jax.Array, came: jax.Array) -> jax.Array:
+    """Their sum; of narrow floats in float32.
+
+    The local term is rounded as the sent one was.  XLA may otherwise keep it wider, or
+    fuse a product with the addition, and devices would differ by the last bit.
+    """
+    dtype = here.dtype
+    here = lax.optimization_barrier(here)
+    if widen:
+        info = jnp.finfo(dtype)
+        here, came = (x.astype(jnp.float32) for x in (here, came))
+        here = lax.reduce_precision(here, info.nexp, info.nmant)
+    return lax.convert_element_type(lax.add(here, came), dtype)

@@ -1,0 +1,222 @@
+"""How one statement takes part in a stream: the dims it reads and writes in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from fractions import Fraction
+
+from jhost._text import counted
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.layout import axes_size
+from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.statements import (
+    Communicate,
+    Compute,
+    Cond,
+    Reshard,
+    Scan,
+    Select,
+    Set,
+    While,
+)
+from jhost.lowering.rules.dim_rule import Dims, shape_of
+from jhost.lowering.rules.table import reason_of
+
+ONE = Fraction(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """A dim worked on in chunks, each the same slice of `groups` equal stretches of it.
+
+    While a plan is being made `groups` is relative to the mark's; then it is whole.
+    """
+
+    dim: int
+    groups: Fraction
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(size: int) -> Fraction:
+    return Fraction(size)
+
+
+def steps_in(size: int, groups: Fraction) -> Fraction:
+    """The steps in each of so many groups; of one group the same number each time."""
+    return _whole(size) if groups is ONE else size / groups
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Participation:
+    """A node's part in a stream; operands and results without an access are whole.
+
+    `factor` is the streamed one of a computation, `size` its length on a device, and
+    `groups` the stretches it is cut into: a chunk takes equal steps in each.
+    """
+
+    stream: str
+    size: int
+    groups: Fraction
+    reads: Mapping[int, Access]
+    writes: Mapping[int, Access]
+    factor: int | None = None
+
+    def of_stream(self, stream: str) -> Participation:
+        """This part, in a stream that may bear another name by now."""
+        same = stream == self.stream
+        return self if same else dataclasses.replace(self, stream=stream)
+
+    @property
+    def steps(self) -> Fraction:
+        """The steps in each group: what a loop can cut into chunks."""
+        return steps_in(self.size, self.groups)
+
+    @property
+    def ratio(self) -> Fraction:
+        """How many times as many groups the node's results have as its operands."""
+        if not self.reads or not self.writes:
+            return ONE
+        # All that a node reads has as many groups, and so has all that it writes.
+        read, written = (
+            next(iter(self.reads.values())),
+            next(iter(self.writes.values())),
+        )
+        same = written.groups is read.groups or written.groups == read.groups
+        return ONE if same else written.groups / read.groups
+
+    def scaled(self, by: Fraction) -> Participation:
+        """This part with `by` times as many groups."""
+        if by is ONE or by == ONE:
+            return self
+
+        def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
+            return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}
+
+        return dataclasses.replace(
+            self,
+            groups=self.groups * by,
+            reads=scale(self.reads),
+            writes=scale(self.writes),
+        )
+
+
+def participation_of(
+    node: Node,
+    stream: str,
+    writes: bool,
+    position: int,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Participation | str:
+    """The part of `node` in a stream that reaches one of its buffers by `access`.
+
+    Returns:
+        The part, or the reason why the node must work on the whole dim.
+    """
+    match node.stmt:
+        case Compute() as stmt:
+            return _compute_part(stmt, stream, writes, position, access, mesh)
+        case Set(out=out) | Reshard(out=out):
+            size = out.shape[access.dim]
+            return Participation(stream, size, access.groups, {0: access}, {0: access})
+        case Communicate() | Select() as stmt:
+            return _communicate_part(stmt, stream, writes, access, mesh)
+        case Scan() | While() | Cond() as stmt:
+            kind = type(stmt).__name__.lower()
+            return f"no stream goes through a {kind}; mark a value in its body"
+        case _:
+            return "it is not a computation"
+
+
+def _compute_part(
+    stmt: Compute,
+    stream: str,
+    writes: bool,
+    position: int,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Participation | str:
+    (unit_eqn,) = stmt.unit.eqns
+    rule, operands = unit_eqn.rule, operand_maps(stmt)
+    entered = (rule.results if writes else operands)[position][access.dim]
+    if entered is None or rule.pinned is not None:
+        return whole_reason(stmt, access.dim)
+    factor = entered.factor
+    # Each chunk would take as long as the whole: see `DimRule.unstreamed`.
+    if factor in rule.unstreamed:
+        return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"
+
+    def accesses(maps: tuple[Dims, ...]) -> dict[int, Access]:
+        return {
+            index: Access(dim, access.groups)
+            for index, dims in enumerate(maps)
+            for dim, mapped in enumerate(dims)
+            if mapped is not None and mapped.factor == factor
+        }
+
+    size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
+    # Groups become whole when they are scaled up, and then are a multiple of the
+    # numerator.
+    if size % access.groups.numerator:
+        return undivided(size)
+    reads, written = accesses(operands), accesses(rule.results)
+    # A result without the dim would be made anew by each chunk.
+    if rule.reducers[factor] is None and len(written) < len(rule.results):
+        return f"{unit_eqn.eqn.primitive.name} has results without that dim"
+    return Participation(stream, size, access.groups, reads, written, factor)
+
+
+def undivided(size: int) -> str:
+    """Why so many steps cannot be cut as a dim is that is gathered or scattered."""
+    return f"{counted(size, 'step')} do not divide into the shards of a gathered dim"
+
+
+def whole_reason(stmt: Compute, dim: int) -> str:
+    """Why a computation cannot work on `dim` in chunks."""
+    (unit_eqn,) = stmt.unit.eqns
+    primitive = unit_eqn.eqn.primitive.name
+    if unit_eqn.rule.opaque:
+        reason = reason_of(unit_eqn.eqn, unit_eqn.rule)
+        return f"{primitive} works on whole arrays ({reason})"
+    if unit_eqn.rule.pinned is not None:
+        return f"{primitive} takes and gives whole parts, as its specs say"
+    if primitive == "reshape":
+        operand, result = unit_eqn.eqn.invars[0], unit_eqn.eqn.outvars[0]
+        return (
+            f"the reshape {shape_of(operand)} -> {shape_of(result)} neither splits "
+            f"nor merges dim {dim} at its outermost"
+        )
+    because = f" ({unit_eqn.rule.reason})" if unit_eqn.rule.reason else ""
+    return f"{primitive} needs dim {dim} whole{because}"
+
+
+def _communicate_part(
+    stmt: Communicate | Select,
+    stream: str,
+    writes: bool,
+    access: Access,
+    mesh: Mapping[str, int],
+) -> Participation | str:
+    """A communication's dims follow one another; only the moved one changes groups.
+
+    A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
+    whole is the s-th slice of every shard, and needs no reshape by the user.
+    """
+    # 1: as many groups behind the communication as before it.
+    ratio = ONE
+    if isinstance(stmt, Select) and access.dim == stmt.dim:
+        return "a device keeps only its part of the dim"
+    if isinstance(stmt, Communicate):
+        devices = axes_size(stmt.axes, mesh)
+        if access.dim == (stmt.dim if stmt.kind == "AllGather" else stmt.source_dim):
+            ratio = Fraction(devices)
+        elif access.dim == stmt.dim:
+            ratio = Fraction(1, devices)
+    size = stmt.source.shape[access.dim]
+    if ratio is ONE:
+        return Participation(stream, size, access.groups, {0: access}, {0: access})
+    groups = access.groups / ratio if writes else access.groups
+    read, written = Access(access.dim, groups), Access(access.dim, groups * ratio)
+    return Participation(stream, size, groups, {0: read}, {0: written})

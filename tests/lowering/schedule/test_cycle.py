@@ -1,0 +1,103 @@
+"""Transfers of scans that stand in the iteration before, or in the one behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jhost.lowering.cost.choose_cycles import ChooseCycles
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Scan
+from jhost.lowering.layouts import carry_partial_sums
+from tests.lowering.hand_built import mesh_of
+from tests.lowering.traced import array, check
+
+
+@pytest.fixture(autouse=True)
+def cycles() -> Iterator[None]:
+    """Transfers of any size are hidden wherever they can be."""
+    yes = mock.Mock(return_value=True)
+    with (
+        mock.patch.multiple(ChooseTransfers, is_open=yes, gains=yes),
+        mock.patch.object(ChooseCycles, "gains", yes),
+        mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0),
+    ):
+        yield
+
+
+def layer(x: jax.Array, weights: Any) -> Any:
+    up, down = weights
+    return x + jnp.clip(jnp.clip(x @ up, -1, 1) @ down, -1, 1), jnp.sum(x, 1)
+
+
+def loss(weights: Any, x: jax.Array, **how: Any) -> jax.Array:
+    y, sums = lax.scan(layer, x, weights, **how)
+    return jnp.sum(y * y) + jnp.sum(sums[0]) - jnp.sum(sums[-1] * 2)
+
+
+def operands(length: int) -> Any:
+    return (array(length, 4, 8, seed=1), array(length, 8, 4, seed=2)), array(16, 4)
+
+
+FSDP = (P(None, "d"), P(None, None, "d")), P("d")
+DP = (P(), P()), P("d")
+
+
+def settings(specs: Any, gradients: bool = True) -> dict[str, Any]:
+    outs = (specs[0], specs[1]) if gradients else P()
+    return {"mesh": mesh_of(d=4), "in_shardings": specs, "out_shardings": outs}
+
+
+def notes(program: Program) -> list[str]:
+    return [str(r) for r in program.remarks if "an iteration" in str(r)]
+
+
+def scans(program: Program) -> list[Scan]:
+    return [stmt for stmt in program.body if isinstance(stmt, Scan)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("specs", [FSDP, DP], ids=["fsdp", "dp"])
+def test_gradients_are_exact_for_any_length(specs: Any, length: int) -> None:
+    program = check(jax.grad(loss, (0, 1)), *operands(length), **settings(specs))
+    assert bool(notes(program)) == (length > 1)
+
+
+@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}], ids=str)
+def test_in_any_order(how: Any) -> None:
+    def gradients(weights: Any, x: jax.Array) -> Any:
+        return jax.grad(loss, (0, 1))(weights, x, **how)
+
+    assert notes(check(gradients, *operands(4), **settings(FSDP)))
+
+
+def test_layers_that_are_computed_again() -> None:
+    def again(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(jax.checkpoint(layer), x, weights)
+        return jnp.sum(y * y)
+
+    how = settings(FSDP) | {"out_shardings": FSDP[0]}
+    program = check(jax.grad(again), *operands(4), **how)
+    assert len(notes(program)) == 2
+
+
+def test_each_transfer_is_made_once() -> None:
+    """Four gathers of the first weights in all: one outside, three in the scan."""
+    program = check(loss, *operands(4), **settings(FSDP, gradients=False))
+    (scan,) = scans(program)
+    assert scan.length == 3
+    moved = [stmt.out.shape for stmt in program.body if isinstance(stmt, Communicate)]
+    inside = [
+        stmt.out.shape for stmt in scan.body.body if isinstance(stmt, Communicate)
+    ]
+    # Three permutes of (1, 8) gather (4, 8) in an iteration for the next one.
+    assert (moved.count((4, 8)), inside.count((1, 8))) == (1, 3)
+    assert moved.count((8, 1)) == inside.count((8, 1)) == 3

@@ -1,0 +1,138 @@
+"""The benchmark of a whole training step runs, and compares what its arms train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+pytest.importorskip("optax")  # of the step; it comes with test-ecosystem
+
+# Last, so that `jhost` stays the one that is installed.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import report
+from benchmarks.step import __main__ as step, page as steps
+from benchmarks.step.whole import arms, command, fsdp2, measure, page, sizes
+from benchmarks.timing import CODE_PATH
+
+TINY = ["--form", "whole", "--models", "tiny", "--layers", "1"]
+
+
+def run(path: Path, *options: str) -> dict[str, Any]:
+    with jax.numpy_dtype_promotion("standard"):  # as JAX's own attention needs it
+        step.main([*TINY, "--json", str(path), *options])
+    return json.loads(path.read_text())
+
+
+def test_arms_train_alike_and_have_a_table(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["jit", "marked", "compute", "fsdp2"]
+    wanted = ["--arms", ",".join(names), "--mesh", "fsdp=2,tp=2"]
+    found = run(tmp_path / "h100-whole.json", *wanted)
+    (record,) = found["measurements"]
+    assert list(record["arms"]) == names
+    entry = record["arms"].pop("fsdp2")
+    assert entry == {"skipped": "shards weights over fsdp alone"}
+    for entry in record["arms"].values():
+        assert 0 < entry["min_ms"] <= entry["median_ms"]
+        assert entry["donated_bytes"] > entry["temp_bytes"] / 4
+        assert entry["losses"][0] > entry["losses"][-1] > 0
+    assert list(record["checks"]) == ["jit", "marked"]
+    assert all(checked["right"] for checked in record["checks"].values())
+    assert found["link"]["received_gb_per_s"] > 0
+    shown = capsys.readouterr().out
+    assert page.title(found, record) in shown
+    assert "| marked |" in shown
+    for module in (report, page):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert report.stored() == []
+    assert page.title(found, record) in steps.every()
+
+
+def test_no_time_is_left_and_all_is_written(tmp_path: Path) -> None:
+    found = run(tmp_path / "run.json", "--time-limit", "0", "--mesh", "tp=2", "dp=2")
+    assert found["measurements"] == []
+    assert found["not_measured"] == [
+        "tiny/scan-checkpoint/1x4 on tp=2",
+        "tiny/scan-checkpoint/1x4 on dp=2",
+    ]
+
+
+def test_a_missing_sum_is_found() -> None:
+    first = [4.8, 4.7, 4.6], [1.0, 0.5]
+    assert measure.compared(first, first)["right"]
+    assert not measure.compared(([4.8, 4.7, 4.7], [1.0, 0.5]), first)["right"]
+    assert not measure.compared(([4.8, 4.7, 4.6], [1.0, 0.25]), first)["right"]
+    assert not measure.compared(([float("nan")] * 3, [1.0, 0.5]), first)["right"]
+
+
+def test_axes_stand_in_one_order_and_layouts_name_those_there_are() -> None:
+    assert sizes.axes_of("tp=2,dp=4") == (("dp", 4), ("tp", 2))
+    (case,) = sizes.cases_of(["13b"], ["scan"], [4], [8], ["layer"], ["fsdp=2"])
+    assert case.mesh_name == "fsdp=2"
+    assert case.with_cudnn().model.attention == "cudnn"
+    assert arms.shardings(case)[1][0].params["layers"]["query"] == jax.P(
+        None, "fsdp", None
+    )
+
+
+def test_pytorch_is_told_one_devices_share() -> None:
+    (case,) = sizes.cases_of(["13b"], ["scan"], [4], [8], ["layer"], ["fsdp=2"])
+    job = fsdp2.job(case, CODE_PATH)
+    assert job["whole"] == {
+        "vocabulary": 32_000,
+        "layers": 4,
+        "checkpoint": False,
+        "sequences": 4,
+    }
+    assert job["arms"] == ["fsdp2"]
+
+
+def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (
+        ["--mesh", "pp=2"],
+        ["--mesh", "tp=2", "tp=4"],
+        ["--mesh", f"dp={2 * jax.device_count()}", "--sequences", "256"],
+        ["--models", "1b"],
+        ["--loops", "unrolled"],
+        ["--arms", "torch"],
+        ["--mesh", "dp=2", "--sequences", "3"],
+        ["--slow-link"],
+    ):
+        with pytest.raises(SystemExit):
+            command.main(wrong)
+        assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_train_together_and_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    wanted = [*TINY, "--arms", "jit,jhost", "--mesh", "fsdp=2"]
+    options = [*wanted, "--processes", "2", "--slow-link", "--json", str(path)]
+    options += ["--trace", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step", *options],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written: run.json") == 1
+    found = json.loads(path.read_text())
+    (record,) = found["measurements"]
+    assert found["environment"]["variables"]["NCCL_P2P_DISABLE"] == "1"
+    assert all(checked["right"] for checked in record["checks"].values())
+    assert "slow link" in page.title(found, record)
+    assert len(list(tmp_path.glob("tiny-*.xplane.pb.gz"))) == 4
