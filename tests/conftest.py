@@ -42,10 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--examples",
         type=int,
-        default=12,
+        default=8,
         metavar="N",
         help="how many random programs a property test tries (default: %(default)s; "
         "of rules and plans at most 25)",
+    )
+    group.addoption(
+        "--variants",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many variants of each test a run of all tests tries (default: "
+        "%(default)s; 0: all); those of a file or a folder that is named all run",
     )
     group.addoption(
         "--explore",
@@ -65,6 +73,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A worker of pytest-xdist is told what to run, and has the option from the first.
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if named and not hasattr(config, "workerinput"):
+        config.option.variants = 0
     examples: Any = config.getoption("--examples")
     hypothesis.settings.register_profile(
         "jhost",
@@ -87,11 +99,32 @@ NEWEST = ("cost", "ir", "layouts", "loops", "padding", "streams", "units", "veri
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    most: Any = config.getoption("variants")
+    if most and not config.option.keyword:
+        left_out = _beyond(most, items)
+        config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+        items[:] = [item for item in items if item not in left_out]
     folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
     for item in items:
         if folders.intersection(item.path.parents):
             item.add_marker("newest")
+
+
+def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The variants of tests that have more: those kept are spread evenly."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {
+        item
+        for each in variants.values()
+        for n, item in enumerate(each)
+        if n * most // len(each) == (n - 1) * most // len(each)
+    }
 
 
 def pytest_collection_finish() -> None:

@@ -13,8 +13,9 @@ No transfer is made that is not needed.  So the last iteration, which gathers fo
 stands behind the scan, and the first, which has no sum of another's to make, before it.
 What the scan slices is read by index instead, and what it stacks is written in place.
 
-By hand this gave 311 ms for 362 in a training step of four layers of 13B width, two
-processes with one H100 each and 25 GB/s between them.
+A training step of four layers of 13B width, in two processes with one H200 each and 25
+GB/s between them, takes 303 ms so, 367 by `jax.jit`, 323 by `jax.jit` with options that
+let collectives start early, and 270 without communication.
 """
 
 from __future__ import annotations
@@ -63,11 +64,15 @@ class Late:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cycle:
-    """The transfers of a scan that belong to another iteration."""
+    """The transfers of a scan that belong to another iteration.
+
+    `core` is what an iteration does by itself.
+    """
 
     scan: ir.Scan
     early: tuple[Early, ...]
     late: tuple[Late, ...]
+    core: tuple[ir.Stmt, ...]
 
     @property
     def stmts(self) -> list[ir.Communicate]:
@@ -84,7 +89,8 @@ def cycle_of(scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]) -> Cycle 
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
     found = _Found(scan, is_open)
-    cycle = Cycle(scan, tuple(found.early()), tuple(found.late()))
+    early, late = tuple(found.early()), tuple(found.late())
+    cycle = Cycle(scan, early, late, found.core(early, late))
     return cycle if cycle.stmts and cycle.inside else None
 
 
@@ -184,6 +190,26 @@ class _Found:
         goes_on = not made.isdisjoint(self.ends) or made.isdisjoint(self.stacked)
         return None if goes_on else tuple(behind)
 
+    def core(self, early: Sequence[Early], late: Sequence[Late]) -> tuple[ir.Stmt, ...]:
+        """The statements of the body without what other iterations do."""
+        gone = {each.stmt.name for each in (*early, *late)}
+        behind = {id(stmt) for each in late for stmt in each.behind}
+        before = {id(stmt) for each in early for stmt in each.before}
+        read = self.left | {each.stmt.source.name for each in late}
+        left: list[ir.Stmt] = []
+        for stmt in (
+            s for block in reversed(self.blocks.all) for s in block.stmts[::-1]
+        ):
+            if id(stmt) in behind or _communication(stmt) in gone:
+                continue
+            reads, writes = _named(stmt)
+            # The source of a gather may be read by others as well.
+            if id(stmt) in before and writes.isdisjoint(read):
+                continue
+            read |= reads
+            left.append(stmt)
+        return tuple(self.blocks.barriers.together(left[::-1]))
+
 
 # --- The program with it ----------------------------------------------------------- #
 
@@ -238,7 +264,7 @@ class _Writer:
         self.sliced = params[last:]
         self.slices = dict(zip((p.name for p in params[last:]), scan.xs, strict=True))
         self.results = scan.body.results[len(scan.carried) :]
-        self.core = _core(cycle)
+        self.core = cycle.core
         self.body: list[ir.Stmt] = []
 
     def statements(self) -> tuple[list[ir.Stmt], Mapping[str, ir.Buffer]]:
@@ -440,41 +466,6 @@ class _Writer:
 
 _When = int | ir.Buffer
 """Which iteration, in the order that they run in: a number, or a count in a body."""
-
-
-def _core(cycle: Cycle) -> tuple[ir.Stmt, ...]:
-    """The statements of a body without what other iterations do."""
-    gone = {each.name for each in cycle.stmts}
-    apart = {id(stmt) for each in cycle.late for stmt in each.behind}
-    early = {id(stmt) for each in cycle.early for stmt in each.before}
-    body = cycle.scan.body
-    read = {result.name for result in body.results}
-    read |= {each.stmt.source.name for each in cycle.late}
-    left: list[ir.Stmt] = []
-    for stmt in reversed(body.body):
-        if id(stmt) in apart or _communication(stmt) in gone:
-            continue
-        if id(stmt) in early:
-            stmt = _without_unread(stmt, read)
-        if stmt is None:
-            continue
-        read |= _named(stmt)[0]
-        left.append(stmt)
-    return tuple(reversed(left))
-
-
-def _without_unread(stmt: ir.Stmt, read: set[str]) -> ir.Stmt | None:
-    """A statement, or a barrier of fewer values, if something reads what it makes."""
-    if _named(stmt)[1].isdisjoint(read):
-        return None
-    if (passed := _barred(stmt)) is None:
-        return stmt
-    assert isinstance(stmt, ir.Compute)
-    pairs = [(passed[out.name], out) for out in stmt.outs if out.name in read]
-    ins, outs = zip(*pairs, strict=True)
-    types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
-    unit = unit_of(stmt.unit.name, lambda *x: lax.optimization_barrier(x), *types)
-    return ir.Compute(unit=unit, ins=ins, outs=outs)
 
 
 def _barred(stmt: ir.Stmt) -> dict[str, ir.Buffer] | None:

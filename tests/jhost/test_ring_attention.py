@@ -228,6 +228,7 @@ def test_batched_and_its_gradient() -> None:
     assert_as_plain(jax.vmap(ring(plain)), jax.vmap(plain), *stacked)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_sizes_pieces_and_masks(data: st.DataObject) -> None:

@@ -157,6 +157,7 @@ def test_sums_over_several_axes_of_data() -> None:
     exact(gradients(f, 3), *args, **how)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_any_blocks(data: st.DataObject) -> None:

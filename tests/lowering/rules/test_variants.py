@@ -231,3 +231,14 @@ def test_a_transform_runs_before_a_collective_along_another_dim() -> None:
     x = integers(3, 4, 4, 8)
     given = jhost.jit(function, **tp(4, P(None, None, "tp"), P()))(x)
     np.testing.assert_allclose(given, jax.jit(function)(x), atol=1e-3)
+
+
+def test_windows_of_one_that_skip_elements_keep_the_dim_whole(
+    check_rule: CheckRule,
+) -> None:
+    """Element i of the result is not element i of the operand."""
+
+    def every_other(x: jax.Array) -> Any:
+        return lax.reduce_window(x, np.int32(0), lax.add, (1, 1), (1, 2), "VALID")
+
+    check_rule(every_other, integers(4, 6).astype(np.int32))

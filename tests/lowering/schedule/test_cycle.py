@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate, Scan
+from jhost.lowering.ir.statements import Communicate, Compute, Scan, walk
 from jhost.lowering.layouts import carry_partial_sums
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, check
@@ -60,6 +60,12 @@ def notes(program: Program) -> list[str]:
     return [str(r) for r in program.remarks if "an iteration" in str(r)]
 
 
+def names(scan: Scan) -> list[str]:
+    """The primitives of a body's computations."""
+    units = (s.unit for s in walk(scan.body.body) if isinstance(s, Compute))
+    return [each.eqn.primitive.name for unit in units for each in unit.eqns]
+
+
 def scans(program: Program) -> list[Scan]:
     return [stmt for stmt in program.body if isinstance(stmt, Scan)]
 
@@ -87,6 +93,10 @@ def test_layers_that_are_computed_again() -> None:
     how = settings(FSDP) | {"out_shardings": FSDP[0]}
     program = check(jax.grad(again), *operands(4), **how)
     assert len(notes(program)) == 2
+    for scan in scans(program):
+        # The weights that came early are read for the next iteration, and not again.
+        stacks = [each for each in scan.consts if each.shape[:1] == (4,)]
+        assert names(scan).count("dynamic_slice") == len(stacks)
 
 
 def test_each_transfer_is_made_once() -> None:
