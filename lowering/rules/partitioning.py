@@ -130,7 +130,7 @@ _AXIS = "jhost_shards_of_factor_"
 _SUMS = ("psum", "psum_invariant")
 
 
-class _Whole:
+class _WholeShard:
     """The place of the whole, as one shard of a larger array."""
 
     accumulator, zigzag = None, 1
@@ -150,7 +150,7 @@ class _Whole:
 
 def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""
-    place = _Whole(made.sizes)
+    place = _WholeShard(made.sizes)
     try:
         two, three = (_program(eqn, made, place, shards) for shards in (2, 3))
     except Exception:  # what the author's code makes of these shards is its own matter

@@ -144,7 +144,7 @@ def _read(blocks: Blocks) -> Iterator[tuple[int, ir.Communicate, int]]:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Transfer:
+class _TransferRounds:
     """A transfer, with those of its rounds that have not ended."""
 
     interval: Interval
@@ -161,13 +161,15 @@ class _Walk:
         self.blocks = Blocks(program)
         permutes = Permutes(program)
         self.transfers = {
-            each.stmt.out.name: _Transfer(each, _rounds(each.stmt, ways, permutes))
+            each.stmt.out.name: _TransferRounds(
+                each, _rounds(each.stmt, ways, permutes)
+            )
             for each in _intervals(self.blocks, lambda stmt: stmt.name in ways)
         }
         """By the name of what they bring, those that have not ended."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
-        self.sums: list[list[_Transfer]] = []
+        self.sums: list[list[_TransferRounds]] = []
         """Sums under way, by when they were issued."""
         self.seen: set[int] = set()
         self.put_off: list[Block] = []
@@ -196,7 +198,7 @@ class _Walk:
         beside = any(t.interval.gathers for t in self.under_way())
         self.body += _on_own(block) if beside else block.stmts
 
-    def under_way(self) -> list[_Transfer]:
+    def under_way(self) -> list[_TransferRounds]:
         waiting = {id(transfer) for transfer in self.to_come}
         return [t for t in self.transfers.values() if id(t) not in waiting]
 
@@ -207,7 +209,7 @@ class _Walk:
 
     # --- Issue ---------------------------------------------------------------- #
 
-    def issue(self, transfers: Sequence[_Transfer]) -> None:
+    def issue(self, transfers: Sequence[_TransferRounds]) -> None:
         """Issue what is due, and wait for the first of the sums under way."""
         for transfer in transfers:
             self.along(transfer)
@@ -219,7 +221,7 @@ class _Walk:
         if sums:
             self.issue_sums(sums)
 
-    def along(self, transfer: _Transfer) -> None:
+    def along(self, transfer: _TransferRounds) -> None:
         """What goes with a transfer, unless it has had its turn."""
         numbers = [n for n in transfer.interval.along if n not in self.seen]
         reads = {transfer.interval.stmt.source.name}
@@ -228,7 +230,7 @@ class _Walk:
             self.seen.add(number)
             self.body += self.blocks.all[number].stmts
 
-    def issue_sums(self, sums: list[_Transfer]) -> None:
+    def issue_sums(self, sums: list[_TransferRounds]) -> None:
         first = self.sums.pop(0) if len(self.sums) == _WINDOW else []
         self.sums.append(sums)
         # New sums are issued before the wait, which may take a while.
@@ -250,7 +252,7 @@ class _Walk:
                 wanted |= block.reads
         self.end([t for name, t in self.transfers.items() if name in wanted])
 
-    def end(self, transfers: Sequence[_Transfer]) -> None:
+    def end(self, transfers: Sequence[_TransferRounds]) -> None:
         """Wait for transfers and for all rounds that they have left."""
         if not transfers:
             return
@@ -267,7 +269,7 @@ class _Walk:
                 self.moves(*_sends(left))
         self.resume()
 
-    def round_over(self, transfers: Sequence[_Transfer]) -> list[_Transfer]:
+    def round_over(self, transfers: Sequence[_TransferRounds]) -> list[_TransferRounds]:
         """Those of the transfers that have another round; the others have ended."""
         for transfer in transfers:
             transfer.rounds.pop(0)
@@ -300,15 +302,15 @@ def _rounds(
     return [Round((stmt,))]
 
 
-def _sends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _sends(transfers: Sequence[_TransferRounds]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].sends]
 
 
-def _waits(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _waits(transfers: Sequence[_TransferRounds]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].waits]
 
 
-def _ends(transfers: Sequence[_Transfer]) -> list[ir.Stmt]:
+def _ends(transfers: Sequence[_TransferRounds]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].ends]
 
 
