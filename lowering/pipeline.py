@@ -61,8 +61,12 @@ class Passes:
         return (*self.before_choice, self.choice, *self.layouts)
 
     @property
+    def behind_layouts(self) -> tuple[Pass, ...]:
+        return (*self.loops, *self.finish)
+
+    @property
     def all(self) -> tuple[Pass, ...]:
-        return (*self.up_to_layouts, *self.loops, *self.finish)
+        return (*self.up_to_layouts, *self.behind_layouts)
 
 
 def passes(
@@ -143,18 +147,16 @@ def _same_statements(one: Program, other: Program) -> bool:
     return one.body is other.body and all(a == b for a, b in pairs)
 
 
-def lower_jaxpr(
+def build_program(
     closed_jaxpr: Any,
     *,
     name: str,
     mesh: AbstractMesh,
     param_names: Sequence[str],
     result_names: Sequence[str],
-    sequence: Sequence[Pass],
-    after_pass: Callable[[str, Program], None] | None = None,
     display_names: DisplayNames | None = None,
 ) -> Program:
-    """The Host IR program of `closed_jaxpr`, for one device of `mesh`."""
+    """The Host IR program of `closed_jaxpr` before any pass, with global shapes."""
     program = build(
         inline_calls(closed_jaxpr),
         name=name,
@@ -164,6 +166,4 @@ def lower_jaxpr(
         display_names=display_names,
     )
     verify(program, after="build")
-    if after_pass is not None:
-        after_pass("build", program)
-    return run_passes(program, sequence, after_pass)
+    return program

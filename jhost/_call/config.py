@@ -27,9 +27,10 @@ class Config:
     order to run: not those of `lower`, which one process may call alone.  `role` and
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
     names for messages, of a program that JAX has made without any.  A function around
-    it is `left_to_xla`, and this call with it.  `streams` is how many streams a loop's
-    iterations take turns on: no argument of `jhost.jit`, as a GPU has one queue for
-    computations, and `jhost.tune` tries fewer where that may gain.
+    it is `left_to_xla`, and this call with it.  An `unchecked` call was not lowered
+    when the user made it: a gradient's forward program is instead.  `streams` is how
+    many streams a loop's iterations take turns on: no argument of `jhost.jit`, as a GPU
+    has one queue for computations, and `jhost.tune` tries fewer where that may gain.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Config:
     batched: bool = False
     left_to_xla: bool = False
     operands: tuple[str, ...] = ()
+    unchecked: bool = False
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def derived_params(
     params: Mapping[str, Any], how: Derivation, operands: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """A call's parameters, where JAX has derived its program from another's."""
-    config: Config = params["config"]
+    config: Config = dataclasses.replace(params["config"], unchecked=False)
     if how != "batched":
         config = dataclasses.replace(config, operands=operands)
     match how:
@@ -104,7 +106,9 @@ def program_config(config: Config) -> Config:
     But where it could put: in an outer program it must not.
     """
     embedded = config.embedded and puts_are_known(config.mesh)
-    return dataclasses.replace(config, embedded=embedded, compared=True, identity=())
+    return dataclasses.replace(
+        config, embedded=embedded, compared=True, identity=(), unchecked=False
+    )
 
 
 @cached(256)

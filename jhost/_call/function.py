@@ -30,6 +30,7 @@ from jhost._jax import (
     TracedCall,
     def_split,
     forget_traces,
+    is_linearized,
     is_tracing,
     jit_is_disabled,
     under_outer_trace,
@@ -360,12 +361,16 @@ class JitFunction(Generic[P, R]):
         operands = [*traced.consts, *self._source.leaves(args, kwargs)]
         explicit = explicit_mesh(operands)
         call_jaxpr = self._source.call_jaxpr(key, traced, named or explicit is not None)
+        in_program = inside.get() and explicit is None  # the one around has it
+        # What a gradient runs is lowered then, and refused for the same.
+        split = is_linearized(operands) and explicit is None and not config.tunings
+        config = dataclasses.replace(config, unchecked=split and not in_program)
         call: Callable[..., Sequence[Any]] = functools.partial(
             jhost_p.bind, call_jaxpr=call_jaxpr, config=config
         )
         if inside.get():  # it is inlined, and nobody lowers it by itself
             check_has_no_options(config)
-        if inside.get() and explicit is None:  # the program around has it
+        if in_program or config.unchecked:
             return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
         # Now, while the user's call is at hand: what JAX derives is lowered later.
         program = host_program(call_jaxpr, config)

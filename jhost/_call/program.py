@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from jhost import errors
 from jhost._calibration import rates_here
@@ -37,7 +38,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport, UnmetWish
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
-from jhost.lowering.pipeline import Pass, Passes, lower_jaxpr, passes, run_passes
+from jhost.lowering.pipeline import Pass, Passes, build_program, passes, run_passes
 from jhost.runtime import dump
 from jhost.runtime.devices import devices_of
 from jhost.runtime.mesh import abstract
@@ -76,7 +77,25 @@ def derived_program(call_jaxpr: Any, config: Config) -> Program:
 @cached_by_jaxpr
 def laid_out(call_jaxpr: Any, config: Config) -> Program:
     """Its program with layouts, and no more: no communications and no loops yet."""
-    return _lower(call_jaxpr, config, _passes(config, strict=False).up_to_layouts)
+    every = _passes(config, strict=True)
+    with _lowering_of(call_jaxpr):
+        program = run_passes(_built(call_jaxpr, config), every.before_choice)
+        if program is _built(call_jaxpr, config):
+            # Nothing was padded: the streams are those that `streams_of` has planned.
+            program = _asking(call_jaxpr, config)
+        return run_passes(program, (every.choice, *every.layouts))
+
+
+_unmarked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def lower_as(call_jaxpr: Any, unmarked: Any) -> None:
+    """Has a jaxpr lowered as it was without marks, which say how values lie there.
+
+    JAX's transforms have the marks.  Where none has acted on the jaxpr, what
+    `laid_out` has made of it without them is lowered further.
+    """
+    _unmarked[call_jaxpr] = unmarked
 
 
 Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
@@ -87,12 +106,18 @@ def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
     """For each operand and each result, the stream that reaches it, and its mark."""
     if not calls(call_jaxpr, stream_p):
         return [None] * len(call_jaxpr.in_avals), [None] * len(call_jaxpr.out_avals)
-    program = _settings(config).applied_to(_lower(call_jaxpr, config, ()))
+    program = _asking(call_jaxpr, config)
     reached = reached_by_streams(program)
     return (
         [reached.get(param.name) for param in program.params],
         [reached.get(result.name) for result in program.results],
     )
+
+
+@cached_by_jaxpr
+def _asking(call_jaxpr: Any, config: Config) -> Program:
+    """Its program before any pass, with what is asked of its streams."""
+    return _settings(config).applied_to(_built(call_jaxpr, config))
 
 
 class _Lowering(NamedTuple):
@@ -115,8 +140,15 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
     unmet: tuple[UnmetWish, ...] = ()
     after_pass = dump.pass_dumper(config.name, config.derived)
     while True:
-        sequence = _passes(config, strict, unmet).all
-        program = _lower(call_jaxpr, config, sequence, after_pass)
+        every = _passes(config, strict, unmet)
+        # What is lowered once more, or was tuned, is lowered with all its marks.
+        again = unmet or config.tunings or not strict
+        source = call_jaxpr if again else _unmarked.get(call_jaxpr, call_jaxpr)
+        if source is call_jaxpr or after_pass is not None:
+            program = _lower(source, config, every.all, after_pass)
+        else:
+            with _lowering_of(source):
+                program = run_passes(laid_out(source, config), every.behind_layouts)
         found = [each for each in unmet_wishes(program) if each not in unmet]
         if not found:
             break
@@ -217,22 +249,37 @@ def _lower(
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
+    program = _built(call_jaxpr, config)
+    if after_pass is not None:
+        after_pass("build", program)
+    with _lowering_of(call_jaxpr):
+        return run_passes(program, sequence, after_pass)
+
+
+@cached_by_jaxpr
+def _built(call_jaxpr: Any, config: Config) -> Program:
+    """The program of a jaxpr before any pass."""
     # Of programs that JAX derived from a split one, only messages have the names.
     given = () if config.role else arg_names(call_jaxpr)
     params = _names(given, len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
     check_devices(config.name, call_jaxpr, config.mesh)
-    with _no_garbage_collection(), with_width(is_wide(call_jaxpr)):
-        return lower_jaxpr(
+    with _lowering_of(call_jaxpr):
+        return build_program(
             call_jaxpr,
             name="_".join((config.name, *config.derived)),
             mesh=abstract(config.mesh),
             param_names=params,
             result_names=results,
             display_names=_display_names(call_jaxpr, config),
-            sequence=sequence,
-            after_pass=after_pass,
         )
+
+
+@contextmanager
+def _lowering_of(call_jaxpr: Any) -> Generator[None]:
+    """Inside, programs of a jaxpr are made and changed."""
+    with _no_garbage_collection(), with_width(is_wide(call_jaxpr)):
+        yield
 
 
 @contextmanager

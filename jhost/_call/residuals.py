@@ -14,17 +14,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.sharding import NamedSharding
 
+from jhost import errors
 from jhost._annotate import spec_entries
-from jhost._call.config import Config
-from jhost._call.program import laid_out, streams_of
+from jhost._call.config import Config, derived_params, program_config
+from jhost._call.program import host_program, laid_out, lower_as, streams_of
 from jhost._call.residual_cut import hand_over_least
 from jhost._call.residual_names import with_names
 from jhost._jax import (
     Split,
     cached_by_jaxpr,
+    calls,
     fresh_var,
     is_wide,
     new_eqn,
@@ -32,7 +34,9 @@ from jhost._jax import (
     with_width,
 )
 from jhost._primitives import Spec, shard_p, stream_p
+from jhost.lowering.frontend.inline_calls import inline_plain_calls
 from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.requests import REFUSALS
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.properties import MARKS
 
@@ -41,47 +45,87 @@ Chain: TypeAlias = tuple[JaxprEqn, ...]
 
 Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
 
+Reached: TypeAlias = Mapping[int, tuple[str, StreamChoice]]
+"""The streams that reach values by number, and the marks that would say so of them."""
+
 
 def settle_residuals(split: Split, *, config: Config) -> Split:
-    """The two programs with few bytes between them, laid out as they are made."""
+    """The two programs with few bytes between them, laid out as they are made.
+
+    Raises:
+        JhostError: whatever the program that both come from is refused for.
+    """
+    params = derived_params({"config": config}, split.how)
+    ahead = program_config(params["config"])
+    if not config.unchecked:
+        return _settled(split, ahead)
+    try:
+        settled = _settled(split, ahead)
+        host_program(settled.first, ahead)
+    except errors.JhostError as problem:
+        host_program(split.whole, config)  # says it of what the user wrote
+        if not isinstance(problem, REFUSALS):
+            raise
+    return _settled(split, ahead)
+
+
+def _settled(split: Split, config: Config) -> Split:
     if not split.residuals:
         return split
     parts = split.second, split.residuals, split.kept, split.by_policy
-    rest = (*parts, split.names)
-    return _settled(split.first, rest, config)
+    return _settled_by_first(split.first, (*parts, split.names), config)
 
 
 @cached_by_jaxpr
-def _settled(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
+def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Split:
     split = Split(first, *rest)
     with with_width(is_wide(first) or is_wide(split.second)):
-        lean = hand_over_least(split)
+        lean = with_names(hand_over_least(split))
     if config.mesh is None:
-        return with_names(lean)
+        return lean
+    of_results = _streams_of_results(lean, config)
+    of_operands = {} if of_results else _streams_of_operands(lean, config)
     layouts = _layouts(split, lean, config)
-    left, taken = _streams_to_mark(lean, config)
-    first = _with_marked_results(lean, layouts, left)
-    second = _with_marked_operands(lean, layouts, taken)
-    return with_names(dataclasses.replace(lean, first=first, second=second))
+    # A program that lost its marks on the way is worked on in chunks as the other is.
+    taken = {} if calls(lean.second, stream_p) else _by_operand(of_results, lean)
+    reached = of_results or of_operands
+    first = _with_marked_results(lean, layouts, _one_of_each_stream(reached))
+    second = _with_marked_operands(lean, layouts, _one_of_each_stream(taken))
+    marked = with_names(dataclasses.replace(lean, first=first, second=second))
+    if not of_operands:  # the other marks say what holds in `lean.first` without them
+        lower_as(marked.first, lean.first)
+    return marked
 
 
 def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
     """How each residual is laid out in the first program, by operand of the second.
 
     An operand that is handed on as it is has the layout that the whole of the first
-    gives it: in `lean` nothing may be left of the marks on it.
+    gives it: in `lean` marks that bear on it may be missing.
     """
-    given = laid_out(split.first, config).params
-    made = laid_out(lean.first, config).results
+    made = laid_out(lean.first, config)
+    whole = _marks_needed(lean.first) == _marks_needed(split.first)
+    given = made.params if whole else laid_out(split.first, config).params
     read = _first_readers(split.first.eqns)
     invars = split.first.jaxpr.invars
     layouts: dict[int, Spec] = {}
     for operand, residual in enumerate(lean.residuals):
         if residual.result is not None:
-            layouts[operand] = spec_of(made[residual.result])
+            layouts[operand] = spec_of(made.results[residual.result])
         elif residual.given is not None and invars[residual.given] in read:
             layouts[operand] = spec_of(given[residual.given])
     return layouts
+
+
+def _marks_needed(program: Any) -> int:
+    """How many marks bear on a program, and on all that it holds."""
+    return _marks(inline_plain_calls(program).eqns)
+
+
+def _marks(eqns: Iterable[JaxprEqn]) -> int:
+    held = (body for eqn in eqns for body in jaxprs_in_params(eqn.params))
+    inside = sum(_marks(body.eqns) for body in held)
+    return inside + sum(map(_is_mark, eqns))
 
 
 def spec_of(buffer: Buffer) -> Spec:
@@ -89,29 +133,31 @@ def spec_of(buffer: Buffer) -> Spec:
     return tuple(dim.axes for dim in buffer.dims)
 
 
-def _streams_to_mark(
-    split: Split, config: Config
-) -> tuple[dict[int, StreamChoice], dict[int, StreamChoice]]:
-    """Marks for results of the first program, and for operands of the second.
+def _streams_of_results(split: Split, config: Config) -> Reached:
+    """The streams that reach residuals in the first program, by result of that."""
+    _, streams = streams_of(split.first, config)
+    return {n: at for n in _made(split) if (at := streams[n])}
 
-    A program that keeps nothing but residuals, or that lost its marks on the way, is
-    worked on in chunks as the other is.  One mark is enough for each stream.
+
+def _streams_of_operands(split: Split, config: Config) -> Reached:
+    """The streams that reach them in the second, by the same.
+
+    Dead-code elimination may have taken the value that the user marked: what a
+    checkpoint computes again has no results but residuals.
     """
-    _, here = streams_of(split.first, config)
-    there, _ = streams_of(split.second, config)
+    streams, _ = streams_of(split.second, config)
+    return {n: at for n, operand in _made(split).items() if (at := streams[operand])}
+
+
+def _by_operand(reached: Reached, split: Split) -> Reached:
+    """What is said of results, by the operands of the second that they are."""
     made = _made(split)
-    # Dead-code elimination may have taken the value that the user marked: what a
-    # checkpoint computes again has no results but residuals.
-    lost = {result: here[result] for result in made if here[result]}
-    lost = lost or {result: there[operand] for result, operand in made.items()}
-    found = {} if any(there) else {op: here[result] for result, op in made.items()}
-    return _one_of_each_stream(lost), _one_of_each_stream(found)
+    return {made[result]: at for result, at in reached.items()}
 
 
-def _one_of_each_stream(
-    reached: Mapping[int, tuple[str, StreamChoice] | None],
-) -> dict[int, StreamChoice]:
-    streams = {at[0]: (number, at[1]) for number, at in reached.items() if at}
+def _one_of_each_stream(reached: Reached) -> dict[int, StreamChoice]:
+    """One mark is enough for each stream."""
+    streams = {stream: (number, mark) for number, (stream, mark) in reached.items()}
     return dict(streams.values())
 
 

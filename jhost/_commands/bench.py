@@ -16,7 +16,7 @@ from typing import Any
 
 from jhost import errors
 from jhost._commands.block import (
-    Block,
+    MlpBlock,
     block_on,
     compute_only,
     count,
@@ -136,7 +136,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def measured(block: Block, rounds: int) -> Row:
+def measured(block: MlpBlock, rounds: int) -> Row:
     """The times of one block, each way in turns."""
     operands = block.random_arguments()
     tuning = tune(hosted(block), *operands, rounds=rounds, cache=False)

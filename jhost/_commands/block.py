@@ -79,14 +79,14 @@ def sizes_here(devices: list[Any]) -> Sizes:
     return SMALL if devices[0].platform == "cpu" else LLAMA_8B
 
 
-def block_on(devices: list[Any], **sizes: Any) -> Block:
+def block_on(devices: list[Any], **sizes: Any) -> MlpBlock:
     """A block over these devices, of these sizes, or else of those that fit them."""
     mesh = jax.make_mesh((len(devices),), ("tp",), (AxisType.Auto,), devices=devices)
-    return Block(mesh=mesh, **{**sizes_here(devices), **sizes})
+    return MlpBlock(mesh=mesh, **{**sizes_here(devices), **sizes})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class MlpBlock:
     """The sizes of one MLP block, and the devices that it runs on."""
 
     mesh: Mesh
@@ -123,14 +123,14 @@ def mlp(x: jax.Array, w_up: jax.Array, w_down: jax.Array, **asked: Any) -> jax.A
     return stream(h @ w_down, axis=0, **asked)
 
 
-def plain(block: Block) -> Function:
+def plain(block: MlpBlock) -> Function:
     """The block as JAX runs it: shardings, and XLA's own collectives."""
     out = NamedSharding(block.mesh, OUT_SPEC)
     return jax.jit(mlp, in_shardings=block.shardings(), out_shardings=out)
 
 
 def hosted(
-    block: Block, *, tuning: Tuning | None = None, **asked: Any
+    block: MlpBlock, *, tuning: Tuning | None = None, **asked: Any
 ) -> JitFunction[..., jax.Array]:
     """The block as jhost runs it, with `chunks=` and `pipeline=` as `asked`."""
     # Asked of the mark: those of `jit` are wishes, and a command's are to be followed.
@@ -139,7 +139,7 @@ def hosted(
     return jit(function, mesh=block.mesh, tuning=tuning, **specs)
 
 
-def compute_only(block: Block) -> tuple[Function, tuple[jax.Array, ...]]:
+def compute_only(block: MlpBlock) -> tuple[Function, tuple[jax.Array, ...]]:
     """What each device multiplies, with all rows in place and no sum taken; arguments.
 
     No way to communicate makes the block faster than this.

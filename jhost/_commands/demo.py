@@ -15,7 +15,7 @@ import jax
 from jhost import errors
 from jhost._commands.block import (
     SMALL,
-    Block,
+    MlpBlock,
     block_on,
     count,
     devices_here,
@@ -90,7 +90,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0 if figures["match"] else 1
 
 
-def _figures(block: Block, times: Mapping[str, list[float]]) -> dict[str, Any]:
+def _figures(block: MlpBlock, times: Mapping[str, list[float]]) -> dict[str, Any]:
     """What was run on what, enough to run it again, and how long it took."""
     device = block.mesh.devices.flat[0]
     return {

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jhost import errors
 from jhost._cache_folder import folder
 from jhost._calibration import age_text, calibration_here, outdated, rates_here
-from jhost._commands.block import Block, block_on, devices_here, hosted, plain
+from jhost._commands.block import MlpBlock, block_on, devices_here, hosted, plain
 from jhost._commands.findings import JAX, Problem, Report
 from jhost._commands.links import examine_links, examine_mesh, examine_options
 from jhost._commands.modules import NotThereError, made
@@ -202,7 +202,7 @@ def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
         )
 
 
-def _tried(block: Block, pipeline: str) -> str:
+def _tried(block: MlpBlock, pipeline: str) -> str:
     operands = block.random_arguments()
     try:
         given = hosted(block, pipeline=pipeline)(*operands)

@@ -114,6 +114,7 @@ from jhost._jax.tracing import (
     StaticArguments as StaticArguments,
     TracedCall as TracedCall,
     forget_traces as forget_traces,
+    is_linearized as is_linearized,
     is_reference as is_reference,
     is_tracing as is_tracing,
     jit_is_disabled as jit_is_disabled,

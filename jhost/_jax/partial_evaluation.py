@@ -82,7 +82,8 @@ def _partially_eval(
     kept = len(first.out_avals) - made
     split = new_split(first, second, kept, forwarded, call_jaxpr)
     names = keep(operand_names(call_jaxpr), [not u for u in unknown])
-    split = refine(dataclasses.replace(split, names=tuple(names)), **params)
+    split = dataclasses.replace(split, names=tuple(names), how="known")
+    split = refine(split, **params)
     known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     ahead, behind = rename(params, "known"), rename(params, "unknown")
     results = prim.bind(*known, call_jaxpr=split.first, **ahead)

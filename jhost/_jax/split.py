@@ -36,7 +36,8 @@ class Split:
     Both are closed jaxprs.  The first `kept` results of `first` are the program's own;
     those after them are there for `second` alone.  The first operands of `second` are
     the `residuals`; a policy of the user's may have chosen them.  `names` are those of
-    the operands of `first`, as far as they are known.
+    the operands of `first`, as far as they are known.  `how` says what JAX made `first`
+    for; `whole` is the program that both come from, where no other trace has it.
     """
 
     first: Any
@@ -45,6 +46,8 @@ class Split:
     kept: int
     by_policy: bool = False
     names: tuple[str, ...] = ()
+    how: Derivation = "forward"
+    whole: Any = None
 
 
 Refine: TypeAlias = Callable[..., Split]

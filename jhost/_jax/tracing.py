@@ -17,7 +17,7 @@ from jax._src import api_util, core
 from jax._src.interpreters import ad, batching, partial_eval
 from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Format
-from jax.interpreters.ad import JVPTrace, JVPTracer
+from jax.interpreters.ad import JVPTrace, JVPTracer, Zero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jhost._jax.eqns import ClosedJaxpr
@@ -206,6 +206,18 @@ def _below(value: Any) -> Any:
     while isinstance(value, JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
+
+
+def is_linearized(values: Sequence[Any]) -> bool:
+    """Whether a call on values is now split in two, for a gradient.
+
+    False where other transforms come first, and where JAX stages the call.
+    """
+    trace = core.trace_ctx.trace
+    return isinstance(trace, ad.LinearizeTrace) and any(
+        isinstance(value, ad.LinearizeTracer) and not isinstance(value.tangent, Zero)
+        for value in values
+    )
 
 
 def jit_is_disabled() -> bool:

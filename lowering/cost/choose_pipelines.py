@@ -16,7 +16,7 @@ from jhost.lowering.cost.candidates import Evaluation
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
 from jhost.lowering.cost.sections import Section, Sections
-from jhost.lowering.ir.bodies import all_marks, with_marks
+from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -28,6 +28,7 @@ from jhost.lowering.ir.requests import (
     marks_alike,
     open_marks,
     set_choice,
+    take_known,
 )
 
 
@@ -64,7 +65,11 @@ class ChoosePipelines:
             if others := [number for number in group if number not in known]:
                 choice = self.choice(sections, marks, others, following)
                 set_choice(marks, others, choice)
-        return with_marks(program, marks)
+        chosen = with_marks(program, marks)
+        # Where a mark asked for all of it, its streams may be planned already.
+        for before, after in zip(programs(program), programs(chosen), strict=True):
+            take_known(after, [before])
+        return chosen
 
     def choice(
         self,

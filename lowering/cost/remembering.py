@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jhost.lowering.ir.bodies import EachProgram, is_alike, with_each_body
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
@@ -44,7 +45,9 @@ class _Made:
         if self.before.marks != program.marks and self.seen != sees():
             return None
         marks = _with_choices(self.after.marks, stream_choices(program))
-        made = dataclasses.replace(self.after, marks=marks, remarks=remarks)
+        made = dataclasses.replace(
+            self.after, marks=marks, remarks=remarks, streamed=program.streamed
+        )
         if not take_known(made, self.every):
             self.every.append(made)
         return made
@@ -67,7 +70,7 @@ class Remembering:
 
     def __init__(self, step: FollowingPass) -> None:
         self.step = step
-        self.made: dict[int, list[_Made]] = {}  # by identity of a body that is kept
+        self.made = Shared[_Made]()
 
     def apply(self, program: Program) -> Program:
         step = self.step
@@ -88,12 +91,12 @@ class Remembering:
         make: Callable[[Program], Program],
     ) -> Program:
         """What the pass makes of a program, which may be known."""
-        known = self.made.setdefault(id(program.body), [])
+        known = self.made.of(program)
         for each in known:
             if (after := each.of(program, sees)) is not None:
                 return after
         after = make(program)
-        if program.body and _keeps_choices(program, after):
+        if _keeps_choices(program, after):
             known.append(_Made(program, after, sees(), [after]))
         return after
 

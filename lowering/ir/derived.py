@@ -1,12 +1,17 @@
-"""What is found out about a program once, and kept as long as the program lives."""
+"""What is found out about a program once, and kept.
+
+That is as long as the program lives, or, where other programs share it, as long as what
+keeps it does: the candidates for one choice have most statements in common.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Stmt
 
 _R = TypeVar("_R")
 
@@ -24,3 +29,20 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
         return program.derived[find]
 
     return found
+
+
+class Shared(Generic[_R]):
+    """What was found out about programs, for others that have the same statements.
+
+    Those are the same objects: of equal ones nobody asks.  All empty bodies are one
+    tuple in Python, so whoever finds something here compares the rest of the programs.
+    """
+
+    def __init__(self) -> None:
+        # The statements are kept, so that no others get their identity.
+        self.found: dict[int, tuple[tuple[Stmt, ...], list[_R]]] = {}
+
+    def of(self, program: Program) -> list[_R]:
+        """What there is for programs with these statements, to be added to."""
+        body = program.body
+        return self.found.setdefault(id(body), (body, []))[1]

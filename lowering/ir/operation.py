@@ -106,7 +106,7 @@ class Operation:
 
 
 def _induced(dims: Dims, assignment: Assignment) -> Layout:
-    return tuple(() if dim is None else assignment[dim.factor] for dim in dims)
+    return tuple([() if dim is None else assignment[dim.factor] for dim in dims])
 
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
@@ -183,7 +183,7 @@ def claims_of(
         for name, dims in zip(names, maps, strict=True)
         if name in layouts
         for dim, axes in zip(dims, layouts[name], strict=True)
-        if dim is not None
+        if axes and dim is not None
         for axis in axes
     ]
 

@@ -20,6 +20,8 @@ class Program:
     """A whole function on `mesh`: `params` in, `results` out.
 
     `marks` are what the user asked for and no pass has taken up yet.
+    `streamed` has the dims that pipelines will cut, by value, as planned before values
+    had layouts (`layouts/hidden_dims.py`).
     `display_names` has what the user calls values, by buffer; texts do not say it.
     `derived` has what was found out about the program (`ir/derived.py`).
     """
@@ -33,6 +35,9 @@ class Program:
     remarks: tuple[Remark, ...] = ()
     display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
+    )
+    streamed: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict[str, Any], compare=False, repr=False
     )
     derived: dict[object, Any] = dataclasses.field(
         default_factory=dict[object, Any], init=False, compare=False, repr=False

@@ -23,6 +23,8 @@ from jhost.lowering.layouts.transfer_bytes import (
 Move: TypeAlias = tuple[str, Layout]
 """A value, and a layout that some operation wants it in."""
 
+_NO_MOVES = frozenset[Move]()
+
 
 class Decisions:
     """Layouts and assignments, and the bytes that they move and the work, in all.
@@ -94,13 +96,14 @@ class Decisions:
 
     def known(self, number: int) -> frozenset[Move]:
         """The moves of an operation's operands that others before it make."""
-        return frozenset(
+        known = [
             (name, want)
             for name in self.operations[number].ins
             for want in self.moves_of.get(name, ())
             # Later operations find the value moved, so only the first pays.
             if self.movers[name, want][0] < number
-        )
+        ]
+        return frozenset(known) if known else _NO_MOVES  # as most often
 
     def _add(self, move: Move, number: int) -> None:
         movers = self.movers.setdefault(move, [])

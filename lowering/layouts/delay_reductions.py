@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
@@ -30,7 +30,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
 from jhost.lowering.layouts.commute import Rewrite, commuted, is_reduction
-from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_dims
+from jhost.lowering.layouts.hidden_dims import streamed_where_moved
 from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
@@ -46,11 +46,11 @@ class DelayReductions(EachProgram):
     name: ClassVar[str] = "delay_reductions"
 
     def sees(self, program: Program) -> object:
-        return streamed_dims(program) if _reduces(program) else None
+        return program.streamed if _reduces(program) else None
 
     def change(self, program: Program) -> Program:
         if _reduces(program):
-            program = _Delayer(program, streamed_dims(program)).delay()
+            program = _Delayer(program).delay()
         # All constraints are met by now, and no later pass reads them.
         marks = tuple(m for m in program.marks if not isinstance(m, ShardMark))
         return dataclasses.replace(program, marks=marks)
@@ -86,10 +86,9 @@ class _ReductionCost:
 
 
 class _Delayer:
-    def __init__(self, program: Program, streamed: Mapping[str, StreamedDim]) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self.mesh = dict(program.mesh.shape)
-        self.streamed = streamed
         self.names = FreshNames.of(program)
         given = [m for m in program.marks if not isinstance(m, BarrierMark)]
         fixed = [m for m in given if not isinstance(m, StreamRequest | StreamChoice)]
@@ -189,8 +188,7 @@ class _Delayer:
             return _ReductionCost()
         have, want = layout_of(stmt.source), layout_of(stmt.out)
         partial = stmt.source.partial
-        streamed = self.streamed.get(stmt.out.name)
-        streamed = streamed or self.streamed.get(stmt.source.name)
+        streamed = streamed_where_moved(self.program, stmt)
         steps = plan_reshard(have, want, partial, self.mesh)
         moved = moved_by(steps, have, self.whole(stmt.source), self.mesh, streamed)
         return _ReductionCost(moved, sum(step.kind != "Select" for step in steps))

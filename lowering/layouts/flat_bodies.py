@@ -61,8 +61,12 @@ class FlatBody:
                 yield from body.walk()
 
 
-def flattened(program: Program) -> tuple[tuple[Operation, ...], FlatBody]:
-    """All operations in order, and which of them are whose."""
+Flattened: TypeAlias = tuple[tuple[Operation, ...], FlatBody]
+"""All operations of a program in order, and which of them are whose."""
+
+
+def flattened(program: Program) -> Flattened:
+    """The operations of a program and of all bodies in it."""
     flattener = _Flattener()
     flat = flattener.body(program, "", 1)
     return tuple(flattener.operations), flat

@@ -1,8 +1,8 @@
 """Which dims the user's streams will cut, planned before layouts are decided.
 
 The plan says what a loop could take in.  Only a pipeline that the user named counts:
-whether another one is made depends on the layouts.  Streams are planned again once the
-communications are there.
+whether another one is made depends on the layouts.  `Program.streamed` hands the dims
+on.  Streams are planned again for the loops, once the communications are there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.marks import ShardMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
-from jhost.lowering.ir.statements import PipelineKind
+from jhost.lowering.ir.statements import Communicate, PipelineKind, Reshard
 from jhost.lowering.layouts.reshard import ReshardStep
 from jhost.lowering.streams.plan import StreamPlan, plan_program
 
@@ -28,13 +28,14 @@ class StreamedDim:
 
     `axes` are the mesh axes over which the user sharded it, here or elsewhere in the
     stream; `along` is that which a p2p pipeline moves chunks along, where it is one of
-    several.
+    several.  `where` the user asked for it is only said.
     """
 
     dim: int
     pipeline: PipelineKind
     axes: frozenset[str]
     along: str | None = None
+    where: str = dataclasses.field(default="", compare=False)
 
     def hides(self, step: ReshardStep) -> bool:
         """Whether the loop can take in `step`, so that chunks are computed meanwhile.
@@ -97,13 +98,25 @@ def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
             dims = _dims_of_values(graph, plan, stream)
             axes = _given_axes(program, dims)
             for name, dim in dims.items():
-                streamed.setdefault(name, StreamedDim(dim, mark.pipeline, axes))
+                found = StreamedDim(dim, mark.pipeline, axes, where=mark.where)
+                streamed.setdefault(name, found)
     return streamed
 
 
 def _hides(mark: StreamChoice) -> bool:
     """Whether a mark asks for a loop: one chunk is none."""
     return mark.pipeline in _HIDING and mark.chunks != 1
+
+
+def streamed_where_moved(
+    program: Program, stmt: Reshard | Communicate
+) -> StreamedDim | None:
+    """The dim that a pipeline will cut of what a statement moves.
+
+    It was planned before values had layouts, when one name stood for all copies.
+    """
+    streamed = program.streamed
+    return streamed.get(stmt.out.name) or streamed.get(stmt.source.name)
 
 
 def reached_by_streams(program: Program) -> Mapping[str, tuple[str, StreamChoice]]:

@@ -29,6 +29,9 @@ from jhost.lowering.ir.statements import Buffer
 
 Snapshot: TypeAlias = tuple[Mapping[str, Layout], Mapping[str, frozenset[str]]]
 
+_Preferred: TypeAlias = tuple[str, Layout, bool]
+"""An operand, the layout preferred for it, and whether that uses axes."""
+
 
 class Preferences:
     """Layouts by buffer name: preferred `targets`, and among these the `fixed` ones."""
@@ -42,6 +45,7 @@ class Preferences:
         self.buffers = buffers
         self.mesh = mesh
         self.specs = {name: mark.spec for name, mark in marks.items()}
+        self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
         self.targets: dict[str, Layout] = {}
         self.free_axes: dict[str, frozenset[str]] = {}
         """Axes of which a target says nothing: its value may be sharded over them."""
@@ -89,16 +93,29 @@ class Preferences:
                 assignment = self.suggested(op)
             else:
                 assignment = assignments[number]
-            for position, name in enumerate(op.ins):
-                wanted = op.required(position, assignment)
-                if name not in self.fixed and self.is_legal(name, wanted):
-                    # A factor on no axis prefers nothing, a whole dim does.
-                    needed = not any(op.operands[position]) and name not in self.targets
-                    if used_axes(wanted) or needed:
-                        self.targets[name] = self.constrained(name, wanted)
-                        # At first only what the constraints suggest is known.
-                        known = self.mesh if assignments else used_axes(assignment)
-                        self.free_axes[name] = self._axes_beside(known)
+            for name, wanted, used in self.preferred(op, assignment):
+                # A factor on no axis prefers nothing, a whole dim does.
+                if used or name not in self.targets:
+                    self.targets[name] = wanted
+                    # At first only what the constraints suggest is known.
+                    known = self.mesh if assignments else used_axes(assignment)
+                    self.free_axes[name] = self._axes_beside(known)
+
+    def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
+        """What an operation so assigned may prefer, and whether that uses axes.
+
+        Where it does not, a whole dim is all that the operand has.
+        """
+        case = op, assignment
+        if case not in self.known:
+            required = [(n, op.required(i, assignment)) for i, n in enumerate(op.ins)]
+            self.known[case] = [
+                (name, self.constrained(name, wanted), bool(used_axes(wanted)))
+                for (name, wanted), dims in zip(required, op.operands, strict=True)
+                if name not in self.fixed and self.is_legal(name, wanted)
+                if used_axes(wanted) or not any(dims)
+            ]
+        return self.known[case]
 
     def suggested(self, op: Operation) -> Assignment:
         """The assignment that constraints around `op` suggest, its operands' first."""
@@ -114,7 +131,9 @@ class Preferences:
 
     def target(self, name: str, rest: Layout) -> Layout:
         """The layout preferred for a value in `rest`, which is `rest` where none is."""
-        wanted = self.targets.get(name, rest)
+        wanted = self.targets.get(name)
+        if wanted is None:
+            return rest
         free = self.free_axes.get(name, frozenset()) - used_axes(wanted)
         return tuple(
             want or tuple(axis for axis in have if axis in free)
@@ -123,7 +142,8 @@ class Preferences:
 
     def about(self, names: Iterable[str]) -> Hashable:
         """All present preferences for some values."""
-        return tuple((self.targets.get(n), self.free_axes.get(n)) for n in names)
+        targets, free_axes = self.targets, self.free_axes
+        return tuple([(targets.get(n), free_axes.get(n)) for n in names])
 
     def _axes_beside(self, axes: Iterable[str]) -> frozenset[str]:
         return frozenset(self.mesh).difference(axes)
@@ -138,7 +158,9 @@ class Preferences:
         """
         if name in self.fixed:
             return self.fixed[name]
-        wanted = self.targets.get(name, produced)
+        wanted = self.targets.get(name)
+        if wanted is None:
+            return self.constrained(name, produced)
         axes = {axis for axis, _ in partial}
         rest = tuple(
             want
@@ -150,7 +172,9 @@ class Preferences:
 
     def constrained(self, name: str, layout: Layout) -> Layout:
         """`layout` in the dims that the user left free, elsewhere what was given."""
-        spec = self.specs.get(name, (None,) * len(layout))
+        spec = self.specs.get(name)
+        if spec is None:
+            return layout
         given = {axis for axes in spec for axis in axes or ()}
         return tuple(
             tuple(itertools.takewhile(lambda axis: axis not in given, have))

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import ClassVar, TypeAlias
 
 from jhost.lowering.ir.bodies import is_alike
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import take_known
@@ -58,17 +59,12 @@ class _LaidOut:
 
 
 @dataclasses.dataclass(slots=True)
-class _Shared:
-    """What candidates that are as good as alike share.
-
-    Solutions, and what was written by them, by identity of a body that is kept.
-    """
+class _SharedLayouts:
+    """What candidates share: solutions, and what was written by them."""
 
     solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
     written: Interned = dataclasses.field(default_factory=Interned)
-    programs: dict[int, list[_LaidOut]] = dataclasses.field(
-        default_factory=dict[int, list[_LaidOut]]
-    )
+    programs: Shared[_LaidOut] = dataclasses.field(default_factory=Shared[_LaidOut])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,15 +76,15 @@ class PropagateLayouts:
 
     name: ClassVar[str] = "propagate_layouts"
 
-    known: _Shared = dataclasses.field(
-        default_factory=_Shared, compare=False, repr=False
+    known: _SharedLayouts = dataclasses.field(
+        default_factory=_SharedLayouts, compare=False, repr=False
     )
 
     def apply(self, program: Program) -> Program:
         # There is one device, and nothing to lay out.
         if not program.mesh.shape:
             return program
-        known = self.known.programs.setdefault(id(program.body), [])
+        known = self.known.programs.of(program)
         for each in known:
             if (after := each.of(program)) is not None:
                 return after
@@ -97,18 +93,15 @@ class PropagateLayouts:
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))
         rewriter = Rewriter(solution.flat, solution, remarks, self.known.written)
         after = rewriter.rewrite()
-        # All empty bodies are one tuple in Python, so their id says nothing.
-        if program.body:
-            known.append(
-                _LaidOut(program, streamed_dims(program), rewriter, after, [program])
-            )
+        streamed = streamed_dims(program)
+        known.append(_LaidOut(program, streamed, rewriter, after, [program]))
         return after
 
 
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     """The solution for a program with its marks; `known` ones are not found again."""
     known = {} if known is None else known
-    operations, flat = flattened(program)
+    operations, flat = whole = flattened(program)
     streamed = {
         each.prefix + name: dim
         for each in flat.walk()
@@ -123,7 +116,7 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
     )
     if key not in known:  # which keeps the statements, so that no others get their ids
         ways = one_way_each(streamed, program.mesh.axis_names)
-        solved = [solve_layouts(program, shardings, way) for way in ways]
+        solved = [solve_layouts(whole, shardings, way) for way in ways]
         # The first of equals: chunks then move along the innermost axis.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], flat=flat)

@@ -29,6 +29,7 @@ from jhost.lowering.ir.statements import (
     While,
 )
 from jhost.lowering.layouts.flat_bodies import Border, FlatBody, local_name
+from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import ReshardKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution
@@ -147,6 +148,7 @@ class Rewriter:
             body=tuple(self.body),
             marks=tuple(self.marks(self.program.marks)),
             remarks=(*self.program.remarks, *filter(None, self.remarks)),
+            streamed=streamed_dims(self.program),
         )
 
     # --- Control flow --------------------------------------------------------- #

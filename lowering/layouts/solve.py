@@ -17,8 +17,7 @@ from jhost.lowering.ir.operation import (
     Claim,
     Operation,
 )
-from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.flat_bodies import FlatBody
+from jhost.lowering.layouts.flat_bodies import FlatBody, Flattened
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.improve import improved, restarted
 from jhost.lowering.layouts.solver import AssignmentRank, Solver
@@ -60,7 +59,7 @@ class Solution:
 
 
 def solve_layouts(
-    program: Program,
+    whole: Flattened,
     marks: Mapping[str, ShardMark],
     streamed: Mapping[str, StreamedDim],
 ) -> Solution:
@@ -69,7 +68,7 @@ def solve_layouts(
     What the loops over `streamed` dims hide counts after all that they do not.  Marks
     and dims are those of values by their names in `flattened`.
     """
-    solver = Solver(program, marks, streamed)
+    solver = Solver(whole, marks, streamed)
     best = restarted(solver, improved(solver, solver.fixed_point()))
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)

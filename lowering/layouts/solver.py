@@ -21,10 +21,9 @@ from jhost.lowering.ir.operation import (
     assignments_by,
     claims_of,
 )
-from jhost.lowering.ir.program import Program
 from jhost.lowering.layouts.decisions import Decisions, Move
 from jhost.lowering.layouts.effects import Effects
-from jhost.lowering.layouts.flat_bodies import buffers_of, flattened, repeats_of
+from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
@@ -57,19 +56,20 @@ class Solver:
 
     def __init__(
         self,
-        program: Program,
+        whole: Flattened,
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
         # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
         # a copy in another layout, beside the value that it keeps.
-        self.operations, self.flat = flattened(program)
+        self.operations, self.flat = whole
         self.barriers = {
             flat.prefix + mark.buffer
             for flat in self.flat.walk()
             for mark in flat.program.marks
             if isinstance(mark, BarrierMark)
         }
+        program = self.flat.program
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
         self.buffers = buffers_of(self.flat)
@@ -115,16 +115,15 @@ class Solver:
 
     def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
         """The fixed point from the start, with one operation assigned so."""
-        operations, found = self.operations, self.found
+        operations = self.operations
         # Pinned while all else is decided around it; what follows may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
-        self.found = {}
         self.preferences.restart()
         try:
             decided = self.fixed_point().in_order()
         finally:
-            self.operations, self.found = operations, found
+            self.operations = operations
         made = Decisions(operations, self.effects, self.costs, self.given())
         for place, each in enumerate(decided):
             made.decide(place, each)
@@ -150,11 +149,13 @@ class Solver:
     def cheapest(self, number: int, made: Decisions) -> Assignment:
         """The assignment that moves the fewest bytes; found once for the same case."""
         op, moves = self.operations[number], made.known(number)
-        layouts = {name: made.layouts[name] for name in decided_by(op)}
-        case = number, moves, *layouts.values(), self.preferences.about(op.outs)
-        if case not in self.found:
-            self.found[case] = self.find_cheapest(op, layouts, moves)
-        return self.found[case]
+        layouts = [made.layouts[name] for name in decided_by(op)]
+        # By the operation itself: one that is pinned is another.
+        case = op, moves, self.preferences.about(op.outs), *layouts
+        found = self.found.get(case)
+        if found is None:
+            found = self.found[case] = self.find_cheapest(op, made.layouts, moves)
+        return found
 
     def find_cheapest(
         self, op: Operation, layouts: Mapping[str, Layout], moves: Collection[Move]
@@ -240,8 +241,6 @@ class Solver:
         ]
 
 
-def decided_by(op: Operation) -> Iterator[str]:
+def decided_by(op: Operation) -> tuple[str, ...]:
     """The values whose layouts bear on what an operation is assigned to."""
-    yield from op.ins
-    if op.like is not None:
-        yield op.like
+    return op.ins if op.like is None else (*op.ins, op.like)

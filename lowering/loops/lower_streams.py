@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram, is_alike
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.graph import Group, Node, merge_groups
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute
@@ -60,8 +61,8 @@ class LowerStreams(EachProgram):
 
     streams: int = 4
     strict: bool = True
-    known: dict[int, list[_LoopGroups]] = dataclasses.field(
-        default_factory=dict[int, "list[_LoopGroups]"], compare=False, repr=False
+    known: Shared[_LoopGroups] = dataclasses.field(
+        default_factory=Shared[_LoopGroups], compare=False, repr=False
     )
 
     def change(self, program: Program) -> Program:
@@ -94,7 +95,7 @@ class LowerStreams(EachProgram):
     ) -> Built:
         """The loops of a program, which may be those of a candidate before."""
         made = {s: _as_built(each, graph) for s, each in made.items()}
-        known = self.known.setdefault(id(program.body), [])
+        known = self.known.of(program)
         loops = next((e for e in known if e.are_of(program, made, extents)), None)
         if loops is None:
             builder = LoopBuilder(program, graph, made, extents, self.streams)

@@ -18,6 +18,7 @@ from typing import ClassVar, TypeAlias
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import with_each_body
+from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.index import Constant, Rank, leaves, substituted, without_mods
 from jhost.lowering.ir.program import Program
 from jhost.lowering.loops.rotation import rotated_values
@@ -25,8 +26,14 @@ from jhost.lowering.loops.rotation import rotated_values
 _Rotated: TypeAlias = Mapping[int, AbstractSet[str]]
 """The names of rotated values, by identity of the program or body that has them."""
 
-_Known: TypeAlias = dict[tuple[int, frozenset[str]], tuple[Program, Program]]
-"""A program before and after, by its identity and its rotated values' names."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InOrder:
+    """A program or body before and after, of which some values are rotated."""
+
+    before: Program
+    rotated: frozenset[str]
+    after: Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +42,8 @@ class OrderBySteps:
 
     name: ClassVar[str] = "order_by_steps"
 
-    known: _Known = dataclasses.field(
-        default_factory=dict[tuple[int, frozenset[str]], tuple[Program, Program]],
-        compare=False,
-        repr=False,
+    known: Shared[_InOrder] = dataclasses.field(
+        default_factory=Shared[_InOrder], compare=False, repr=False
     )
 
     def apply(self, program: Program) -> Program:
@@ -56,12 +61,12 @@ class OrderBySteps:
         inner = with_each_body(program, lambda body: self.in_order(body, rotated))
         if not names:
             return inner
-        place, is_known = (id(program), names), inner is program
-        if is_known and place in self.known:
-            return self.known[place][1]
+        known = self.known.of(inner)
+        for each in known:
+            if each.before is inner and each.rotated == names:
+                return each.after
         after = dataclasses.replace(inner, body=_statements(inner.body, {}, names))
-        if is_known:
-            self.known[place] = program, after
+        known.append(_InOrder(inner, names, after))
         return after
 
 

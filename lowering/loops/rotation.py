@@ -14,8 +14,16 @@ A value qualifies if nothing asks for the order of position.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -23,7 +31,7 @@ import jax.numpy as jnp
 from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
@@ -77,20 +85,26 @@ class _Factor:
         return free and whole and all(alike)
 
 
+_Factors: TypeAlias = Callable[[], Sequence[_Factor]]
+
+
 @dataclasses.dataclass(slots=True)
 class _Uses:
-    """How a value is used: the parts that `Select`s show, and computations of all."""
+    """How a value is used: the parts that `Select`s show, and computations of all.
+
+    The factors of a computation are found out when they are asked for.
+    """
 
     parts: list[tuple[ir.Select, Mapping[str, int]]] = dataclasses.field(
         default_factory=list[tuple[ir.Select, Mapping[str, int]]]
     )
-    computations: list[Sequence[_Factor]] = dataclasses.field(
-        default_factory=list[Sequence[_Factor]]
-    )
+    computations: list[_Factors] = dataclasses.field(default_factory=list[_Factors])
 
 
 def rotated_values(program: Program) -> set[ValueName]:
     """The values of a program and its bodies that are rotated, by name."""
+    if not any(isinstance(s, ir.Select) and _axes(s) for s in statements(program)):
+        return set()
     values = _Rotations(program)
     rotations = values.rotations()
     waiting = [*rotations]
@@ -143,9 +157,11 @@ class _Rotations:
                 case ir.Scan():
                     self.scan(owner, stmt)
                 case ir.Compute() if _is_known(stmt):
-                    self.computation(owner, stmt, _factors(owner, stmt, self.ranks))
+                    found = functools.partial(_factors, owner, stmt, self.ranks)
+                    self.computation(owner, stmt, found)
                 case ir.Set():
-                    self.computation(owner, stmt, _dims_alike(owner, stmt))
+                    found = functools.partial(_dims_alike, owner, stmt)
+                    self.computation(owner, stmt, found)
                 case _:
                     self.all_of_it(owner, itertools.chain(*reads_writes(stmt)))
                     for each in stmt.bodies if isinstance(stmt, CONTROL_FLOW) else ():
@@ -161,13 +177,14 @@ class _Rotations:
             self.of(id(body), inside)
             stacked = (owner, outside.name), -len(outside.shape)
             self.of(owner, outside).computations.append(
-                [_Factor([stacked], scan.length)]
+                functools.partial(list, [_Factor([stacked], scan.length)])
             )
             self.same.merge((id(body), inside.name), (owner, outside.name))
 
     def computation(
-        self, owner: int, stmt: ir.Compute | ir.Set, factors: Sequence[_Factor]
+        self, owner: int, stmt: ir.Compute | ir.Set, found: _Factors
     ) -> None:
+        factors = functools.cache(found)
         for buffer in itertools.chain(*reads_writes(stmt)):
             self.of(owner, buffer).computations.append(factors)
 
@@ -194,7 +211,7 @@ class _Rotations:
         waiting = [*rotations]
         while waiting:
             name = waiting.pop()
-            for factor in itertools.chain(*self.uses[name].computations):
+            for factor in self.factors(name):
                 if factor.parallel and (name, rotations[name].dim) in factor.dims:
                     for other, dim in factor.dims:
                         names = self.same.subset(other)
@@ -227,14 +244,19 @@ class _Rotations:
         """Whether every computation takes a value as it is rotated."""
         place = name, rotations[name].dim
         return all(
-            all(f.takes(rotations[name], rotations) for f in factors if place in f.dims)
-            for factors in self.uses[name].computations
+            factor.takes(rotations[name], rotations)
+            for factor in self.factors(name)
+            if place in factor.dims
         )
 
     def sharing(self, name: ValueName) -> set[ValueName]:
         """The values that share a factor with a value in some computation."""
-        factors = itertools.chain(*self.uses[name].computations)
-        return {other for factor in factors for other, _ in factor.dims}
+        return {other for factor in self.factors(name) for other, _ in factor.dims}
+
+    def factors(self, name: ValueName) -> Iterator[_Factor]:
+        """Those of all computations of a value."""
+        for factors in self.uses[name].computations:
+            yield from factors()
 
 
 def _axes(select: ir.Select) -> frozenset[str]:

@@ -14,14 +14,13 @@ from typing import ClassVar
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.graph import nodes
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.statements import Buffer, Communicate, Dim, Stmt, Wait
+from jhost.lowering.layouts.hidden_dims import StreamedDim, streamed_where_moved
 from jhost.lowering.padding.region import PadRequest
 from jhost.lowering.padding.values import pad_program
-from jhost.lowering.streams.plan import plan_program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,65 +30,48 @@ class SplitAllReduces(EachProgram):
     name: ClassVar[str] = "split_all_reduces"
 
     def sees(self, program: Program) -> object:
-        if not self.may_split(program):
-            return None
-        return [
-            (mark.dim, mark.pipeline, mark.chunks, mark.unpipelined, mark.lines)
-            for mark in stream_choices(program)
-        ]
-
-    def may_split(self, program: Program) -> bool:
-        """Whether there are all-reduces, and a pipeline that could meet them."""
-        p2p = any(mark.pipeline == "p2p" for mark in stream_choices(program))
-        return p2p and any(
-            isinstance(stmt, Communicate) and stmt.kind == "AllReduce"
-            for stmt in program.body
-        )
+        unpipelined = [mark.unpipelined for mark in stream_choices(program)]
+        return (program.streamed, unpipelined) if program.streamed else None
 
     def change(self, program: Program) -> Program:
-        if not self.may_split(program):
-            return program
-        found = [*self.all_reduces(program)]
-        if not found:
+        dims = {stmt.name: dim for stmt, dim in _on_p2p_streams(program)}
+        if not dims:
             return program
         mesh = dict(program.mesh.shape)
         uneven = [
             PadRequest(
                 buffer=stmt.out.name,
-                dim=dim,
+                dim=streamed.dim,
                 axes=stmt.axes,
                 devices=axes_size(stmt.axes, mesh),
-                where=mark.where,
+                where=streamed.where,
             )
-            for stmt, dim, mark in found
+            for stmt, streamed in _on_p2p_streams(program)
         ]
         # Padded at the end of what a device has, whatever shards the dim already.
-        padded = pad_program(program, uneven)
-        if padded is not program:
-            program, found = padded, [*self.all_reduces(padded)]
-        dims = {stmt.out.name: dim for stmt, dim, _ in found}
+        program = pad_program(program, uneven)
         names = FreshNames.of(program)
         body: list[Stmt] = []
         for node in nodes(program.body):
             stmt = node.stmt
-            if isinstance(stmt, Communicate) and stmt.out.name in dims:
-                body += split(stmt, dims[stmt.out.name], mesh, names)
+            if isinstance(stmt, Communicate) and stmt.name in dims:
+                body += split(stmt, dims[stmt.name].dim, mesh, names)
             else:
                 body += node.stmts
         return dataclasses.replace(program, body=tuple(body))
 
-    def all_reduces(
-        self, program: Program
-    ) -> Iterator[tuple[Communicate, int, StreamChoice]]:
-        """The all-reduces on p2p streams, with the streamed dim and its choice."""
-        graph, plan = plan_program(program)
-        unpipelined = unpipelined_values(program)
-        for number, part in plan.parts.items():
-            stmt, mark = graph[number].stmt, plan.marks[part.stream]
-            if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
-                continue
-            if mark.pipeline == "p2p" and stmt.out.name not in unpipelined:
-                yield stmt, part.writes[0].dim, mark
+
+def _on_p2p_streams(program: Program) -> Iterator[tuple[Communicate, StreamedDim]]:
+    """The all-reduces that p2p pipelines meet, with the dim that these cut."""
+    unpipelined = unpipelined_values(program)
+    for stmt in program.body if program.streamed else ():
+        if not isinstance(stmt, Communicate) or stmt.kind != "AllReduce":
+            continue
+        streamed = streamed_where_moved(program, stmt)
+        if not streamed or stmt.out.name in unpipelined:
+            continue
+        if streamed.pipeline == "p2p":
+            yield stmt, streamed
 
 
 def split(

@@ -63,6 +63,8 @@ def possible_marks(program: Program) -> Program:
         _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
         for m in program.marks
     )
+    if marks == program.marks:
+        return program
     return dataclasses.replace(program, marks=marks)
 
 

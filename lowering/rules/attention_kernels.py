@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.attention_parts import Blocks
+from jhost.lowering.rules.attention_parts import AttentionBlocks
 from jhost.lowering.rules.dim_rule import bind
 
 # Operands, in the order in which JAX binds them; a result of `score_mod` comes last.
@@ -34,7 +34,7 @@ def mask_of(eqn: JaxprEqn) -> str:
     return eqn.params["mask_type"].name if "mask_type" in eqn.params else ""
 
 
-class KernelBlocks(Blocks):
+class KernelBlocks(AttentionBlocks):
     """Binds the kernel, whose mask is one among queries and keys that stand alike."""
 
     def whole(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

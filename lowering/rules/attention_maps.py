@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jhost.lowering.rules.attention_parts import Blocks
+from jhost.lowering.rules.attention_parts import AttentionBlocks
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     AttentionWindow,
@@ -22,7 +22,7 @@ from jhost.lowering.rules.dim_rule import (
 )
 from jhost.lowering.rules.reducers import Reducer
 
-MakeBlocks: TypeAlias = Callable[..., Blocks]
+MakeBlocks: TypeAlias = Callable[..., AttentionBlocks]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

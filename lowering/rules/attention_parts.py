@@ -53,7 +53,7 @@ def weighted(heads_first: bool) -> Combine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks(abc.ABC):
+class AttentionBlocks(abc.ABC):
     """The rebind of attention that is cut along the factors of a `window`.
 
     `sizes` are those of the whole; `operands` and `results` map its values.  The last

@@ -22,7 +22,7 @@ from jhost._attention.written_out import AttentionSettings, width
 from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
-from jhost.lowering.rules.attention_parts import Blocks, weighted
+from jhost.lowering.rules.attention_parts import AttentionBlocks, weighted
 from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Place, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
 
@@ -87,7 +87,7 @@ def _rule(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenBlocks(Blocks):
+class WrittenBlocks(AttentionBlocks):
     """Runs `compute`, which masks keys by where they stand."""
 
     compute: Callable[..., list[Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax import lax
@@ -176,9 +176,11 @@ class ArrayType:
     dtype: np.dtype
 
 
-def unit_types(
-    unit: Unit, site: Site
-) -> tuple[list[ArrayType | None], list[ArrayType | None]]:
+UnitTypes: TypeAlias = tuple[Sequence[ArrayType | None], Sequence[ArrayType | None]]
+"""Of what a unit takes, and of what it gives."""
+
+
+def unit_types(unit: Unit, site: Site) -> UnitTypes:
     """What `unit` takes and gives at `site`; None for what no equation uses."""
     types: dict[Var, ArrayType] = {}
     for unit_eqn in unit.eqns:

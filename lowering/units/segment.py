@@ -100,6 +100,9 @@ class _Segmenter:
         yield from self.stretch(stretch)
 
     def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
+        if len(stmts) < 2:  # as most often in loops
+            yield from stmts
+            return
         graph = nodes(stmts)
         before = dependencies(graph)
         for group in merge_groups(graph, before, self.should_merge, chunk_of):

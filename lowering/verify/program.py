@@ -16,7 +16,13 @@ from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.machine import DEFAULT_STREAM
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.unit_printer import type_text
-from jhost.lowering.units.evaluate import ArrayType, ChunkAt, Site, unit_types
+from jhost.lowering.units.evaluate import (
+    ArrayType,
+    ChunkAt,
+    Site,
+    UnitTypes,
+    unit_types,
+)
 from jhost.lowering.verify.communication import (
     check_communicate,
     check_wait,
@@ -132,7 +138,7 @@ def _check_not_partial(state: State, buffer: ir.Buffer, what: str) -> None:
 
 
 def _compute(state: State, stmt: ir.Compute) -> None:
-    ins, outs = unit_types(stmt.unit, _site(state, stmt))
+    ins, outs = _types(state, stmt.unit, _site(state, stmt))
     _check_arity(state, stmt.ins, ins)
     _check_arity(state, stmt.outs, outs)
     for buffer, type_ in zip(stmt.ins, ins, strict=True):
@@ -148,6 +154,14 @@ def _compute(state: State, stmt: ir.Compute) -> None:
         if number in sums:  # the first result may find a fresh buffer
             state.look_up(buffer)
         state.write(buffer, shape)
+
+
+def _types(state: State, unit: ir.Unit, site: Site) -> UnitTypes:
+    """What a unit takes and gives: in all iterations of a loop the same."""
+    place = id(unit), site.chunk
+    if place not in state.types:
+        state.types[place] = unit_types(unit, site)
+    return state.types[place]
 
 
 def _site(state: State, stmt: ir.Compute) -> Site:

@@ -21,6 +21,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks
 from jhost.lowering.ir.regions import Region, is_empty, overlap, whole_region
 from jhost.lowering.ir.unit_printer import type_text
+from jhost.lowering.units.evaluate import ChunkAt, UnitTypes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -92,6 +93,8 @@ class State(Machine):
             isinstance(stmt, ir.Deallocate) for stmt in ir.walk(program.body)
         )
         self.used_streams = {DEFAULT_STREAM}
+        # By identity of a unit of the program, and the chunk that it works on.
+        self.types: dict[tuple[int, ChunkAt | None], UnitTypes] = {}
 
     # --- Errors --------------------------------------------------------------- #
 

@@ -16,7 +16,7 @@ import pytest
 import jhost
 from jhost.__main__ import main
 from jhost._commands import demo as command
-from jhost._commands.block import Block
+from jhost._commands.block import MlpBlock
 
 TINY = ["--hidden", "16", "--ffn", "32", "--tokens", "64", "--repeats", "2"]
 
@@ -66,7 +66,7 @@ def test_disagreement_is_an_exit_status_of_1(
 ) -> None:
     right = command.plain
 
-    def wrong(block: Block) -> Any:
+    def wrong(block: MlpBlock) -> Any:
         function = right(block)
         return lambda *operands: function(*operands) + 1
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
 from jhost._call import program
-from jhost.lowering.pipeline import lower_jaxpr
+from jhost.lowering.pipeline import build_program
 from jhost.testing import mesh_of
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -235,9 +235,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def counted(jaxpr: Any, **settings: Any) -> Any:
         jaxprs.append(jaxpr)
-        return lower_jaxpr(jaxpr, **settings)
+        return build_program(jaxpr, **settings)
 
-    monkeypatch.setattr(program, "lower_jaxpr", counted)
+    monkeypatch.setattr(program, "build_program", counted)
     return jaxprs
 
 

@@ -16,7 +16,7 @@ import jhost
 from jhost._call import program
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import For
-from jhost.lowering.pipeline import lower_jaxpr
+from jhost.lowering.pipeline import build_program
 
 X = jnp.arange(64.0).reshape(8, 8)
 W = jnp.eye(8, 32) * 2 + 1
@@ -53,9 +53,9 @@ def test_a_function_with_dead_code_is_lowered_once(
 
     def lowered(jaxpr: Any, **settings: Any) -> Any:
         programs.append(jaxpr)
-        return lower_jaxpr(jaxpr, **settings)
+        return build_program(jaxpr, **settings)
 
-    monkeypatch.setattr(program, "lower_jaxpr", lowered)
+    monkeypatch.setattr(program, "build_program", lowered)
 
     def f(x: jax.Array) -> jax.Array:
         jnp.sin(x)

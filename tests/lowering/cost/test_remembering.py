@@ -155,9 +155,22 @@ def test_a_gradient_is_built_planned_and_laid_out_few_times(
     function = jhost.jit(written, mesh=mesh, pipeline="p2p")
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8, 8), (8, 8))]
     jax.jit(jax.grad(function, (0, 1, 2))).lower(*types)
-    assert counts["build"] <= 7
-    assert counts["plan_streams"] <= 18
-    assert counts["solve_layouts"] <= 5
+    # The whole forward, which is checked; what is left of it without the loss; and the
+    # backward.  Streams are planned before values have layouts, and for the loops.
+    assert counts["build"] <= 3
+    assert counts["plan_streams"] <= 6
+    assert counts["solve_layouts"] <= 3
+
+
+def test_a_gradient_is_refused_in_the_user_s_words() -> None:
+    def summed(x: jax.Array) -> jax.Array:
+        return jnp.sum(jhost.stream(jnp.cumsum(x, 0), axis=0, chunks=2))
+
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+    function = jhost.jit(summed, mesh=mesh)
+    with pytest.raises(jhost.errors.StreamDimError) as refusal:
+        jax.jit(jax.grad(function)).lower(jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    assert str(refusal.value).startswith("summed asks for streams")
 
 
 def _count(

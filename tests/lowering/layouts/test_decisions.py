@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.layouts.decisions import Decisions
+from jhost.lowering.layouts.flat_bodies import flattened
 from jhost.lowering.layouts.improve import improved, others, tried
 from jhost.lowering.layouts.solver import Solver
 from tests.lowering.traced import built
@@ -26,7 +27,7 @@ def layers(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 def solver() -> Solver:
     program = built(layers, (8, 8), (8, 8), (8, 8), a=2, b=4)
     marks = {m.buffer: m for m in program.marks if isinstance(m, ShardMark)}
-    return Solver(program, marks, {})
+    return Solver(flattened(program), marks, {})
 
 
 @given(st.data())
