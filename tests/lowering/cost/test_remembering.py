@@ -156,9 +156,10 @@ def test_a_gradient_is_built_planned_and_laid_out_few_times(
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8, 8), (8, 8))]
     jax.jit(jax.grad(function, (0, 1, 2))).lower(*types)
     # The whole forward, which is checked; what is left of it without the loss; and the
-    # backward.  Streams are planned before values have layouts, and for the loops.
+    # backward.  Streams are planned before values have layouts, with communications
+    # to see which marks are idle, and for the loops.
     assert counts["build"] <= 3
-    assert counts["plan_streams"] <= 6
+    assert counts["plan_streams"] <= 9
     assert counts["solve_layouts"] <= 3
 
 
