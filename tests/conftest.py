@@ -151,6 +151,14 @@ def options_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def uncombined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transfer stands for itself, of whatever size."""
+    from jhost.lowering.loops import combine_small
+
+    monkeypatch.setattr(combine_small, "SMALL", 0)
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`golden(text)`: `text` equals tests/golden/<module>/<test>.txt.
 

@@ -36,7 +36,6 @@ from jhost._jax import (
 from jhost._primitives import Spec, shard_p, stream_p
 from jhost.lowering.frontend.inline_calls import inline_plain_calls
 from jhost.lowering.ir.marks import StreamChoice
-from jhost.lowering.ir.requests import REFUSALS
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.properties import MARKS
 
@@ -62,10 +61,10 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
     try:
         settled = _settled(split, ahead)
         host_program(settled.first, ahead)
-    except errors.JhostError as problem:
-        host_program(split.whole, config)  # says it of what the user wrote
-        if not isinstance(problem, REFUSALS):
-            raise
+    except errors.JhostError:
+        # Says it of what the user wrote.  If that is in order, the first program says
+        # more where it is lowered; with references in it, `jax.jit` has it whole.
+        host_program(split.whole, config)
     return _settled(split, ahead)
 
 

@@ -291,6 +291,7 @@ def check_gradients(f: Any, plain: Any, *args: Any) -> None:
 # --- Data parallel ------------------------------------------------------------------ #
 
 
+@pytest.mark.usefixtures("uncombined")
 @each_way
 def test_gradients_of_replicated_weights_are_summed_once(how: str) -> None:
     """Rows over dp and tp: along dp nothing moves but the weights' gradients."""
@@ -306,6 +307,7 @@ def test_gradients_of_replicated_weights_are_summed_once(how: str) -> None:
     check_gradients(f, mlp, *args)
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_a_batch_over_dp_and_rows_over_tp() -> None:
     specs = (P("dp", "tp"), COLUMNS, ROWS), P("dp", "tp")
     f = jhost.jit(batched, **on({"dp": 2, "tp": 2}, *specs, pipeline="p2p"))

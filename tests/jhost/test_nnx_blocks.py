@@ -82,6 +82,7 @@ def assert_all_pipelined(explanation: Explanation) -> None:
 # --- Loops and communications ------------------------------------------------------- #
 
 
+@pytest.mark.usefixtures("uncombined")
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_a_block_is_two_loops_forward_and_two_backward(
     mesh: Mesh, kv_heads: int
@@ -118,6 +119,7 @@ def test_a_block_from_device_to_device(mesh: Mesh, kv_heads: int) -> None:
         assert explanation.loops == 3
 
 
+@pytest.mark.usefixtures("uncombined")
 @each_way
 def test_copied_heads_add_only_their_gradients(mesh: Mesh, how: str) -> None:
     """Two heads on four devices: the gradients of their kernels are added up."""

@@ -140,6 +140,7 @@ def test_statements_say_how_parts_are_combined() -> None:
     )
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_without_a_loop_keys_are_gathered_and_queries_stay() -> None:
     plain, args = attention(is_causal=True), operands(16)
     f = ring(plain, pipeline="off")

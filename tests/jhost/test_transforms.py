@@ -205,6 +205,7 @@ def block(make_mesh: MakeMesh) -> Callable[[int], Function]:
     return make
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_a_tangent_program_communicates_in_chunks(block: Any) -> None:
     def jvp(f: Function) -> Function:
         return lambda x: jax.jvp(lambda x: f(x, *arguments()[1:]), (x,), (x,))
@@ -214,6 +215,7 @@ def test_a_tangent_program_communicates_in_chunks(block: Any) -> None:
     assert gathers(jvp(block(2)), x) == 4
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_a_backward_program_communicates_in_chunks(block: Any) -> None:
     def grad(f: Function) -> Function:
         return jax.grad(functools.partial(loss, f), (0, 1, 2))
@@ -231,6 +233,7 @@ def test_a_batched_program_communicates_in_chunks(block: Any) -> None:
         assert gathers(batched, rows, up, down) == chunks
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_a_checkpointed_program_communicates_in_chunks(block: Any) -> None:
     def grad(f: Function) -> Function:
         return jax.grad(functools.partial(loss, jax.checkpoint(f)), (0, 1, 2))

@@ -55,6 +55,7 @@ def test_marks_that_can_follow_the_wish_do(
     chex.assert_trees_all_equal(f(X, UP, DOWN), jax.jit(step)(X, UP, DOWN))
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_what_cannot_follow_is_lowered_as_without_a_wish(
     settings: dict[str, Any],
 ) -> None:

@@ -179,6 +179,7 @@ def _gradients(x: Any, w: Any, sizes: Any, ct: Any, dot: Dot = lax.ragged_dot) -
     return jax.vjp(lambda x, w: dot(x, w, sizes), x, w)[1](ct)
 
 
+@pytest.mark.usefixtures("uncombined")
 def test_gradients_of_weights_lie_where_these_do() -> None:
     """No weight and no gradient of one moves: rows come, and those of x go."""
     x, w, sizes = _experts(16, 8, 8)
