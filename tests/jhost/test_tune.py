@@ -178,6 +178,7 @@ def test_a_candidate_that_gives_something_else_is_left_out(
     assert any("they differ by" in text for text in stream.left_out)
 
 
+@pytest.mark.usefixtures("uncombined")
 @pytest.mark.parametrize(
     "make", [jnp.ones, pytest.param(jnp.zeros, marks=pytest.mark.slow)]
 )
