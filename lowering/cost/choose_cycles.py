@@ -17,8 +17,9 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Scan
-from jhost.lowering.schedule.cycle import Cycle, cycle_of, with_cycle
+from jhost.lowering.ir.statements import Communicate, Scan
+from jhost.lowering.schedule.cycle import Cycle, cycle_of
+from jhost.lowering.schedule.with_cycle import with_cycle
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.995
@@ -34,11 +35,17 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
 
     def change(self, program: Program) -> Program:
+        mesh = dict(program.mesh.shape)
+
+        def can_hide(transfer: Communicate) -> bool:
+            way = self.transfers.way(transfer, mesh)
+            return way is not None and self.transfers.is_open(transfer)
+
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
             if not isinstance(stmt, Scan):
                 continue
-            cycle = cycle_of(stmt, self.transfers.is_open)
+            cycle = cycle_of(stmt, can_hide)
             if cycle is not None:
                 program = self.better(program, with_cycle(program, cycle), cycle)
         return program
