@@ -46,8 +46,6 @@ class Lowered(jax.stages.Lowered):
     """A `jax.stages.Lowered`: a function lowered for arguments of certain types.
 
     Attributes:
-        host_ir: jhost's program, as one device runs it; `str(host_ir)` is its text.
-            A function that `jax.jit` compiles as a whole has none.
         in_tree: the tree of the positional and keyword arguments, as JAX's has it.
         out_tree: the tree of the results, likewise.
         args_info: shape, dtype and donation of each argument, likewise.
@@ -142,7 +140,6 @@ class Compiled(jax.stages.Compiled):
     """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for.
 
     Attributes:
-        host_ir: jhost's program that was compiled; `str(host_ir)` is its text.
         in_tree: the tree of the positional and keyword arguments, as JAX's has it.
         out_tree: the tree of the results, likewise.
         args_info: shape, dtype and donation of each argument, likewise.
