@@ -125,26 +125,17 @@ def _measure_one(
     bar: Progress,
 ) -> None:
     what = f"{case.name} on {case.axes}{' with gradients' if backward else ''}"
-    bar.step(what)
-    if plan.deadline.passed():
-        run.content["not_measured"].append(what)
-        return
-    try:
+
+    def measured() -> dict[str, Any]:
         record = runner.measure(case, mesh, backward, plan)
         block = Block(case, mesh, backward, plan.effort)
         entries = torch.measure(block, plan.deadline)
         for mode in plan.modes:
             record["modes"][mode] |= entries
         runner.add_figures(record)
-        run.content["measurements"].append(record)
-        bar.say(line(record))
-    except Exception as error:
-        # What fails outside of an arm: operands that do not fit, say.
-        run.content["failed"].append({what: runner.error_text(error)})
-        bar.say(f"{what}: {runner.error_text(error)}")
-    finally:
-        run.write()
-        runner.forget()
+        return record
+
+    run.measure(what, plan, bar, measured, line)
 
 
 def line(record: dict[str, Any]) -> str:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from benchmarks import environment
+from benchmarks import environment, runner
 from benchmarks.runner import Plan
+from jhost._progress import Progress
 
 T = TypeVar("T")
 
@@ -35,6 +36,31 @@ class Run:
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(self.content, indent=1) + "\n")
         os.replace(beside, self.path)
+
+    def measure(
+        self,
+        what: str,
+        plan: Plan,
+        bar: Progress,
+        measured: Callable[[], dict[str, Any]],
+        line: Callable[[dict[str, Any]], str],
+    ) -> None:
+        """Adds the record of a case, or why there is none, and says so in a line."""
+        bar.step(what)
+        if plan.deadline.passed():
+            self.content["not_measured"].append(what)
+            return
+        try:
+            record = measured()
+            self.content["measurements"].append(record)
+            bar.say(line(record))
+        except Exception as error:
+            # What fails outside of an arm: operands that do not fit, say.
+            self.content["failed"].append({what: runner.error_text(error)})
+            bar.say(f"{what}: {runner.error_text(error)}")
+        finally:
+            self.write()
+            runner.forget()
 
 
 def new_run(path: Path | None, plan: Plan, on_gpu: bool, suffix: str = "") -> Run:

@@ -21,18 +21,12 @@ from jhost._page import (
     titled,
 )
 from jhost._text import bytes_text, counted, seconds_text
-from jhost.lowering.cost.leave_to_xla import is_left_to_xla
+from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import (
-    LayoutReport,
-    LeftToXla,
-    Note,
-    PermuteReport,
-    StreamReport,
-)
+from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
 from jhost.lowering.steps import (
     CommunicationReport,
     Step,
@@ -173,10 +167,11 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
 def explain_program(program: Program) -> Explanation:
     """What `program` does, from its statements and from what its passes remarked."""
     explained = _explained(program, program.name, 1)
-    if not is_left_to_xla(program):
+    left = left_to_xla(program)
+    if left is None:
         return explained
     # What XLA moves is in its schedule, and is not what these statements move.
-    notes = tuple(str(r) for r in program.remarks if isinstance(r, LeftToXla))
+    notes = (str(left),)
     return dataclasses.replace(
         explained, notes=notes, layouts=(), communications=(), bodies=(), steps=()
     )
@@ -192,7 +187,7 @@ def _explained(program: Program, name: str, times: int) -> Explanation:
         layouts=tuple(r for r in remarks if isinstance(r, LayoutReport)),
         communications=tuple(communications_in(steps)),
         permutes=tuple(r for r in remarks if isinstance(r, PermuteReport)),
-        notes=tuple(str(r) for r in remarks if isinstance(r, Note | LeftToXla)),
+        notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
         bodies=tuple(_bodies(program, times)),
         steps=steps,
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +27,7 @@ from benchmarks.step import (
     torch_arms,
 )
 from benchmarks.timing import CODE_PATH
+from tests.benchmark_runs import in_two_processes
 
 pytestmark = pytest.mark.newest  # what we measure with, and not the library
 
@@ -185,26 +184,15 @@ def test_runs_of_steps_are_no_runs_of_layers(
 # --- Several processes -------------------------------------------------------------- #
 
 
-def in_two_processes(module: str, path: Path, *options: str) -> dict[str, Any]:
-    """The run that two processes of two devices have measured."""
-    wanted = "--quick --no-checks --passes forward --arms jhost_p2p --mesh dp=2,tp=2"
-    command = [sys.executable, "-m", module, *wanted.split(), *options]
-    done = subprocess.run(
-        [*command, "--processes", "2", "--json", str(path)],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written: run.json") == 1
-    return json.loads(path.read_text())
+QUICKEST = (
+    "--quick --no-checks --passes forward --arms jhost_p2p --mesh dp=2,tp=2"
+).split()
+"""Options of the shortest run on two devices of each of two processes."""
 
 
 @pytest.mark.slow
 def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
-    options = ("--layers", "1", "--no-profile")
+    options = (*QUICKEST, "--layers", "1", "--no-profile")
     found = in_two_processes("benchmarks.step", tmp_path / "run.json", *options)
     (record,) = found["measurements"]
     assert "dp = 2, tp = 2 in 2 processes" in page.title(found, record)
@@ -214,7 +202,7 @@ def test_processes_measure_together_and_one_writes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_measure_blocks_together(tmp_path: Path) -> None:
-    options = ("--cases", "ag_up/8b/2048", "--calls", "program")
+    options = (*QUICKEST, "--cases", "ag_up/8b/2048", "--calls", "program")
     found = in_two_processes("benchmarks", tmp_path / "run.json", *options)
     (record,) = found["measurements"]
     assert record["modes"]["program"]["jhost_p2p"]["min_ms"] > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ pytest.importorskip("optax")  # of the step; it comes with test-ecosystem
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks import report
-from benchmarks.step import __main__ as step, page as steps
+from benchmarks.step import __main__ as step, page as steps, records
 from benchmarks.step.whole import arms, command, fsdp2, measure, page, sizes
 from benchmarks.timing import CODE_PATH
+from tests.benchmark_runs import in_two_processes
 
 TINY = ["--form", "whole", "--models", "tiny", "--layers", "1"]
 
@@ -53,7 +52,7 @@ def test_arms_train_alike_and_have_a_table(
     shown = capsys.readouterr().out
     assert page.title(found, record) in shown
     assert "| marked |" in shown
-    for module in (report, page):
+    for module in (report, records):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     assert report.stored() == []
     assert page.title(found, record) in steps.every()
@@ -118,19 +117,8 @@ def test_what_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_processes_train_together_and_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     wanted = [*TINY, "--arms", "jit,jhost", "--mesh", "fsdp=2"]
-    options = [*wanted, "--processes", "2", "--slow-link", "--json", str(path)]
-    options += ["--trace", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step", *options],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written: run.json") == 1
-    found = json.loads(path.read_text())
+    options = [*wanted, "--slow-link", "--trace", str(tmp_path)]
+    found = in_two_processes("benchmarks.step", path, *options)
     (record,) = found["measurements"]
     assert found["environment"]["variables"]["NCCL_P2P_DISABLE"] == "1"
     assert all(checked["right"] for checked in record["checks"].values())

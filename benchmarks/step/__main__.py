@@ -15,15 +15,16 @@ import fnmatch
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from benchmarks import axes, environment, launch, runner, timing
+from benchmarks import axes, environment, launch, timing
 from benchmarks.layers import MODELS
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Plan
-from benchmarks.step import page
+from benchmarks.step import page, records
 from benchmarks.step.arms import ARMS
 from benchmarks.step.measure import measure
 from benchmarks.step.programs import LAYERS, Step, sized, steps
@@ -102,23 +103,14 @@ def _measure_one(
     bar: Progress,
 ) -> None:
     what = f"{step.name} on {step.axes}{' with gradients' if backward else ''}"
-    bar.step(what)
-    if plan.deadline.passed():
-        run.content["not_measured"].append(what)
-        return
-    try:
+
+    def measured() -> dict[str, Any]:
         record = measure(step, mesh, backward, plan)
         task = Task(step, backward, plan.effort, plan.profiled)
         add(record, torch.measure(task, plan.deadline), step)
-        run.content["measurements"].append(record)
-        bar.say(f"{what}: {page.line(record)}")
-    except Exception as error:
-        # What fails outside of an arm: operands that do not fit, say.
-        run.content["failed"].append({what: runner.error_text(error)})
-        bar.say(f"{what}: {runner.error_text(error)}")
-    finally:
-        run.write()
-        runner.forget()
+        return record
+
+    run.measure(what, plan, bar, measured, lambda r: f"{what}: {records.line(r)}")
 
 
 def _steps(arguments: argparse.Namespace, where: axes.Axes, on_gpu: bool) -> list[Step]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -54,6 +54,19 @@ def measure(step: Step, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
     }
     if plan.checked:
         entry["checks"] = _compared(calls, arms)
+    for arm in timed(calls, plan, entry, step.tokens_per_s):
+        arms[arm] |= profiled(compiled[arm], functools.partial(calls[arm], 0), plan)
+    return entry
+
+
+def timed(
+    calls: Mapping[str, timing.Call],
+    plan: Plan,
+    entry: Entry,
+    tokens_per_s: Callable[[float], float],
+) -> list[str]:
+    """Times arms in turns, into their entries; those that did not fail."""
+    arms = entry["arms"]
     times = timing.measure(
         calls,
         plan.effort,
@@ -62,11 +75,13 @@ def measure(step: Step, mesh: Mesh, backward: bool, plan: Plan) -> Entry:
         on_error=lambda arm, error: arms[arm].update(error=error_text(error)),
     )
     for arm, each in times.items():
-        arms[arm] |= _figures(each, step) if each.blocks_ms else dict(OUT_OF_TIME)
+        if not each.blocks_ms:
+            arms[arm] |= OUT_OF_TIME
+            continue
+        figures = each.figures()
+        arms[arm] |= figures | {"tokens_per_s": tokens_per_s(figures["min_ms"])}
     entry["clocks"] = environment.clocks()
-    for arm in times:
-        arms[arm] |= profiled(compiled[arm], functools.partial(calls[arm], 0), plan)
-    return entry
+    return list(times)
 
 
 def _call(compiled: Any, given: operands.Set, number: int) -> Any:
@@ -114,11 +129,6 @@ def choices(explanation: jhost.Explanation) -> str:
         for stream in explanation.streams
     )
     return ", ".join(f"{count} {way}" for way, count in ways.items()) or "no stream"
-
-
-def _figures(times: timing.Times, step: Step) -> Entry:
-    found = times.figures()
-    return found | {"tokens_per_s": step.tokens_per_s(found["min_ms"])}
 
 
 # --- Whether all compute the same --------------------------------------------------- #

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.run_file import RESULTS
+from benchmarks.step import records
+from benchmarks.step.records import Record
 from benchmarks.step.whole import page as whole
-
-Record = Mapping[str, Any]
 
 HEAD = (
     "",
@@ -32,8 +29,7 @@ PICTURE = "benchmarks-step.svg"
 
 def stored() -> list[dict[str, Any]]:
     """The runs in benchmarks/results, as they began."""
-    runs = [json.loads(file.read_text()) for file in RESULTS.glob("*-step.json")]
-    return sorted(runs, key=lambda run: run["started"])
+    return records.stored("-step")
 
 
 def every() -> str:
@@ -50,14 +46,9 @@ def measured(runs: Sequence[Mapping[str, Any]] | None = None) -> str:
     runs = stored() if runs is None else runs
     if not runs:
         return "No run is stored yet."
-    found: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for run in runs:
-        for record in run["measurements"]:
-            of_case = found.setdefault(title(run, record), {})
-            of_case[tuple(record["arms"])] = _parts(record)
     parts = ["\n".join(map(report.run_line, runs)), *_picture()]
-    for name, of_case in found.items():
-        parts += [f"### {name}", *itertools.chain.from_iterable(of_case.values())]
+    for name, of_case in records.by_title(runs, title, _parts).items():
+        parts += [f"### {name}", *of_case]
     return "\n\n".join(parts)
 
 
@@ -77,41 +68,20 @@ def title(run: Mapping[str, Any], record: Record) -> str:
     )
 
 
-def line(record: Record) -> str:
-    """The minima of a record's arms."""
-    return " ".join(
-        f"{arm} {entry['min_ms']:.2f}" if "min_ms" in entry else f"{arm} -"
-        for arm, entry in record["arms"].items()
-    )
-
-
 def _parts(record: Record) -> list[str]:
-    rows = [
-        _row(record, arm) for arm, entry in record["arms"].items() if "min_ms" in entry
-    ]
-    missing = [
-        f"- {arm}: {entry.get('error') or entry.get('skipped')}"
-        for arm, entry in record["arms"].items()
-        if "min_ms" not in entry
-    ]
-    return [report.table(HEAD, rows), *(["\n".join(missing)] if missing else [])]
+    return records.table(record, HEAD, _row)
 
 
 def _row(record: Record, arm: str) -> list[str]:
     entry, plain = record["arms"][arm], record["arms"].get("plain", {}).get("min_ms")
-    share = entry.get("without_computation")
     return [
         arm,
-        f"{entry['min_ms']:.2f} / {entry['median_ms']:.2f}",
+        records.times(entry),
         f"{entry['min_ms'] / plain:.3f}" if plain else "",
         f"{entry['tokens_per_s']:,.0f}",
-        f"{entry['temp_bytes'] / 1e6:,.0f}" if "temp_bytes" in entry else "",
-        f"{entry['lower_s']:.1f} + {entry['compile_s']:.1f}"
-        if "compile_s" in entry
-        else "",
-        "" if share is None else f"{share:.1%}",
+        *records.costs(entry),
         _verdict(record["checks"].get(arm)),
-        record["explain"].get(arm, {}).get("choices", ""),
+        records.choices(record, arm),
     ]
 
 

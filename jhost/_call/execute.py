@@ -33,7 +33,7 @@ from jhost._jax import (
     with_width,
 )
 from jhost._primitives import jhost_p
-from jhost.lowering.cost.leave_to_xla import begins_early, is_left_to_xla
+from jhost.lowering.cost.leave_to_xla import left_to_xla
 from jhost.lowering.emit.program import emit
 from jhost.lowering.explain import puts
 from jhost.lowering.interpret.program import Record, interpret
@@ -58,7 +58,7 @@ def emitted(
     """The JAX function of flat arrays that a program stands for, by its jaxpr."""
     avals, wide = call_jaxpr.out_avals, is_wide(call_jaxpr)
     mesh = program.mesh if config.mesh is None else config.mesh
-    if is_left_to_xla(program):
+    if left_to_xla(program):
         held: Any = weakref.ref(call_jaxpr)  # by which results of this are cached
         return lambda *args: evaluate(for_xla(held(), mesh), args)
     on_mesh = emit(program, mesh)
@@ -158,8 +158,8 @@ def _asked(program: Program | Whole, config: Config) -> dict[str, Any]:
 
 def loops_of(program: Program) -> Loops | None:
     """What XLA's options for `program` depend on, if it needs any."""
-    if is_left_to_xla(program):
-        return {"left_to_xla": True} if begins_early(program) else None
+    if (left := left_to_xla(program)) is not None:
+        return {"left_to_xla": True} if left.early else None
     if not is_pipelined(program):
         return None
     return {
@@ -229,7 +229,7 @@ def _trace_late(
     if config.compared:
         compare(program, config)
     # XLA's own way needs no options: the program is the one of an outer `jax.jit`.
-    if config.embedded and not is_left_to_xla(program):
+    if config.embedded and not left_to_xla(program):
         options = executable_options(program, config) or {}
         warn_of_missed_options(config.name, config.mesh, options)
     return emitted(program, config, call_jaxpr)(*args)

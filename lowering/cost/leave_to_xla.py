@@ -111,11 +111,6 @@ def _has_own_kernels(program: Program) -> bool:
     )
 
 
-def is_left_to_xla(program: Program) -> bool:
-    """Whether XLA is to partition a program."""
-    return any(isinstance(remark, LeftToXla) for remark in program.remarks)
-
-
-def begins_early(program: Program) -> bool:
-    """Whether XLA is to begin collectives early in a program that is left to it."""
-    return any(isinstance(r, LeftToXla) and r.early for r in program.remarks)
+def left_to_xla(program: Program) -> LeftToXla | None:
+    """The remark that XLA is to partition a program, if it is."""
+    return next((r for r in program.remarks if isinstance(r, LeftToXla)), None)

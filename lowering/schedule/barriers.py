@@ -29,7 +29,7 @@ class Barriers:
     def apart(self, body: Iterable[ir.Stmt]) -> Iterator[ir.Stmt]:
         """The statements, with a piece for each operand of a barrier."""
         for stmt in body:
-            if isinstance(stmt, ir.Compute) and _has_pieces(stmt):
+            if isinstance(stmt, ir.Compute) and len(passed_on(stmt) or ()) > 1:
                 yield from self._pieces(stmt)
             else:
                 yield stmt
@@ -65,10 +65,15 @@ class Barriers:
         return _barrier(whole.unit.name, ins, outs)
 
 
-def _has_pieces(stmt: ir.Compute) -> bool:
-    eqns = stmt.unit.eqns
-    one = len(eqns) == 1 and is_barrier(eqns[0].eqn)
-    return one and len(stmt.ins) == len(stmt.outs) > 1
+def passed_on(stmt: ir.Stmt) -> dict[str, ir.Buffer] | None:
+    """What a barrier passes on, by the names that it gives; None of no barrier."""
+    if not isinstance(stmt, ir.Compute) or len(stmt.unit.eqns) != 1:
+        return None
+    # With a literal among its operands it has fewer of them than results.
+    whole = len(stmt.ins) == len(stmt.outs)
+    if not whole or not is_barrier(stmt.unit.eqns[0].eqn):
+        return None
+    return {out.name: source for source, out in zip(stmt.ins, stmt.outs, strict=True)}
 
 
 def _barrier(

@@ -146,6 +146,13 @@ class StatementBlocks:
         return len(self.all)
 
 
+def communication_of(stmt: ir.Stmt) -> str | None:
+    """The communication that a statement is, or waits for, by name."""
+    if isinstance(stmt, ir.Communicate):
+        return stmt.name
+    return stmt.communication if isinstance(stmt, ir.Wait) else None
+
+
 _PARTS = VIEWS | {"dynamic_slice", "slice"}
 """What takes parts of a value, or sees it otherwise."""
 

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
-from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.schedule.blocks import StatementBlocks
+from jhost.lowering.schedule.barriers import passed_on
+from jhost.lowering.schedule.blocks import StatementBlocks, communication_of
 
 _LITTLE = 1
 """Behind so much work a sum is not yet hidden: it has two rounds on four devices."""
@@ -96,7 +96,7 @@ class _Found:
     ) -> None:
         first = len(scan.consts)
         last = first + len(scan.carry)
-        self.body, self.is_open = scan.body, is_open
+        self.is_open = is_open
         self.blocks = StatementBlocks(scan.body)
         params = scan.body.params
         self.constant = {param.name for param in params[:first]}
@@ -132,7 +132,7 @@ class _Found:
                     return None
                 continue
             (maker,) = self.blocks.all[number].stmts[:1]
-            if (passed := _barred(maker)) is not None:
+            if (passed := passed_on(maker)) is not None:
                 waiting.append(passed[name].name)
             elif self.blocks.goes_along(number):
                 waiting += self.blocks.all[number].reads
@@ -145,10 +145,10 @@ class _Found:
         passed: dict[str, ir.Buffer] = {}
         issued: list[ir.Stmt] = []
         for each in (*before, stmt):
-            if (barred := _barred(each)) is None:
+            if (passing := passed_on(each)) is None:
                 issued.append(replace_buffers(each, passed))
             else:
-                passed |= {n: passed.get(b.name, b) for n, b in barred.items()}
+                passed |= {n: passed.get(b.name, b) for n, b in passing.items()}
         return Early(stmt, tuple(before), tuple(issued))
 
     @property
@@ -194,7 +194,7 @@ class _Found:
         for stmt in (
             s for block in reversed(self.blocks.all) for s in block.stmts[::-1]
         ):
-            if id(stmt) in behind or _communication(stmt) in gone:
+            if id(stmt) in behind or communication_of(stmt) in gone:
                 continue
             reads, writes = _named(stmt)
             # The source of a gather may be read by others as well.
@@ -203,21 +203,6 @@ class _Found:
             read |= reads
             left.append(stmt)
         return tuple(self.blocks.barriers.together(left[::-1]))
-
-
-def _barred(stmt: ir.Stmt) -> dict[str, ir.Buffer] | None:
-    """What a barrier passes on, by the names that it gives them; None of no barrier."""
-    if not isinstance(stmt, ir.Compute) or len(stmt.unit.eqns) != 1:
-        return None
-    if not is_barrier(stmt.unit.eqns[0].eqn):
-        return None
-    return {out.name: b for out, b in zip(stmt.outs, stmt.ins, strict=True)}
-
-
-def _communication(stmt: ir.Stmt) -> str | None:
-    if isinstance(stmt, ir.Communicate):
-        return stmt.name
-    return stmt.communication if isinstance(stmt, ir.Wait) else None
 
 
 def _named(stmt: ir.Stmt) -> tuple[set[str], set[str]]:

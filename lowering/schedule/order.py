@@ -35,7 +35,11 @@ from typing import Literal, TypeAlias
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS, on_stream
-from jhost.lowering.schedule.blocks import StatementBlock, StatementBlocks
+from jhost.lowering.schedule.blocks import (
+    StatementBlock,
+    StatementBlocks,
+    communication_of,
+)
 from jhost.lowering.schedule.permutes import Permutes, Round
 
 _WINDOW = 2
@@ -177,7 +181,7 @@ class _Walk:
 
     def statements(self) -> list[ir.Stmt]:
         for number, block in enumerate(self.blocks.all):
-            if number in self.seen or _name_of(block.stmt) in self.moved:
+            if number in self.seen or communication_of(block.stmt) in self.moved:
                 continue
             self.seen.add(number)
             self.block(number, block)
@@ -314,13 +318,6 @@ def _waits(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
 
 def _ends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
     return [stmt for each in transfers for stmt in each.rounds[0].ends]
-
-
-def _name_of(stmt: ir.Stmt) -> str | None:
-    """The communication that a statement is, or waits for."""
-    if isinstance(stmt, ir.Communicate):
-        return stmt.name
-    return stmt.communication if isinstance(stmt, ir.Wait) else None
 
 
 def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jhost
 from benchmarks.step.whole.model import specs_of_state, train_step
 from benchmarks.step.whole.sizes import Case
+from jhost.runtime.compiler_options import BETWEEN_PROCESSES
 
 Mark: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -150,13 +151,6 @@ def shardings(case: Case) -> tuple[Any, Any]:
     return (state, case.token_spec), (state, P())
 
 
-_TUNED: Mapping[str, Any] = {
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    "xla_gpu_collective_combine_threshold_count": 1,
-}
-"""Three options that jhost knows, on their own."""
-
 _PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
 
 _MAXTEXT: Mapping[str, Any] = {
@@ -182,7 +176,7 @@ _MAXTEXT: Mapping[str, Any] = {
 
 ARMS: Mapping[str, Arm] = {
     "jit": Arm(jitted),
-    "tuned": Arm(jitted, _TUNED),
+    "tuned": Arm(jitted, BETWEEN_PROCESSES),
     "maxtext": Arm(jitted, _MAXTEXT),
     "jhost": Arm(hosted("auto")),
     "p2p": Arm(hosted("p2p")),

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from benchmarks import environment, launch, runner, timing
+from benchmarks import environment, launch, timing
 from benchmarks.run_file import Run, new_run, separated
 from benchmarks.runner import Plan
+from benchmarks.step import records
 from benchmarks.step.whole import fsdp2, link, page, sizes
 from benchmarks.step.whole.arms import ARMS
 from benchmarks.step.whole.measure import measure
@@ -83,22 +84,13 @@ def _measure_one(
     bar: Progress,
 ) -> None:
     what = _key(case)
-    bar.step(what)
-    if plan.deadline.passed():
-        run.content["not_measured"].append(what)
-        return
-    try:
+
+    def measured() -> dict[str, Any]:
         record = measure(case, mesh, plan, trace)
         record["arms"] |= peers
-        run.content["measurements"].append(record)
-        bar.say(f"{what}: {page.line(record)}")
-    except Exception as error:
-        # What fails outside of an arm: a state that does not fit, say.
-        run.content["failed"].append({what: runner.error_text(error)})
-        bar.say(f"{what}: {runner.error_text(error)}")
-    finally:
-        run.write()
-        runner.forget()
+        return record
+
+    run.measure(what, plan, bar, measured, lambda r: f"{what}: {records.line(r)}")
 
 
 def _joined_or_started(

@@ -16,9 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks import environment, timing
 from benchmarks.runner import OUT_OF_TIME, Entry, Plan, error_text
-from benchmarks.step.measure import choices, profiled
+from benchmarks.step.measure import choices, profiled, timed
 from benchmarks.step.whole import arms as all_arms
 from benchmarks.step.whole.model import State, first_state, tokens_of
 from benchmarks.step.whole.sizes import Case
@@ -84,17 +83,7 @@ def measure(case: Case, mesh: Mesh, plan: Plan, trace: Path | None) -> Entry:
     calls = {
         arm: functools.partial(training.step, each) for arm, each in compiled.items()
     }
-    times = timing.measure(
-        calls,
-        plan.effort,
-        instances=1,
-        deadline=plan.deadline,
-        on_error=lambda arm, error: arms[arm].update(error=error_text(error)),
-    )
-    for arm, each in times.items():
-        arms[arm] |= _figures(each, case) if each.blocks_ms else dict(OUT_OF_TIME)
-    entry["clocks"] = environment.clocks()
-    for arm in times:
+    for arm in timed(calls, plan, entry, lambda ms: 1e3 * case.tokens / ms):
         arms[arm] |= profiled(compiled[arm], lambda arm=arm: calls[arm]()[1], plan)
         if trace is not None and not plan.deadline.passed():
             _trace(calls[arm], trace / _file_name(case, arm))
@@ -109,11 +98,6 @@ def _laid(case: Case, mesh: Mesh) -> tuple[Any, Any]:
         ins,
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
-
-
-def _figures(times: timing.Times, case: Case) -> Entry:
-    found = times.figures()
-    return found | {"tokens_per_s": 1e3 * case.tokens / found["min_ms"]}
 
 
 # --- Compiling ---------------------------------------------------------------------- #

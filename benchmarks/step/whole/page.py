@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.run_file import RESULTS
-
-Record = Mapping[str, Any]
+from benchmarks.step import records
+from benchmarks.step.records import Record
 
 SUFFIX = "-whole"
 """Of the files' names."""
@@ -30,8 +27,7 @@ HEAD = (
 
 def stored() -> list[dict[str, Any]]:
     """The runs in benchmarks/results, as they began."""
-    runs = [json.loads(file.read_text()) for file in RESULTS.glob(f"*{SUFFIX}.json")]
-    return sorted(runs, key=lambda run: run["started"])
+    return records.stored(SUFFIX)
 
 
 _HOW_TO_READ = """\
@@ -52,14 +48,9 @@ def section(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def measured(runs: Sequence[Mapping[str, Any]]) -> str:
     """A table for each case; of the same arms the last record counts."""
-    found: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    for run in runs:
-        for record in run["measurements"]:
-            of_case = found.setdefault(title(run, record), {})
-            of_case[tuple(record["arms"])] = _parts(record)
     parts = ["\n".join(map(report.run_line, runs))]
-    for name, of_case in found.items():
-        parts += [f"#### {name}", *itertools.chain.from_iterable(of_case.values())]
+    for name, of_case in records.by_title(runs, title, _parts).items():
+        parts += [f"#### {name}", *of_case]
     return "\n\n".join(parts)
 
 
@@ -74,14 +65,6 @@ def title(run: Mapping[str, Any], record: Record) -> str:
     )
 
 
-def line(record: Record) -> str:
-    """The minima of a record's arms."""
-    return " ".join(
-        f"{arm} {entry['min_ms']:.2f}" if "min_ms" in entry else f"{arm} -"
-        for arm, entry in record["arms"].items()
-    )
-
-
 def _link(run: Mapping[str, Any]) -> str:
     if not run.get("slow_link"):
         return ""
@@ -89,31 +72,19 @@ def _link(run: Mapping[str, Any]) -> str:
 
 
 def _parts(record: Record) -> list[str]:
-    arms = record["arms"]
-    rows = [_row(record, arm) for arm, entry in arms.items() if "min_ms" in entry]
-    missing = [
-        f"- {arm}: {entry.get('error') or entry.get('skipped')}"
-        for arm, entry in arms.items()
-        if "min_ms" not in entry
-    ]
-    return [report.table(HEAD, rows), *(["\n".join(missing)] if missing else [])]
+    return records.table(record, HEAD, _row)
 
 
 def _row(record: Record, arm: str) -> list[str]:
     entry = record["arms"][arm]
-    share = entry.get("without_computation")
     return [
         arm,
-        f"{entry['min_ms']:.2f} / {entry['median_ms']:.2f}",
+        records.times(entry),
         _gain(record, "jit", arm),
         _gain(record, "tuned", arm),
-        f"{entry['temp_bytes'] / 1e6:,.0f}" if "temp_bytes" in entry else "",
-        f"{entry['lower_s']:.1f} + {entry['compile_s']:.1f}"
-        if "compile_s" in entry
-        else "",
-        "" if share is None else f"{share:.1%}",
+        *records.costs(entry),
         _verdict(record["checks"].get(arm)),
-        record["explain"].get(arm, {}).get("choices", ""),
+        records.choices(record, arm),
     ]
 
 

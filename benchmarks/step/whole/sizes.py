@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
+from benchmarks.axes import Axes
 from benchmarks.layers import MODELS, Model
 
 WIDTHS: dict[str, tuple[Model, int]] = {
@@ -49,7 +46,7 @@ class Case:
 
     @property
     def mesh_name(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes)
+        return str(Axes(self.axes))
 
     @property
     def scans(self) -> bool:
@@ -65,7 +62,7 @@ class Case:
 
     @property
     def devices(self) -> int:
-        return math.prod(size for _, size in self.axes)
+        return Axes(self.axes).devices
 
     def size(self, axis: str) -> int:
         """The devices along an axis, which the mesh need not have."""
@@ -109,15 +106,7 @@ class Case:
         Raises:
             ValueError: there are not as many.
         """
-        if self.devices > jax.device_count():
-            raise ValueError(
-                f"--mesh: {self.mesh_name} takes {self.devices} devices, but there are "
-                f"{jax.device_count()} (JAX_NUM_CPU_DEVICES=8 makes eight of any CPU)"
-            )
-        devices: Any = np.array(jax.devices()[: self.devices])
-        names = tuple(axis for axis, _ in self.axes)
-        devices = devices.reshape([size for _, size in self.axes])
-        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        return Axes(self.axes).mesh()
 
 
 def axes_of(text: str) -> tuple[tuple[str, int], ...]:

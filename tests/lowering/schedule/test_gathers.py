@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,10 +38,7 @@ from tests.lowering.traced import array, lowered
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def by_permutes() -> Iterator[None]:
-    with sums.by_permutes():
-        yield
+pytestmark = pytest.mark.usefixtures("by_permutes")
 
 
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,10 +32,7 @@ from tests.lowering.traced import array, lowered, remarks
 WIDTH = 4
 
 
-@pytest.fixture(autouse=True)
-def by_permutes() -> Iterator[None]:
-    with sums.by_permutes():
-        yield
+pytestmark = pytest.mark.usefixtures("by_permutes")
 
 
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
