@@ -1,7 +1,7 @@
 """Several processes of one machine, each with its share of the devices.
 
-The command that was called starts itself again for each, and waits for all; when one
-fails the others are ended, since they would wait for it.
+The command that was called starts itself again for each, and waits for all. When one
+fails, or time is up, the others are ended: they may be waiting in a collective for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from jhost._progress import Progress, no_progress, progress
 _NUMBER, _COUNT, _PORT, _SHARE = (
     f"JHOST_BENCHMARK_{name}" for name in ("PROCESS", "PROCESSES", "PORT", "DEVICES")
 )
+
+OUT_OF_TIME = 124
+"""The exit status, as that of `timeout`."""
 
 
 def join_or_start(
@@ -56,6 +59,7 @@ def start(
     processes: int,
     devices: int,
     variables: Mapping[str, str] | None = None,
+    seconds: float | None = None,
 ) -> int:
     """Runs `python -m module` in so many processes, which share so many devices.
 
@@ -65,9 +69,10 @@ def start(
         processes: how many there are.
         devices: how many they share.
         variables: more for their environment.
+        seconds: when to end them; None for never.
 
     Returns:
-        The exit status: that of the first process that failed, or 0.
+        The exit status: that of the first process that failed, 124 if time was up, or 0.
 
     Raises:
         ValueError: the devices cannot be shared equally.
@@ -95,20 +100,26 @@ def start(
         for number in range(processes)
     ]
     try:
-        return _first_failure(running)
+        return _first_failure(running, seconds)
     finally:
         for process in running:
             process.send_signal(signal.SIGKILL)  # of one that has ended, nothing
             process.wait()
 
 
-def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int:
+def _first_failure(
+    running: Sequence[subprocess.Popen[bytes]], seconds: float | None
+) -> int:
+    deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         statuses = [process.poll() for process in running]
         if failed := [status for status in statuses if status]:
             return failed[0]
         if None not in statuses:
             return 0
+        if deadline is not None and time.monotonic() > deadline:
+            print(f"still running after {seconds:.0f} s, so ended", file=sys.stderr)
+            return OUT_OF_TIME
         time.sleep(0.2)
 
 

@@ -222,5 +222,8 @@ def test_when_one_process_fails_the_others_are_ended(
     start = time.monotonic()
     assert launch.start("one_fails", [], processes=2, devices=2) == 7
     assert time.monotonic() - start < 300
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(600)\n")
+    assert launch.start("hangs", [], processes=2, devices=2, seconds=1.0) == 124
+    assert time.monotonic() - start < 300
     with pytest.raises(ValueError, match="4 devices cannot be shared equally by 3"):
         launch.start("one_fails", [], processes=3, devices=4)

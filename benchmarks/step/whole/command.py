@@ -29,6 +29,9 @@ _MODULE = "benchmarks.step"
 _BEFORE = "JHOST_BENCHMARK_BEFORE"
 """What was measured before the processes started, for them: a variable with JSON."""
 
+_GRACE_S = 60.0
+"""How long processes may take behind the time limit, for what they were at."""
+
 _SLOW_LINK = {"NCCL_P2P_DISABLE": "1"}
 """NCCL then goes through the host's memory, as slowly as between hosts."""
 
@@ -120,7 +123,17 @@ def _joined_or_started(
         given = ["--form", "whole", *given]
     variables = {_BEFORE: json.dumps(before), **link}
     devices = cases[0].devices
-    sys.exit(launch.start(_MODULE, given, arguments.processes, devices, variables))
+    count, seconds = arguments.processes, _most_seconds(arguments)
+    sys.exit(launch.start(_MODULE, given, count, devices, variables, seconds))
+
+
+def _most_seconds(arguments: argparse.Namespace) -> float | None:
+    """When processes are ended that have not ended in time by themselves.
+
+    They look at the time between two arms, so one that hangs in a collective never does.
+    """
+    limit: float | None = arguments.time_limit
+    return None if limit is None else limit + _GRACE_S
 
 
 # --- Arguments ---------------------------------------------------------------------- #
