@@ -18,7 +18,7 @@ _PAGE = resources.files("jhost").joinpath("errors.md").read_text(encoding="utf-8
 
 def section_of(cls: type) -> str:
     """What the page says of a class, in Markdown."""
-    found = re.search(rf"^## {cls.__name__}\n(.*?)(?=^#+ \w|\Z)", _PAGE, re.M | re.S)
+    found = re.search(rf"^### {cls.__name__}\n(.*?)(?=^#+ \w|\Z)", _PAGE, re.M | re.S)
     return found[1].strip() if found else ""
 
 

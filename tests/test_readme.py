@@ -85,6 +85,7 @@ def test_the_text_shown_is_what_the_example_before_it_prints(
         "migration.md",
         "performance.md",
         "quickstart.md",
+        "recipes.md",
         "testing.md",
         "tuning.md",
     ],
@@ -133,7 +134,7 @@ def test_git_does_not_see_what_the_training_example_writes() -> None:
 
 def test_every_error_has_a_section() -> None:
     page = (ROOT / "docs/errors.md").read_text()
-    found = re.findall(r"^## (\w+(?:Error|Warning))$", page, re.M)
+    found = re.findall(r"^### (\w+(?:Error|Warning))$", page, re.M)
     classes = [*ERRORS, errors.ReplicationWarning]
     assert sorted(found) == sorted(cls.__name__ for cls in classes)
     for cls in classes:
@@ -204,4 +205,11 @@ def test_the_reference_has_every_public_module() -> None:
     stages = {"lowering", "runtime"}
     names = {module.name for module in pkgutil.iter_modules(jhost.__path__)} - stages
     public = {f"jhost.{name}" for name in names if not name.startswith("_")}
-    assert set(found) == {"jhost", *public}
+    assert set(found) == public
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    found = re.findall(r"^\.\. auto(?:function|class):: jhost\.(\w+)", text, re.M)
+    modules = {"__version__", "distributed", "errors"}
+    assert sorted(found) == sorted(set(jhost.__all__) - modules)
