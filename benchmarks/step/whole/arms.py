@@ -181,6 +181,7 @@ ARMS: Mapping[str, Arm] = {
     "jhost": Arm(hosted("auto")),
     "p2p": Arm(hosted("p2p")),
     "marked": Arm(hosted("auto", marked=True)),
+    "marked_p2p": Arm(hosted("p2p", marked=True)),
     "off": Arm(hosted("off")),
     "compute": Arm(compute, compared=False),
 }
