@@ -16,8 +16,8 @@ from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.requests import stream_choices, take_known
-from jhost.lowering.streams.plan import takes_plan, with_plan_of
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.streams.plan import take_known, takes_plan, with_plan_of
 
 
 class FollowingPass(Protocol):

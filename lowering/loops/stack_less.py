@@ -42,6 +42,8 @@ class StackLess(EachProgram):
         return None
 
     def change(self, program: Program) -> Program:
+        if not any(isinstance(stmt, Scan) for stmt in program.body):
+            return program
         names, sliced = FreshNames.of(program), _only_sliced(program)
         found: list[_Recipe] = []
         body: list[Stmt] = []

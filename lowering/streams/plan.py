@@ -15,7 +15,11 @@ from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import merge_choices, stream_choices
+from jhost.lowering.ir.requests import (
+    asked_of_streams,
+    merge_choices,
+    stream_choices,
+)
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.streams.propagation import Propagation, StreamPlan
 
@@ -45,6 +49,30 @@ def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
     return {f"s{number}": mark for number, mark in enumerate(marks)}
 
 
+def take_known(program: Program, others: Sequence[Program]) -> bool:
+    """Whether one of `others` asks the same of streams: its `derived` is taken over.
+
+    The programs may differ in what else is said of marks.  Of one that asks otherwise
+    the plan is taken, if it holds for what is asked here.
+    """
+    asked = asked_of_streams(program)
+    known = next((o for o in others if asked_of_streams(o) == asked), None)
+    if known is not None:
+        program.derived.update(known.derived)
+        return True
+    marks = _by_stream(_taken(program))
+    for other in others:
+        made = other.derived.get(_plan)
+        if made and _seeds(program) == _seeds(other) and made[1].holds_for(marks):
+            program.derived[_plan] = made
+            break
+    return False
+
+
+def _seeds(program: Program) -> list[tuple[str, int]]:
+    return [(mark.buffer, mark.dim) for mark in _taken(program)]
+
+
 def with_plan_of(earlier: Program, program: Program) -> Program:
     """`program`, which has most statements of an `earlier` one and its marks.
 
@@ -60,8 +88,7 @@ def takes_plan(program: Program) -> bool:
     return _EARLIER in program.derived
 
 
-@derived
-def _planned(program: Program) -> tuple[list[Node], StreamPlan]:
+def _plan(program: Program) -> tuple[list[Node], StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
@@ -72,11 +99,14 @@ def _planned(program: Program) -> tuple[list[Node], StreamPlan]:
     return graph, plan_streams(graph, _taken(program), serial, mesh)
 
 
+_planned = derived(_plan)
+
+
 def _made_earlier(program: Program) -> tuple[list[Node], StreamPlan] | None:
     """The plan of the last program before that has one."""
     earlier: Program | None = program.derived.get(_EARLIER)
     while earlier is not None:
-        if (made := earlier.derived.get(_planned.__wrapped__)) is not None:
+        if (made := earlier.derived.get(_plan)) is not None:
             return made
         earlier = earlier.derived.get(_EARLIER)
     return None

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import TypeAlias
 
 from jhost._text import counted
 from jhost.lowering.ir.graph import Node
@@ -24,6 +25,38 @@ from jhost.lowering.streams.participation import (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Met:
+    """Two streams that met: whether their marks agree, and whether they became one."""
+
+    kept: str
+    taken: str
+    agree: bool
+    merged: bool
+
+    def holds_for(self, marks: dict[str, StreamChoice]) -> bool:
+        both = merge_choices(marks[self.kept], marks[self.taken])
+        if both is not None and self.merged:
+            marks[self.kept] = both
+        return (both is not None) == self.agree
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admitted:
+    """A node with so many steps that a stream reached; too few for some chunks."""
+
+    stream: str
+    steps: Fraction
+    too_few_for: int | None
+
+    def holds_for(self, marks: dict[str, StreamChoice]) -> bool:
+        return _too_few_for(marks[self.stream], self.steps) == self.too_few_for
+
+
+Answer: TypeAlias = Met | Admitted
+"""What streams go by of their marks, when they spread."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
     """The streams of a program: what was asked of them, and the nodes that join.
 
@@ -31,7 +64,7 @@ class StreamPlan:
     the second in.  `extents` is the number of steps that each stream's
     loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
     a stream stops there.  What is `uncut` only hands a stream on: its own steps are no
-    whole number in each group.
+    whole number in each group.  `answers` has all that was asked of marks on the way.
     """
 
     marks: Mapping[str, StreamChoice]
@@ -42,6 +75,12 @@ class StreamPlan:
     uncut: Mapping[int, Participation] = dataclasses.field(
         default_factory=dict[int, Participation]
     )
+    answers: Sequence[Answer] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def holds_for(self, marks: Mapping[str, StreamChoice]) -> bool:
+        """Whether other marks of the same values and dims come to the same plan."""
+        marks = dict(marks)  # which become fewer
+        return all(answer.holds_for(marks) for answer in self.answers)
 
     def parts_of(self, stream: str) -> dict[int, Participation]:
         """The nodes that join `stream`."""
@@ -73,6 +112,7 @@ class Propagation:
         self.marks: dict[str, StreamChoice] = {}
         self.merged: dict[str, str] = {}
         self.pairs: list[tuple[str, str]] = []
+        self.answers: list[Answer] = []
         self.queue: deque[str] = deque()
         self.touching: dict[str, list[tuple[int, bool, int]]] = {}
         for number, node in enumerate(graph):
@@ -105,6 +145,7 @@ class Propagation:
             mark = merge_choices(self.marks[kept], self.marks[taken])
             assert mark is not None, "they went together when the plan was made"
             self.merge(kept, taken, mark)
+        self.answers += plan.answers
         self.offered |= {s: Fraction(extent) for s, extent in plan.extents.items()}
 
     def run(self) -> None:
@@ -154,15 +195,15 @@ class Propagation:
                 if not self.meet(part.stream, access, *self.values[buffer.name]):
                     return "a result of it has another stream"
         stream = self.root(part.stream)
-        own, mark = part.steps, self.marks[stream]
+        own = part.steps
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
         # In a loop all parts have their chunks' borders at the same steps.
         if steps is not own and steps not in (own, known):
             return "its chunks would begin where others' do not"
-        # The chunks of a p2p pipeline are those of all devices together.
-        count = mark.chunks if mark.pipeline != "p2p" else None
-        if isinstance(count, int) and steps < count:
+        count = _too_few_for(self.marks[stream], steps)
+        self.answers.append(Admitted(stream, steps, count))
+        if count is not None:
             self.offered[stream] = max(steps, self.offered.get(stream, steps))
             has = counted(steps, "step")
             return f"it has {has}, fewer than the {count} chunks asked for"
@@ -208,10 +249,12 @@ class Propagation:
         kept, taken = sorted((stream, other))
         # Marks that ask for different things stay two, and the streams end between.
         mark = merge_choices(self.marks[kept], self.marks[taken])
-        if mark is None or not self.rescale(other, scale):
-            return False
-        self.merge(kept, taken, mark)
-        return True
+        merges = mark is not None and self.rescale(other, scale)
+        self.answers.append(Met(kept, taken, mark is not None, merges))
+        if merges:
+            assert mark is not None
+            self.merge(kept, taken, mark)
+        return merges
 
     def merge(self, kept: str, taken: str, mark: StreamChoice) -> None:
         """Make two streams one, which `mark` asks for."""
@@ -264,7 +307,9 @@ class Propagation:
             every = [part.steps for part in mine.values()] or [offered]
             steps = functools.reduce(_gcd, every)
             extents[stream] = int(steps) if steps.denominator == 1 else 1
-        return StreamPlan(marks, parts, extents, self.declined, self.pairs, uncut)
+        return StreamPlan(
+            marks, parts, extents, self.declined, self.pairs, uncut, self.answers
+        )
 
     def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
         """The parts that joined before the groups were known, and are not so cut.
@@ -294,6 +339,13 @@ def _common_denominator(parts: Iterable[Participation]) -> Fraction:
     ]
     common = math.lcm(*denominators)
     return ONE if common == 1 else Fraction(common)
+
+
+def _too_few_for(mark: StreamChoice, steps: Fraction) -> int | None:
+    """The chunks that a mark asks for, where so many steps are too few for them."""
+    # The chunks of a p2p pipeline are those of all devices together.
+    count = mark.chunks if mark.pipeline != "p2p" else None
+    return count if isinstance(count, int) and steps < count else None
 
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:
