@@ -35,6 +35,7 @@ from jhost.lowering.padding.pad_uneven import PadUneven
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
+from jhost.lowering.verify.state import TypesOfUnits
 
 
 class Pass(Protocol):
@@ -132,10 +133,11 @@ def run_passes(
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
     """Apply each pass and verify what it made; `after_pass` sees every program."""
+    types: TypesOfUnits = {}  # most units stay as they are
     for step in sequence:
         before, program = program, step.apply(program)
         if not _same_statements(before, program):
-            verify(program, after=step.name)
+            verify(program, step.name, types)
         if after_pass is not None:
             after_pass(step.name, program)
     return program

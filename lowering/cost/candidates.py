@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from jhost._text import seconds_text
 from jhost.errors import first_line
@@ -62,6 +63,10 @@ class Outcome:
     program: Program
 
 
+Predictions: TypeAlias = list[tuple[Program, Mapping[str, object], Prediction]]
+"""What programs take, with how they stand in the whole."""
+
+
 class Evaluation:
     """The candidates for the marks of a section that are alike, the others as they are.
 
@@ -74,6 +79,7 @@ class Evaluation:
         following: Sequence[FollowingPass],
         rates: Rates | None,
         *,
+        predictions: Predictions | None = None,
         to_measure: bool = False,
     ) -> None:
         self.section = section
@@ -83,7 +89,7 @@ class Evaluation:
         self.to_measure = to_measure
         self.outcomes: list[Outcome] = []
         self.refusals: list[str] = []
-        self.predictions: list[tuple[Program, Prediction]] = []
+        self.predictions = [] if predictions is None else predictions
 
     def best(self, mark: StreamChoice) -> StreamChoice:
         """`mark` with the choice made: simple ones first, then those that gain."""
@@ -235,18 +241,13 @@ class Evaluation:
 
     def predicted(self, program: Program, rates: Rates) -> Prediction:
         """What a program takes, which is known of another with its statements."""
-        for other, prediction in self.predictions:
-            if other.body is program.body and other.results == program.results:
+        how = self.section.how
+        for other, its, prediction in self.predictions:
+            same = other.body is program.body and other.results == program.results
+            if same and how == its:
                 return prediction
-        (_, prediction), *_ = by_permutes(
-            program,
-            rates,
-            in_body=self.section.in_body,
-            in_pieces=self.section.in_pieces,
-            carried=self.section.carried,
-            followed=True,
-        )
-        self.predictions.append((program, prediction))
+        (_, prediction), *_ = by_permutes(program, rates, **how, followed=True)
+        self.predictions.append((program, how, prediction))
         return prediction
 
     def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
@@ -283,11 +284,11 @@ class Evaluation:
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
         other = self.evaluate(mark)
-        if other is None or other.program.body is outcome.program.body:
+        if other is None or other.seconds > outcome.seconds:
             return outcome
-        if str(other.program) == str(outcome.program):
+        if other.program.body is outcome.program.body:
             return outcome
-        return other if other.seconds <= outcome.seconds else outcome
+        return outcome if str(other.program) == str(outcome.program) else other
 
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
         """The outcome on two streams, where that costs nothing and the host is ahead.

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.candidates import Evaluation
+from jhost.lowering.cost.candidates import Evaluation, Predictions
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
 from jhost.lowering.cost.sections import Section, Sections
@@ -28,8 +28,8 @@ from jhost.lowering.ir.requests import (
     marks_alike,
     open_marks,
     set_choice,
-    take_known,
 )
+from jhost.lowering.streams.plan import take_known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,13 +57,14 @@ class ChoosePipelines:
         marks, tuned = all_marks(program), self.tuned_marks(program)
         open_ones, sections = open_marks(program), Sections(program)
         following = [Remembering(step) for step in self.following]
+        predictions: Predictions = []
         # Each group is evaluated with what was chosen for the groups before it.
         for group in marks_alike(program):
             known = [number for number in group if number in tuned]
             for number in known:
                 marks[number] = tuned[number].choice_for(open_ones[number])
             if others := [number for number in group if number not in known]:
-                choice = self.choice(sections, marks, others, following)
+                choice = self.choice(sections, marks, others, following, predictions)
                 set_choice(marks, others, choice)
         chosen = with_marks(program, marks)
         # Where a mark asked for all of it, its streams may be planned already.
@@ -77,6 +78,7 @@ class ChoosePipelines:
         marks: Sequence[Mark],
         numbers: Sequence[int],
         following: Sequence[FollowingPass],
+        predictions: Predictions,
     ) -> StreamChoice:
         """The choice for some marks alike, with all other marks as they are.
 
@@ -87,7 +89,8 @@ class ChoosePipelines:
         if why_not or self.rates is None:
             return dataclasses.replace(mark, reason=_left_open(mark, why_not))
         section = sections.holding(numbers, marks)
-        return Evaluation(section, following, self.rates).best(mark)
+        evaluation = Evaluation(section, following, self.rates, predictions=predictions)
+        return evaluation.best(mark)
 
     def tuned_marks(self, program: Program) -> Mapping[int, Tuned]:
         """The measured choices for the marks of a resolved program, by number."""

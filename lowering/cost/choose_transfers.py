@@ -74,20 +74,23 @@ class ChooseTransfers(EachProgram):
         )
         ways: dict[str, Way] = {}
         notes: list[Note] = []
+        made = _Weighed(program)
         for way, gathers in _TURNS:
             stmts = [
                 stmt
                 for stmt in every
                 if way_of(stmt) == way and (stmt.kind == "AllGather") == gathers
             ]
+            if not stmts:
+                continue
             more: dict[str, Way] = {**ways, **{stmt.name: way for stmt in stmts}}
-            if stmts and self.is_better(program, way, ways, more):
-                ways = more
+            other = _Weighed(in_order(program, more))
+            if self.is_better(way, made, other):
+                ways, made = more, other
                 notes.append(_said(way, gathers, stmts))
         if not ways:
             return program
-        made = in_order(program, ways)
-        return dataclasses.replace(made, remarks=(*program.remarks, *notes))
+        return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
 
     def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
         """How a transfer is made that stands beside work, if there is a way."""
@@ -111,32 +114,31 @@ class ChooseTransfers(EachProgram):
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
-    def is_better(
-        self,
-        program: Program,
-        way: Way,
-        ways: Mapping[str, Way],
-        more: Mapping[str, Way],
-    ) -> bool:
-        """Whether `more` transfers should stand beside work, those that go by `way`."""
+    def is_better(self, way: Way, made: _Weighed, other: _Weighed) -> bool:
+        """Whether the `other` program's transfers, more by that `way`, should be so."""
         if way == "collective" or self.pipeline != "auto":
             return True
-        return self.gains(in_order(program, ways), in_order(program, more))
-
-    def gains(self, program: Program, other: Program) -> bool:
-        """Whether the `other` program is done earlier.
-
-        In both, collectives run alone, as they do in bodies.  XLA has each of these set
-        out right before a matmul, for whose end NCCL's kernels then wait: four layers
-        of Llama 8B with their weights sharded over two H100s took 48.4 ms so, where
-        computations and collectives one after another make 48.
-        """
         assert self.rates is not None
-        before, after = (
-            predict(Segment().apply(each), self.rates, in_body=True).total
-            for each in (program, other)
-        )
-        return after < _GAIN * before
+        return other.seconds(self.rates) < _GAIN * made.seconds(self.rates)
+
+
+class _Weighed:
+    """A program, and how long it takes with collectives that run alone.
+
+    They do in bodies.  XLA has each set out right before a matmul, for whose end NCCL's
+    kernels then wait: four layers of Llama 8B with their weights sharded over two H100s
+    took 48.4 ms so, where computations and collectives one after another make 48.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known: float | None = None
+
+    def seconds(self, rates: Rates) -> float:
+        if self.known is None:
+            segmented = Segment().apply(self.program)
+            self.known = predict(segmented, rates, in_body=True).total
+        return self.known
 
 
 def _said(way: Way, gathers: bool, stmts: Sequence[Communicate]) -> Note:

@@ -16,7 +16,8 @@ from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.requests import stream_choices, take_known
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.streams.plan import take_known, takes_plan, with_plan_of
 
 
 class FollowingPass(Protocol):
@@ -48,8 +49,13 @@ class _Made:
         made = dataclasses.replace(
             self.after, marks=marks, remarks=remarks, streamed=program.streamed
         )
-        if not take_known(made, self.every):
-            self.every.append(made)
+        # What holds it is then the same as well.
+        for other in self.every:
+            if other == made and other.streamed == made.streamed:
+                return other
+        if not take_known(made, self.every) and takes_plan(self.after):
+            with_plan_of(program, made)
+        self.every.append(made)
         return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
@@ -71,6 +77,7 @@ class Remembering:
     def __init__(self, step: FollowingPass) -> None:
         self.step = step
         self.made = Shared[_Made]()
+        self.bodies = Shared[Program]()
 
     def apply(self, program: Program) -> Program:
         step = self.step
@@ -81,8 +88,20 @@ class Remembering:
         return self.remembered(
             program,
             functools.cache(lambda: step.sees(program)),
-            lambda program: step.change(with_each_body(program, self.apply)),
+            lambda program: step.change(self.with_bodies(program)),
         )
+
+    def with_bodies(self, program: Program) -> Program:
+        """A program after the pass on its bodies: the same for bodies that are."""
+        after = with_each_body(program, self.apply)
+        if after is program:
+            return program
+        known = self.bodies.of(program)
+        same = next((each for each in known if each.body == after.body), None)
+        if same is None:
+            known.append(after)
+            return after
+        return dataclasses.replace(after, body=same.body)
 
     def remembered(
         self,

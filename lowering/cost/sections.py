@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence, Set as AbstractSet
+from typing import Any
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
 from jhost.lowering.ir.effects import reads_writes
@@ -45,6 +46,15 @@ class Section:
     in_body: bool = False
     in_pieces: AbstractSet[str] = frozenset()
     carried: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How it stands in the whole, in the words of `predict`."""
+        return {
+            "in_body": self.in_body,
+            "in_pieces": self.in_pieces,
+            "carried": self.carried,
+        }
 
 
 def _made(body: Sequence[Stmt]) -> list[Buffer]:

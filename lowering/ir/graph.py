@@ -70,7 +70,9 @@ def nodes(
         if isinstance(stmt, Communicate) and stmt.name in waits:
             stmts = (stmt, Wait(communication=stmt.name))
         reads, writes = reads_writes(stmt)
-        operands = barriers.get(writes[0].name, ()) if _hands_on(stmt) else ()
+        operands = barriers.get(writes[0].name, ()) if writes else ()
+        if operands and not _hands_on(stmt):
+            operands = ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
     return made
 

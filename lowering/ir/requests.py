@@ -156,18 +156,6 @@ def asked_of_streams(program: Program) -> list[tuple[object, ...]]:
     ]
 
 
-def take_known(program: Program, others: Sequence[Program]) -> bool:
-    """Whether one of `others` asks the same of streams: its `derived` is taken over.
-
-    The programs may differ in what else is said of marks.
-    """
-    asked = asked_of_streams(program)
-    known = next((o for o in others if asked_of_streams(o) == asked), None)
-    if known is not None:
-        program.derived.update(known.derived)
-    return known is not None
-
-
 def unpipelined_values(program: Program) -> frozenset[str]:
     """The values whose loops are not to be made."""
     return frozenset(

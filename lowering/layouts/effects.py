@@ -44,9 +44,10 @@ class Effects:
     def of(self, op: Operation, assignment: Assignment) -> Effect:
         # Preferences are part of the key, as they change from round to round.
         key = op, assignment, self.preferences.about(op.outs)
-        if key not in self.known:
-            self.known[key] = self.found(op, assignment)
-        return self.known[key]
+        effect = self.known.get(key)
+        if effect is None:
+            effect = self.known[key] = self.found(op, assignment)
+        return effect
 
     def found(self, op: Operation, assignment: Assignment) -> Effect:
         rests: list[tuple[str, Layout]] = []

@@ -17,7 +17,8 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, PipelineKind, Reshard
 from jhost.lowering.layouts.reshard import ReshardStep
-from jhost.lowering.streams.plan import StreamPlan, plan_program
+from jhost.lowering.streams.plan import plan_program
+from jhost.lowering.streams.propagation import StreamPlan
 
 _HIDING = ("collective", "p2p")
 

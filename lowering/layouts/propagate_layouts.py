@@ -13,7 +13,6 @@ from jhost.lowering.ir.bodies import is_alike
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import take_known
 from jhost.lowering.ir.statements import Compute, Set
 from jhost.lowering.layouts.flat_bodies import FlatBody, flattened
 from jhost.lowering.layouts.hidden_dims import (
@@ -24,6 +23,7 @@ from jhost.lowering.layouts.hidden_dims import (
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.rewriter import Interned, Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
+from jhost.lowering.streams.plan import take_known
 
 Solutions: TypeAlias = dict[Hashable, Solution]
 """Solutions by all that they depend on."""
@@ -42,14 +42,15 @@ class _LaidOut:
     after: Program
     every: list[Program]
 
-    def of(self, program: Program) -> Program | None:
-        """Another program laid out, if that is this one but for marks of streams."""
-        if not is_alike(self.before, program):
-            return None
-        if not take_known(program, self.every):
-            if self.streamed != streamed_dims(program):
-                return None
-            self.every.append(program)
+    def is_of(self, program: Program) -> bool:
+        """Whether another program, alike but for marks of streams, is cut the same."""
+        if self.streamed != streamed_dims(program):
+            return False
+        self.every.append(program)
+        return True
+
+    def of(self, program: Program) -> Program:
+        """Another program laid out: this one, but for marks of streams."""
         added = self.after.remarks[len(self.before.remarks) :]
         return dataclasses.replace(
             self.after,
@@ -85,9 +86,13 @@ class PropagateLayouts:
         if not program.mesh.shape:
             return program
         known = self.known.programs.of(program)
-        for each in known:
-            if (after := each.of(program)) is not None:
-                return after
+        alike = [each for each in known if is_alike(each.before, program)]
+        for each in alike:
+            if take_known(program, each.every):
+                return each.of(program)
+        for each in alike:
+            if each.is_of(program):
+                return each.of(program)
         solution = solve_program(program, self.known.solutions)
         marks = shardings_of(solution.flat)
         remarks = LayoutRemarks(solution, marks, dict(program.mesh.shape))

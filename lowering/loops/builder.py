@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 import jax
@@ -64,7 +65,6 @@ class LoopBuilder:
         self.choices = choices
         self.extents = extents
         self.streams = streams
-        self.names = FreshNames.of(program)
         self.parts = {
             id(graph[number]): part
             for choice in choices.values()
@@ -84,6 +84,10 @@ class LoopBuilder:
         self.ordered: dict[str, Buffer] = {}
         self.out_of_order: dict[str, list[Stmt]] = {}
         self.notes: list[Note] = []
+
+    @functools.cached_property
+    def names(self) -> FreshNames:
+        return FreshNames.of(self.program)
 
     # --- Which nodes ---------------------------------------------------------- #
 

@@ -36,7 +36,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     Wait,
 )
-from jhost.lowering.streams.plan import plan_program
+from jhost.lowering.streams.plan import plan_program, with_plan_of
 from jhost.lowering.units.make import computes_of
 
 SMALL = 1 << 16
@@ -61,6 +61,10 @@ class CombineSmall(EachProgram):
 
     name: ClassVar[str] = "combine_small"
 
+    def sees(self, program: Program) -> object:
+        _, small = _small_ones(program)
+        return small
+
     def change(self, program: Program) -> Program:
         graph, small = _small_ones(program)
         if len(small) < 2:
@@ -74,7 +78,8 @@ class CombineSmall(EachProgram):
         writer = _CombinedWriter(program)
         body = _CombiningWalk(graph, together.keys(), writer).body
         remarks = (*program.remarks, *map(_note, groups))
-        return dataclasses.replace(program, body=tuple(body), remarks=remarks)
+        combined = dataclasses.replace(program, body=tuple(body), remarks=remarks)
+        return with_plan_of(program, combined)
 
 
 def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:

@@ -24,9 +24,12 @@ def with_gathers_again(
 
     It is for those that work on parts of what no mesh axis shards, and follow another.
     """
+    kept = _kept(program, graph, pipelined)
+    if not kept:
+        return program
     names = FreshNames.of(program)
     body: dict[int, list[Stmt]] = {}
-    for number, reader, out in _kept(program, graph, pipelined):
+    for number, reader, out in kept:
         gather = graph[number].stmt
         assert isinstance(gather, Communicate)
         name = names.fresh(gather.name)
@@ -35,8 +38,6 @@ def with_gathers_again(
         *before, stmt = body.get(reader, [graph[reader].stmt])
         stmt = replace_buffers(stmt, {out.name: copy})
         body[reader] = [*before, again, Wait(communication=name), stmt]
-    if not body:
-        return program
     stmts = (body.get(number, node.stmts) for number, node in enumerate(graph))
     return dataclasses.replace(program, body=tuple(s for each in stmts for s in each))
 

@@ -20,6 +20,7 @@ from jhost.lowering.loops.builder import Built, LoopBuilder
 from jhost.lowering.loops.gather_again import with_gathers_again
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.planned import check_no_mark_is_lost, planned
+from jhost.lowering.streams.plan import with_plan_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,9 +75,9 @@ class LowerStreams(EachProgram):
         streams = planned(program, self.strict)
         program, graph = streams.program, streams.graph
         again = with_gathers_again(program, graph, streams.pipelined)
-        # The graph has new nodes, so the streams are planned anew.
+        # The graph has new nodes, so there are more in the streams.
         if again is not program:
-            return self.change(again)
+            return self.change(with_plan_of(program, again))
         built = self.built(program, graph, streams.made, streams.plan.extents)
         return dataclasses.replace(
             program,

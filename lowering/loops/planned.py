@@ -23,7 +23,8 @@ from jhost.lowering.ir.statements import Communicate, Compute, Stmt
 from jhost.lowering.loops.legality import Pipelining, choose_pipeline, off
 from jhost.lowering.rules.collectives import written_in
 from jhost.lowering.streams.participation import Access, participation_of
-from jhost.lowering.streams.plan import StreamPlan, plan_program
+from jhost.lowering.streams.plan import plan_program
+from jhost.lowering.streams.propagation import StreamPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.compute_again import with_copies
+from jhost.lowering.streams.plan import with_plan_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class ComputeLate(EachProgram):
     def change(self, program: Program) -> Program:
         if not stream_choices(program):
             return program
-        program, late = with_copies(program)
-        places = _places(program, late)
-        order = sorted(range(len(program.body)), key=lambda n: (places[n], n))
-        body = tuple(program.body[number] for number in order)
-        return dataclasses.replace(program, body=body)
+        copied, late = with_copies(program)
+        places = _places(copied, late)
+        order = sorted(range(len(copied.body)), key=lambda n: (places[n], n))
+        body = tuple(copied.body[number] for number in order)
+        return with_plan_of(program, dataclasses.replace(program, body=body))
 
 
 def _places(program: Program, late: Container[str]) -> list[int]:

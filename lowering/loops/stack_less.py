@@ -29,6 +29,7 @@ from jhost.lowering.loops.compute_again import (
     operands,
     renamed,
 )
+from jhost.lowering.streams.plan import with_plan_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class StackLess(EachProgram):
         return None
 
     def change(self, program: Program) -> Program:
+        if not any(isinstance(stmt, Scan) for stmt in program.body):
+            return program
         names, sliced = FreshNames.of(program), _only_sliced(program)
         found: list[_Recipe] = []
         body: list[Stmt] = []
@@ -53,7 +56,9 @@ class StackLess(EachProgram):
                     found.append(recipe)
                     stmt = recipe.scan
             body.append(stmt)
-        return dataclasses.replace(program, body=tuple(body)) if found else program
+        if not found:
+            return program
+        return with_plan_of(program, dataclasses.replace(program, body=tuple(body)))
 
 
 def _only_sliced(program: Program) -> set[str]:

@@ -91,12 +91,18 @@ class Participation:
         if by is ONE or by == ONE:
             return self
 
+        groups = self.groups * by
+
+        def scaled(access: Access) -> Access:
+            same = access.groups is self.groups  # most often, and then it stays so
+            return Access(access.dim, groups if same else access.groups * by)
+
         def scale(accesses: Mapping[int, Access]) -> dict[int, Access]:
-            return {i: Access(a.dim, a.groups * by) for i, a in accesses.items()}
+            return {number: scaled(access) for number, access in accesses.items()}
 
         return dataclasses.replace(
             self,
-            groups=self.groups * by,
+            groups=groups,
             reads=scale(self.reads),
             writes=scale(self.writes),
         )

@@ -9,47 +9,21 @@ device's shard, so the plan sees that dim as `groups` equal stretches.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 
-from jhost._text import counted
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.graph import Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import merge_choices, stream_choices
-from jhost.lowering.ir.statements import Buffer
-from jhost.lowering.streams.participation import (
-    ONE,
-    Access,
-    Participation,
-    participation_of,
-    undivided,
+from jhost.lowering.ir.requests import (
+    asked_of_streams,
+    merge_choices,
+    stream_choices,
 )
+from jhost.lowering.streams.participation import Participation
+from jhost.lowering.streams.propagation import Propagation, StreamPlan
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """The streams of a program: what was asked of them, and the nodes that join.
-
-    Marks that met are one stream: of each pair in `merged`, in order, the first took
-    the second in.  `extents` is the number of steps that each stream's
-    loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
-    a stream stops there.
-    """
-
-    marks: Mapping[str, StreamChoice]
-    parts: Mapping[int, Participation]
-    extents: Mapping[str, int]
-    declined: Mapping[int, str]
-    merged: Sequence[tuple[str, str]] = ()
-
-    def parts_of(self, stream: str) -> dict[int, Participation]:
-        """The nodes that join `stream`."""
-        return {n: part for n, part in self.parts.items() if part.stream == stream}
+_EARLIER = "the program before, planned alike"
 
 
 def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
@@ -75,13 +49,67 @@ def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
     return {f"s{number}": mark for number, mark in enumerate(marks)}
 
 
-@derived
-def _planned(program: Program) -> tuple[list[Node], StreamPlan]:
+def take_known(program: Program, others: Sequence[Program]) -> bool:
+    """Whether one of `others` asks the same of streams: its `derived` is taken over.
+
+    The programs may differ in what else is said of marks.  Of one that asks otherwise
+    the plan is taken, if it holds for what is asked here.
+    """
+    asked = asked_of_streams(program)
+    known = next((o for o in others if asked_of_streams(o) == asked), None)
+    if known is not None:
+        program.derived.update(known.derived)
+        return True
+    marks = _by_stream(_taken(program))
+    for other in others:
+        made = other.derived.get(_plan)
+        if made and _seeds(program) == _seeds(other) and made[1].holds_for(marks):
+            program.derived[_plan] = made
+            break
+    return False
+
+
+def _seeds(program: Program) -> list[tuple[str, int]]:
+    return [(mark.buffer, mark.dim) for mark in _taken(program)]
+
+
+def with_plan_of(earlier: Program, program: Program) -> Program:
+    """`program`, which has most statements of an `earlier` one and its marks.
+
+    The parts that these take in streams are not looked for again.
+    """
+    if program is not earlier:
+        program.derived[_EARLIER] = earlier
+    return program
+
+
+def takes_plan(program: Program) -> bool:
+    """Whether it has an earlier program's plan."""
+    return _EARLIER in program.derived
+
+
+def _plan(program: Program) -> tuple[list[Node], StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
     mesh = dict(program.mesh.shape)
+    made = _made_earlier(program)
+    if made is not None:
+        return graph, _made_again(made, graph, _taken(program), serial, mesh)
     return graph, plan_streams(graph, _taken(program), serial, mesh)
+
+
+_planned = derived(_plan)
+
+
+def _made_earlier(program: Program) -> tuple[list[Node], StreamPlan] | None:
+    """The plan of the last program before that has one."""
+    earlier: Program | None = program.derived.get(_EARLIER)
+    while earlier is not None:
+        if (made := earlier.derived.get(_plan)) is not None:
+            return made
+        earlier = earlier.derived.get(_EARLIER)
+    return None
 
 
 def plan_streams(
@@ -91,228 +119,49 @@ def plan_streams(
     mesh: Mapping[str, int],
 ) -> StreamPlan:
     """Propagate the streams of `marks` through `graph` to a fixed point."""
-    propagation = _Propagation(graph, {m.buffer: m.reason for m in serial}, mesh)
+    return _spread(Propagation(graph, _reasons(serial), mesh), _by_stream(marks))
+
+
+def _made_again(
+    made: tuple[Sequence[Node], StreamPlan],
+    graph: Sequence[Node],
+    marks: Sequence[StreamChoice],
+    serial: Sequence[SerialMark],
+    mesh: Mapping[str, int],
+) -> StreamPlan:
+    """The plan that was `made` for an earlier graph, for one that differs a little."""
+    before, plan = made
+    propagation = Propagation(
+        graph, _reasons(serial), mesh, _known(plan, before, graph)
+    )
     streams = _by_stream(marks)
+    propagation.take_merged(streams, plan)
+    return _spread(propagation, streams)
+
+
+def _known(
+    plan: StreamPlan, before: Sequence[Node], graph: Sequence[Node]
+) -> dict[int, Participation | str]:
+    """What an earlier plan says of those nodes of a graph that were in its own."""
+    every = {**plan.parts, **plan.uncut}
+    parts = {before[n].writes[0].name: part for n, part in every.items()}
+    reasons = {id(before[n].stmt): reason for n, reason in plan.declined.items()}
+    said = (
+        (parts.get(node.writes[0].name) if node.writes else None)
+        or reasons.get(id(node.stmt))
+        for node in graph
+    )
+    return {number: each for number, each in enumerate(said) if each is not None}
+
+
+def _spread(
+    propagation: Propagation, streams: Mapping[str, StreamChoice]
+) -> StreamPlan:
     for stream, mark in streams.items():
         propagation.seed(stream, mark)
     propagation.run()
     return propagation.finish(streams)
 
 
-class _Propagation:
-    def __init__(
-        self,
-        graph: Sequence[Node],
-        serial: Mapping[str, str],
-        mesh: Mapping[str, int],
-    ) -> None:
-        self.graph = graph
-        self.serial = serial
-        self.mesh = mesh
-        self.values: dict[str, tuple[str, Access]] = {}
-        self.parts: dict[int, Participation] = {}
-        self.steps: dict[str, Fraction] = {}
-        self.offered: dict[str, Fraction] = {}
-        self.declined: dict[int, str] = {}
-        self.marks: dict[str, StreamChoice] = {}
-        self.merged: dict[str, str] = {}
-        self.pairs: list[tuple[str, str]] = []
-        self.queue: deque[str] = deque()
-        self.touching: dict[str, list[tuple[int, bool, int]]] = {}
-        for number, node in enumerate(graph):
-            for writes, buffers in ((False, node.reads), (True, node.writes)):
-                for position, buffer in enumerate(buffers):
-                    place = (number, writes, position)
-                    self.touching.setdefault(buffer.name, []).append(place)
-
-    def seed(self, stream: str, mark: StreamChoice) -> None:
-        self.marks[stream] = mark
-        self.values[mark.buffer] = stream, Access(mark.dim, ONE)
-        self.queue.append(mark.buffer)
-
-    def run(self) -> None:
-        """Visit values breadth first, so that the nearest mark wins."""
-        while self.queue:
-            name = self.queue.popleft()
-            stream, access = self.values[name]
-            for number, writes, position in self.touching.get(name, ()):
-                self.visit(number, writes, position, self.root(stream), access)
-
-    def visit(
-        self, number: int, writes: bool, position: int, stream: str, access: Access
-    ) -> None:
-        """Let a node join `stream`, which reached one of its buffers by `access`."""
-        node = self.graph[number]
-        joined = self.parts.get(number)
-        if joined is not None:
-            own = (joined.writes if writes else joined.reads).get(position)
-            self.meet(stream, access, joined.stream, own)
-            return
-        part = participation_of(node, stream, writes, position, access, self.mesh)
-        if isinstance(part, Participation):
-            part = self.admit(node, part)
-        if isinstance(part, str):
-            # The first reason stands: that of the nearest mark.
-            self.declined.setdefault(number, part)
-            return
-        # To admit the node may have merged its stream with another.
-        self.parts[number] = part
-        stream = self.root(stream)
-        self.steps[stream] = self.common_steps(stream, part)
-        for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
-            for index, new in accesses.items():
-                self.reach(buffers[index], stream, new)
-
-    def admit(self, node: Node, part: Participation) -> Participation | str:
-        """`part`, unless a result belongs to another stream or is serial."""
-        for position, buffer in enumerate(node.writes):
-            if buffer.name in self.serial:
-                return f"{self.serial[buffer.name]} keeps it whole"
-            if buffer.name in self.values:
-                access = part.writes.get(position)
-                # A statement works on chunks of one stream alone.
-                if not self.meet(part.stream, access, *self.values[buffer.name]):
-                    return "a result of it has another stream"
-        stream = self.root(part.stream)
-        own, mark = part.steps, self.marks[stream]
-        known = self.steps.get(stream, own)
-        steps = _gcd(known, own)
-        # In a loop all parts have their chunks' borders at the same steps.
-        if steps is not own and steps not in (own, known):
-            return "its chunks would begin where others' do not"
-        # The chunks of a p2p pipeline are those of all devices together.
-        count = mark.chunks if mark.pipeline != "p2p" else None
-        if isinstance(count, int) and steps < count:
-            self.offered[stream] = max(steps, self.offered.get(stream, steps))
-            has = counted(steps, "step")
-            return f"it has {has}, fewer than the {count} chunks asked for"
-        return part
-
-    def common_steps(self, stream: str, part: Participation) -> Fraction:
-        """The steps of the loop that borders of all parts can follow."""
-        own = part.steps
-        return _gcd(self.steps.get(stream, own), own)
-
-    def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
-        if buffer.name in self.serial:
-            return
-        if buffer.name not in self.values:
-            self.values[buffer.name] = stream, access
-            self.queue.append(buffer.name)
-        else:
-            self.meet(stream, access, *self.values[buffer.name])
-
-    # --- Streams that meet ---------------------------------------------------- #
-
-    def root(self, stream: str) -> str:
-        while stream in self.merged:
-            stream = self.merged[stream]
-        return stream
-
-    def meet(
-        self, stream: str, access: Access | None, other: str, by: Access | None
-    ) -> bool:
-        """Make two streams one where they cut a value alike; whether they are one.
-
-        The one reaches the value by `access`, the `other` stream `by` another.  Each
-        counts groups from its own mark, so the other's are brought to this scale.
-        """
-        stream, other = self.root(stream), self.root(other)
-        if access is None or by is None or access.dim != by.dim:
-            return False
-        scale = ONE  # each stream has counted from 1 at its own mark
-        if access.groups is not by.groups and access.groups != by.groups:
-            scale = access.groups / by.groups
-        if stream == other:
-            return scale is ONE
-        kept, taken = sorted((stream, other))
-        # Marks that ask for different things stay two, and the streams end between.
-        mark = merge_choices(self.marks[kept], self.marks[taken])
-        if mark is None or not self.rescale(other, scale):
-            return False
-        self.merged[taken] = kept
-        self.pairs.append((kept, taken))
-        self.marks[kept] = mark
-        if taken in self.steps:
-            steps = self.steps.pop(taken)
-            self.steps[kept] = _gcd(self.steps.get(kept, steps), steps)
-        return True
-
-    def rescale(self, stream: str, scale: Fraction) -> bool:
-        """Count the groups of `stream` in another unit, if they are whole then too."""
-        mine = {n: p for n, p in self.parts.items() if self.root(p.stream) == stream}
-        scaled = {number: part.scaled(scale) for number, part in mine.items()}
-        if any(part.size % part.groups.numerator for part in scaled.values()):
-            return False
-        if scale == 1:
-            return True
-        self.parts |= scaled
-        for name, (owner, access) in self.values.items():
-            if self.root(owner) == stream:
-                access = Access(access.dim, access.groups * scale)
-                self.values[name] = owner, access
-        if stream in self.steps:
-            self.steps[stream] /= scale
-        return True
-
-    # --- The finished plan ---------------------------------------------------- #
-
-    def finish(self, streams: Mapping[str, StreamChoice]) -> StreamPlan:
-        """Whole groups: scaled up until every statement has an integer number."""
-        marks = {s: self.marks[s] for s in streams if s not in self.merged}
-        parts = {
-            number: part.of_stream(self.root(part.stream))
-            for number, part in self.parts.items()
-        }
-        extents: dict[str, int] = {}
-        for stream in marks:
-            mine = {n: part for n, part in parts.items() if part.stream == stream}
-            factor = _common_denominator(mine.values())
-            mine = {n: part.scaled(factor) for n, part in mine.items()}
-            parts |= mine
-            for number in self.without_whole_steps(mine):
-                del parts[number], mine[number]
-            offered = self.offered.get(stream, ONE) / factor
-            every = [part.steps for part in mine.values()] or [offered]
-            steps = functools.reduce(_gcd, every)
-            extents[stream] = int(steps) if steps.denominator == 1 else 1
-        return StreamPlan(marks, parts, extents, self.declined, self.pairs)
-
-    def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
-        """The parts that joined before the groups were known, and are not so cut.
-
-        Those that stand beside one that stays are where the stream ends.
-        """
-        # Only now is it known how many groups a gather further on makes of the dim.
-        left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
-        reached = {
-            buffer.name
-            for number in parts.keys() - set(left_out)
-            for buffer in (*self.graph[number].reads, *self.graph[number].writes)
-        }
-        for number in left_out:
-            node = self.graph[number]
-            if reached & {b.name for b in (*node.reads, *node.writes)}:
-                self.declined.setdefault(number, undivided(parts[number].size))
-        return left_out
-
-
-def _common_denominator(parts: Iterable[Participation]) -> Fraction:
-    """By how much all groups have to be scaled up to be whole."""
-    denominators = [
-        access.groups.denominator
-        for part in parts
-        for access in (*part.reads.values(), *part.writes.values())
-    ]
-    common = math.lcm(*denominators)
-    return ONE if common == 1 else Fraction(common)
-
-
-def _gcd(one: Fraction, other: Fraction) -> Fraction:
-    """The largest number that divides both a whole number of times."""
-    if one is other or one == other:  # most often
-        return one
-    denominator = math.lcm(one.denominator, other.denominator)
-    return Fraction(
-        math.gcd(int(one * denominator), int(other * denominator)), denominator
-    )
+def _reasons(serial: Sequence[SerialMark]) -> dict[str, str]:
+    return {mark.buffer: mark.reason for mark in serial}

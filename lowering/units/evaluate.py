@@ -51,8 +51,9 @@ class UnitPlace:
     def size(self, factor: int) -> int:
         """The number of steps of `factor` here."""
         chunk = self._chunk(factor)
-        if chunk is None:
-            return self._local(factor)
+        if chunk is None:  # which is asked most often
+            axes, steps = self.unit_eqn.axes[factor], self.unit_eqn.rule.sizes[factor]
+            return steps // axes_size(axes, self.site.mesh) if axes else steps
         return chunk.groups * chunk.size * self._unit(factor, chunk)
 
     def positions(self, factor: int) -> Any:

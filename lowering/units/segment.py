@@ -9,6 +9,7 @@ on its own.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -208,5 +209,12 @@ def _renamed(compute: ir.Compute, variables: dict[str, Var]) -> Iterator[ir.Unit
             v if isinstance(v, Literal) else renamed.get(v, v) for v in eqn.invars
         ]
         outvars = [renamed.get(v, v) for v in eqn.outvars]
+        if _same((*invars, *outvars), (*eqn.invars, *eqn.outvars)):
+            yield unit_eqn
+            continue
         eqn = eqn.replace(invars=invars, outvars=outvars)
         yield dataclasses.replace(unit_eqn, eqn=eqn)
+
+
+def _same(variables: Sequence[object], others: Sequence[object]) -> bool:
+    return all(map(operator.is_, variables, others))

@@ -35,19 +35,26 @@ from jhost.lowering.verify.memory import (
     check_select,
     check_set,
 )
-from jhost.lowering.verify.state import Root, State
+from jhost.lowering.verify.state import Root, State, TypesOfUnits
 
 
-def verify(program: Program, after: str = "", *, is_body: bool = False) -> None:
+def verify(
+    program: Program,
+    after: str = "",
+    types: TypesOfUnits | None = None,
+    *,
+    is_body: bool = False,
+) -> None:
     """Check `program`, the result of the pass named `after`.
 
     What a body of control flow is given, and gives, may be partial: outside it is too.
+    The `types` of units are those found before, and have those found here afterwards.
 
     Raises:
         VerifyError: an invariant does not hold; the printed program is a note.
         IndexRangeError: an alias lies outside its source.
     """
-    state = State(program, after)
+    state = State(program, after, {} if types is None else types)
     try:
         if not is_body:
             _check_ends(state)
@@ -94,7 +101,14 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
         case ir.Scan() | ir.While() | ir.Cond():
             check_control_flow(state, stmt)
             for body in stmt.bodies:
-                verify(body, state.after, is_body=True)
+                _verify_body(body, state)
+
+
+def _verify_body(body: Program, state: State) -> None:
+    """Check a body once: what it is given is checked where it stands."""
+    if _verify_body not in body.derived:
+        verify(body, state.after, state.types, is_body=True)
+        body.derived[_verify_body] = True
 
 
 # --- The program's ends ------------------------------------------------------- #
@@ -160,8 +174,9 @@ def _types(state: State, unit: ir.Unit, site: Site) -> UnitTypes:
     """What a unit takes and gives: in all iterations of a loop the same."""
     place = id(unit), site.chunk
     if place not in state.types:
-        state.types[place] = unit_types(unit, site)
-    return state.types[place]
+        # The unit is kept, so that no other gets its identity.
+        state.types[place] = unit, unit_types(unit, site)
+    return state.types[place][1]
 
 
 def _site(state: State, stmt: ir.Compute) -> Site:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from jhost import errors
 from jhost.lowering.ir import statements as ir
@@ -22,6 +22,9 @@ from jhost.lowering.ir.ranks import AtRanks
 from jhost.lowering.ir.regions import Region, is_empty, overlap, whole_region
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.units.evaluate import ChunkAt, UnitTypes
+
+TypesOfUnits: TypeAlias = dict[tuple[int, ChunkAt | None], tuple[ir.Unit, UnitTypes]]
+"""What units take and give, by a unit's identity and the chunk that it works on."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class Scope:
 class State(Machine):
     """The program so far; `fail` raises with the statement and iteration at hand."""
 
-    def __init__(self, program: Program, after: str) -> None:
+    def __init__(self, program: Program, after: str, types: TypesOfUnits) -> None:
         super().__init__(program.mesh.shape)
         self.program = program
         self.after = after
@@ -93,8 +96,7 @@ class State(Machine):
             isinstance(stmt, ir.Deallocate) for stmt in ir.walk(program.body)
         )
         self.used_streams = {DEFAULT_STREAM}
-        # By identity of a unit of the program, and the chunk that it works on.
-        self.types: dict[tuple[int, ChunkAt | None], UnitTypes] = {}
+        self.types = types
 
     # --- Errors --------------------------------------------------------------- #
 

@@ -134,7 +134,7 @@ def test_a_body_is_not_lowered_for_each_candidate_for_what_is_around_it(
     for choice in itertools.islice(said(marks[number]), 6):
         marks[number] = choice
         made(with_marks(program, marks), remembering)
-    assert counts.pop(program.name) == 6
+    assert counts.pop(program.name) <= 6
     # What a pipeline hides may bear on the layouts in bodies: at most two of them.
     bodies = len([*programs(program)]) - 1
     assert counts.pop("in a body") <= 2 * bodies
@@ -156,10 +156,9 @@ def test_a_gradient_is_built_planned_and_laid_out_few_times(
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8, 8), (8, 8))]
     jax.jit(jax.grad(function, (0, 1, 2))).lower(*types)
     # The whole forward, which is checked; what is left of it without the loss; and the
-    # backward.  Streams are planned before values have layouts, with communications
-    # to see which marks are idle, and for the loops.
+    # backward.  Streams are planned before values have layouts and with communications.
     assert counts["build"] <= 3
-    assert counts["plan_streams"] <= 9
+    assert counts["plan_streams"] <= 6
     assert counts["solve_layouts"] <= 3
 
 

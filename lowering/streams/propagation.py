@@ -1,0 +1,358 @@
+"""How streams spread from the marked values through a graph, to a fixed point."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import TypeAlias
+
+from jhost._text import counted
+from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.requests import merge_choices
+from jhost.lowering.ir.statements import Buffer
+from jhost.lowering.streams.participation import (
+    ONE,
+    Access,
+    Participation,
+    participation_of,
+    undivided,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Met:
+    """Two streams that met: whether their marks agree, and whether they became one."""
+
+    kept: str
+    taken: str
+    agree: bool
+    merged: bool
+
+    def holds_for(self, marks: dict[str, StreamChoice]) -> bool:
+        both = merge_choices(marks[self.kept], marks[self.taken])
+        if both is not None and self.merged:
+            marks[self.kept] = both
+        return (both is not None) == self.agree
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admitted:
+    """A node with so many steps that a stream reached; too few for some chunks."""
+
+    stream: str
+    steps: Fraction
+    too_few_for: int | None
+
+    def holds_for(self, marks: dict[str, StreamChoice]) -> bool:
+        return _too_few_for(marks[self.stream], self.steps) == self.too_few_for
+
+
+Answer: TypeAlias = Met | Admitted
+"""What streams go by of their marks, when they spread."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """The streams of a program: what was asked of them, and the nodes that join.
+
+    Marks that met are one stream: of each pair in `merged`, in order, the first took
+    the second in.  `extents` is the number of steps that each stream's
+    loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
+    a stream stops there.  What is `uncut` only hands a stream on: its own steps are no
+    whole number in each group.  `answers` has all that was asked of marks on the way.
+    """
+
+    marks: Mapping[str, StreamChoice]
+    parts: Mapping[int, Participation]
+    extents: Mapping[str, int]
+    declined: Mapping[int, str]
+    merged: Sequence[tuple[str, str]] = ()
+    uncut: Mapping[int, Participation] = dataclasses.field(
+        default_factory=dict[int, Participation]
+    )
+    answers: Sequence[Answer] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def holds_for(self, marks: Mapping[str, StreamChoice]) -> bool:
+        """Whether other marks of the same values and dims come to the same plan."""
+        marks = dict(marks)  # which become fewer
+        return all(answer.holds_for(marks) for answer in self.answers)
+
+    def parts_of(self, stream: str) -> dict[int, Participation]:
+        """The nodes that join `stream`."""
+        return {n: part for n, part in self.parts.items() if part.stream == stream}
+
+
+class Propagation:
+    """Streams that spread; `known` has what nodes are known to make of those.
+
+    That is the part of a node, or the reason why it takes none.
+    """
+
+    def __init__(
+        self,
+        graph: Sequence[Node],
+        serial: Mapping[str, str],
+        mesh: Mapping[str, int],
+        known: Mapping[int, Participation | str] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.serial = serial
+        self.mesh = mesh
+        self.known = known or {}
+        self.values: dict[str, tuple[str, Access]] = {}
+        self.parts: dict[int, Participation] = {}
+        self.steps: dict[str, Fraction] = {}
+        self.offered: dict[str, Fraction] = {}
+        self.declined: dict[int, str] = {}
+        self.marks: dict[str, StreamChoice] = {}
+        self.merged: dict[str, str] = {}
+        self.pairs: list[tuple[str, str]] = []
+        self.answers: list[Answer] = []
+        self.queue: deque[str] = deque()
+        self.touching: dict[str, list[tuple[int, bool, int]]] = {}
+        for number, node in enumerate(graph):
+            for writes, buffers in ((False, node.reads), (True, node.writes)):
+                for position, buffer in enumerate(buffers):
+                    place = (number, writes, position)
+                    self.touching.setdefault(buffer.name, []).append(place)
+
+    def seed(self, stream: str, mark: StreamChoice) -> None:
+        self.marks.setdefault(stream, mark)
+        self.values[mark.buffer] = stream, self.start(stream, mark)
+        self.queue.append(mark.buffer)
+
+    def start(self, stream: str, mark: StreamChoice) -> Access:
+        """How a stream reaches its marked value: as what is known around it says."""
+        for number, writes, position in self.touching.get(mark.buffer, ()):
+            part = self.known.get(number)
+            if isinstance(part, Participation) and part.stream == self.root(stream):
+                access = (part.writes if writes else part.reads).get(position)
+                if access is not None:
+                    return access
+        return Access(mark.dim, ONE)
+
+    def take_merged(
+        self, streams: Mapping[str, StreamChoice], plan: StreamPlan
+    ) -> None:
+        """Merge those streams that an earlier plan did; what they offer is known."""
+        self.marks |= streams
+        for kept, taken in plan.merged:
+            mark = merge_choices(self.marks[kept], self.marks[taken])
+            assert mark is not None, "they went together when the plan was made"
+            self.merge(kept, taken, mark)
+        self.answers += plan.answers
+        self.offered |= {s: Fraction(extent) for s, extent in plan.extents.items()}
+
+    def run(self) -> None:
+        """Visit values breadth first, so that the nearest mark wins."""
+        while self.queue:
+            name = self.queue.popleft()
+            stream, access = self.values[name]
+            for number, writes, position in self.touching.get(name, ()):
+                self.visit(number, writes, position, self.root(stream), access)
+
+    def visit(
+        self, number: int, writes: bool, position: int, stream: str, access: Access
+    ) -> None:
+        """Let a node join `stream`, which reached one of its buffers by `access`."""
+        node = self.graph[number]
+        joined = self.parts.get(number)
+        if joined is not None:
+            own = (joined.writes if writes else joined.reads).get(position)
+            self.meet(stream, access, joined.stream, own)
+            return
+        part = self.known.get(number)
+        if part is None:
+            part = participation_of(node, stream, writes, position, access, self.mesh)
+            if isinstance(part, Participation):
+                part = self.admit(node, part)
+        if isinstance(part, str):
+            # The first reason stands: that of the nearest mark.
+            self.declined.setdefault(number, part)
+            return
+        # To admit the node may have merged its stream with another.
+        if self.root(part.stream) != (stream := self.root(stream)):
+            return  # a known node is of the stream that reached it first
+        self.parts[number] = part
+        self.steps[stream] = self.common_steps(stream, part)
+        for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
+            for index, new in accesses.items():
+                self.reach(buffers[index], stream, new)
+
+    def admit(self, node: Node, part: Participation) -> Participation | str:
+        """`part`, unless a result belongs to another stream or is serial."""
+        for position, buffer in enumerate(node.writes):
+            if buffer.name in self.serial:
+                return f"{self.serial[buffer.name]} keeps it whole"
+            if buffer.name in self.values:
+                access = part.writes.get(position)
+                # A statement works on chunks of one stream alone.
+                if not self.meet(part.stream, access, *self.values[buffer.name]):
+                    return "a result of it has another stream"
+        stream = self.root(part.stream)
+        own = part.steps
+        known = self.steps.get(stream, own)
+        steps = _gcd(known, own)
+        # In a loop all parts have their chunks' borders at the same steps.
+        if steps is not own and steps not in (own, known):
+            return "its chunks would begin where others' do not"
+        count = _too_few_for(self.marks[stream], steps)
+        self.answers.append(Admitted(stream, steps, count))
+        if count is not None:
+            self.offered[stream] = max(steps, self.offered.get(stream, steps))
+            has = counted(steps, "step")
+            return f"it has {has}, fewer than the {count} chunks asked for"
+        return part
+
+    def common_steps(self, stream: str, part: Participation) -> Fraction:
+        """The steps of the loop that borders of all parts can follow."""
+        own = part.steps
+        return _gcd(self.steps.get(stream, own), own)
+
+    def reach(self, buffer: Buffer, stream: str, access: Access) -> None:
+        if buffer.name in self.serial:
+            return
+        if buffer.name not in self.values:
+            self.values[buffer.name] = stream, access
+            self.queue.append(buffer.name)
+        else:
+            self.meet(stream, access, *self.values[buffer.name])
+
+    # --- Streams that meet ---------------------------------------------------- #
+
+    def root(self, stream: str) -> str:
+        while stream in self.merged:
+            stream = self.merged[stream]
+        return stream
+
+    def meet(
+        self, stream: str, access: Access | None, other: str, by: Access | None
+    ) -> bool:
+        """Make two streams one where they cut a value alike; whether they are one.
+
+        The one reaches the value by `access`, the `other` stream `by` another.  Each
+        counts groups from its own mark, so the other's are brought to this scale.
+        """
+        stream, other = self.root(stream), self.root(other)
+        if access is None or by is None or access.dim != by.dim:
+            return False
+        scale = ONE  # each stream has counted from 1 at its own mark
+        if access.groups is not by.groups and access.groups != by.groups:
+            scale = access.groups / by.groups
+        if stream == other:
+            return scale is ONE
+        kept, taken = sorted((stream, other))
+        # Marks that ask for different things stay two, and the streams end between.
+        mark = merge_choices(self.marks[kept], self.marks[taken])
+        merges = mark is not None and self.rescale(other, scale)
+        self.answers.append(Met(kept, taken, mark is not None, merges))
+        if merges:
+            assert mark is not None
+            self.merge(kept, taken, mark)
+        return merges
+
+    def merge(self, kept: str, taken: str, mark: StreamChoice) -> None:
+        """Make two streams one, which `mark` asks for."""
+        self.merged[taken] = kept
+        self.pairs.append((kept, taken))
+        self.marks[kept] = mark
+        if taken in self.steps:
+            steps = self.steps.pop(taken)
+            self.steps[kept] = _gcd(self.steps.get(kept, steps), steps)
+
+    def rescale(self, stream: str, scale: Fraction) -> bool:
+        """Count the groups of `stream` in another unit, if they are whole then too."""
+        mine = {n: p for n, p in self.parts.items() if self.root(p.stream) == stream}
+        scaled = {number: part.scaled(scale) for number, part in mine.items()}
+        if any(part.size % part.groups.numerator for part in scaled.values()):
+            return False
+        if scale == 1:
+            return True
+        self.parts |= scaled
+        for name, (owner, access) in self.values.items():
+            if self.root(owner) == stream:
+                access = Access(access.dim, access.groups * scale)
+                self.values[name] = owner, access
+        if stream in self.steps:
+            self.steps[stream] /= scale
+        return True
+
+    # --- The finished plan ---------------------------------------------------- #
+
+    def finish(self, streams: Mapping[str, StreamChoice]) -> StreamPlan:
+        """Whole groups: scaled up until every statement has an integer number."""
+        marks = {s: self.marks[s] for s in streams if s not in self.merged}
+        parts: dict[int, Participation] = {}
+        of_stream: dict[str, dict[int, Participation]] = {
+            stream: {} for stream in marks
+        }
+        for number, part in self.parts.items():
+            stream = self.root(part.stream)
+            parts[number] = of_stream[stream][number] = part.of_stream(stream)
+        uncut: dict[int, Participation] = {}
+        extents: dict[str, int] = {}
+        for stream, mine in of_stream.items():
+            factor = _common_denominator(mine.values())
+            mine = {n: part.scaled(factor) for n, part in mine.items()}
+            parts |= mine
+            for number in self.without_whole_steps(mine):
+                uncut[number] = mine.pop(number)
+                del parts[number]
+            offered = self.offered.get(stream, ONE) / factor
+            every = [part.steps for part in mine.values()] or [offered]
+            steps = functools.reduce(_gcd, every)
+            extents[stream] = int(steps) if steps.denominator == 1 else 1
+        return StreamPlan(
+            marks, parts, extents, self.declined, self.pairs, uncut, self.answers
+        )
+
+    def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
+        """The parts that joined before the groups were known, and are not so cut.
+
+        Those that stand beside one that stays are where the stream ends.
+        """
+        # Only now is it known how many groups a gather further on makes of the dim.
+        left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
+        reached = {
+            buffer.name
+            for number in parts.keys() - set(left_out)
+            for buffer in (*self.graph[number].reads, *self.graph[number].writes)
+        }
+        for number in left_out:
+            node = self.graph[number]
+            if reached & {b.name for b in (*node.reads, *node.writes)}:
+                self.declined.setdefault(number, undivided(parts[number].size))
+        return left_out
+
+
+def _common_denominator(parts: Iterable[Participation]) -> Fraction:
+    """By how much all groups have to be scaled up to be whole."""
+    denominators = [
+        access.groups.denominator
+        for part in parts
+        for access in (*part.reads.values(), *part.writes.values())
+    ]
+    common = math.lcm(*denominators)
+    return ONE if common == 1 else Fraction(common)
+
+
+def _too_few_for(mark: StreamChoice, steps: Fraction) -> int | None:
+    """The chunks that a mark asks for, where so many steps are too few for them."""
+    # The chunks of a p2p pipeline are those of all devices together.
+    count = mark.chunks if mark.pipeline != "p2p" else None
+    return count if isinstance(count, int) and steps < count else None
+
+
+def _gcd(one: Fraction, other: Fraction) -> Fraction:
+    """The largest number that divides both a whole number of times."""
+    if one is other or one == other:  # most often
+        return one
+    denominator = math.lcm(one.denominator, other.denominator)
+    return Fraction(
+        math.gcd(int(one * denominator), int(other * denominator)), denominator
+    )
