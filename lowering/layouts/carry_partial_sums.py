@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.border import Crossing, scan_border, with_scan_border
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, size_in_bytes
 from jhost.lowering.ir.marks import ShardMark
@@ -160,21 +161,17 @@ class _PartialCarry:
     """
 
     def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
-        self.stmt, self.partial = stmt, partial
+        self.stmt, self.partial, self.border = stmt, partial, scan_border(stmt)
         self.names = FreshNames.of(stmt.body)
-        self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
         self.begun = {
             number: self.reduction(param)
-            for number, param in enumerate(self.params)
-            if not param.partial and self.is_sum(number, param, zeros)
+            for number, (begin, param) in enumerate(self.border.carry)
+            # What a carry begins with may be added behind, or is nothing.
+            if not param.partial
+            and (begin.name in zeros or _is_added_to(stmt.body, param, number))
         }
         self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
         self.body = self.beginning_with_reductions()
-
-    def is_sum(self, number: int, param: Buffer, zeros: Container[str]) -> bool:
-        """Whether what a carry begins with may be added behind, or is nothing."""
-        begins_with_zeros = self.stmt.carry[number].name in zeros
-        return begins_with_zeros or _is_added_to(self.stmt.body, param, number)
 
     def reduction(self, param: Buffer) -> Reshard:
         """The reduction of a partial param, to stand in the place of the param."""
@@ -194,7 +191,7 @@ class _PartialCarry:
     def stays_partial(self, number: int) -> bool:
         """Whether a carry can be reduced after all; if so, its statements change."""
         count, begun = len(self.body.changed), self.begun[number]
-        result = self.stmt.body.results[number].name
+        result = self.border.carried[number].inside.name
         mesh = dict(self.stmt.body.mesh.shape)
         # The undo is by count: `reduced_last` may have changed some statements in vain.
         last = reduced_last(result, self.body, self.fixed, mesh, self.names)
@@ -210,22 +207,25 @@ class _PartialCarry:
 
     def scan(self, kept: Sequence[int]) -> Scan:
         """The scan with what is `kept` partial, and all else as it was."""
-        body = self.stmt.body
-        params, results = list(body.params), list(body.results)
+        carry, carried = list(self.border.carry), list(self.border.carried)
+        whole = {each.out.name: carry[n].inside for n, each in self.begun.items()}
         dropped = [each.out.name for each in self.begun.values()]
         for number in kept:
-            last = self.body.makers[results[number].name]
+            last = self.body.makers[carried[number].inside.name]
             assert isinstance(last, Reshard)
             dropped.append(last.out.name)
-            results[number] = dataclasses.replace(last.source, partial=self.partial)
-            params[len(self.stmt.consts) + number] = self.begun[number].source
-        whole = {each.out.name: self.params[n] for n, each in self.begun.items()}
+            terms = dataclasses.replace(last.source, partial=self.partial)
+            carried[number] = carried[number]._replace(inside=terms)
+            carry[number] = carry[number]._replace(inside=self.begun[number].source)
         stmts = itertools.chain(*self.body.slots)
         body = with_statements(
-            body, [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)]
+            self.stmt.body,
+            [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)],
         )
-        body = dataclasses.replace(body, params=tuple(params), results=tuple(results))
-        return dataclasses.replace(self.stmt, body=body)
+        border = dataclasses.replace(
+            self.border, carry=tuple(carry), carried=tuple(carried)
+        )
+        return with_scan_border(self.stmt, body, border)
 
 
 def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
@@ -297,28 +297,28 @@ def _stacking_partial(
     body = Rewrite(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
     inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
-    results, ys = list(program.results), list(stmt.ys)
+    border = scan_border(stmt)
+    ys: list[Crossing] = []
     reshards: list[Reshard] = []
     dropped: list[str] = []
-    for number, out in enumerate(stmt.ys):
-        position, count = len(stmt.carried) + number, len(body.changed)
-        name = results[position].name
+    for out, part in border.ys:
+        count, name = len(body.changed), part.name
         last = reduced_last(name, body, fixed, mesh, inner) if out in wanted else None
         if last is None or name in body.readers:
             body.take_back(count)
+            ys.append(Crossing(out, part))
             continue
         terms = dataclasses.replace(
             out, name=names.fresh(f"{out.name}_partial"), partial=last.source.partial
         )
-        results[position], ys[number] = last.source, terms
+        ys.append(Crossing(terms, last.source))
         reshards.append(Reshard(out=out, source=terms))
         dropped.append(name)
     if not reshards:
         return stmt, []
     stmts = [s for s in itertools.chain(*body.slots) if not _makes(s, dropped)]
-    program = with_statements(program, stmts)
-    program = dataclasses.replace(program, results=tuple(results))
-    return dataclasses.replace(stmt, body=program, ys=tuple(ys)), reshards
+    border = dataclasses.replace(border, ys=tuple(ys))
+    return with_scan_border(stmt, with_statements(program, stmts), border), reshards
 
 
 def _reduced_behind(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jhost._jax import fresh_var
 from jhost.lowering.ir.bodies import with_bodies
+from jhost.lowering.ir.border import with_values
 from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.marks import BarrierMark, Mark
 from jhost.lowering.ir.names import FreshNames
@@ -28,7 +29,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.flat_bodies import Border, FlatBody, local_name
+from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder, local_name
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import ReshardKind, plan_reshard
@@ -126,7 +127,7 @@ class Rewriter:
         """
         params = tuple(self.at_rest(param) for param in self.program.params)
         for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
-            if isinstance(step, Border):
+            if isinstance(step, FlatBorder):
                 assert isinstance(stmt, Scan | While | Cond)
                 self.control_flow(stmt, step)
             elif isinstance(stmt, Set):
@@ -153,7 +154,7 @@ class Rewriter:
 
     # --- Control flow --------------------------------------------------------- #
 
-    def control_flow(self, stmt: ControlFlow, border: Border) -> None:
+    def control_flow(self, stmt: ControlFlow, border: FlatBorder) -> None:
         """`stmt` on operands as its bodies want them, its bodies rewritten."""
         ins = [
             tuple(self.required(number) for number in enters)
@@ -166,7 +167,7 @@ class Rewriter:
         # The first branch lays out a `cond`'s results; a `while` has its body last.
         leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
         outs, moved = self.results(leaving, stmt.outs)
-        self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
+        self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
 
     def rewritten(self, flat: FlatBody, leaves: Sequence[int]) -> Program:
@@ -301,32 +302,3 @@ class Rewriter:
         target = self.place(out, layout, name=self.names.fresh(out.name))
         self.body.append(dataclasses.replace(fill, outs=(target,)))
         return target
-
-
-def _with_values(
-    stmt: ControlFlow, ins: Sequence[tuple[Buffer, ...]], outs: tuple[Buffer, ...]
-) -> ControlFlow:
-    """`stmt` on other operands, those of each of its bodies, and with other results."""
-    match stmt:
-        case Scan(consts=consts, carry=carry, carried=carried):
-            first, last = len(consts), len(consts) + len(carry)
-            return dataclasses.replace(
-                stmt,
-                consts=ins[0][:first],
-                carry=ins[0][first:last],
-                xs=ins[0][last:],
-                carried=outs[: len(carried)],
-                ys=outs[len(carried) :],
-            )
-        case While(condition_consts=condition_consts, consts=consts):
-            return dataclasses.replace(
-                stmt,
-                condition_consts=ins[0][: len(condition_consts)],
-                consts=ins[1][: len(consts)],
-                carry=ins[1][len(consts) :],
-                carried=outs,
-            )
-        case Cond():
-            return dataclasses.replace(
-                stmt, index=ins[0][0], operands=ins[0][1:], outs=outs
-            )
