@@ -16,7 +16,7 @@ from jhost._call.failures import explaining_failures
 from jhost._call.given_shardings import CallKey
 from jhost._call.program import host_program
 from jhost._call.source import Source
-from jhost._call.tracer import inside
+from jhost._call.tracing import inside
 from jhost._call.whole import for_devices
 from jhost._jax import TracedCall, is_linearized
 from jhost._primitives import jhost_p

@@ -18,7 +18,7 @@ from jhost._call.given_shardings import CallKey, GivenShardings
 from jhost._call.meshes import brought_mesh, inside_mesh
 from jhost._call.program import host_program
 from jhost._call.settings import Settings
-from jhost._call.tracer import Tracer
+from jhost._call.tracing import Tracing
 from jhost._call.whole import Whole, check_takes_arrays, left_whole
 from jhost._jax import TracedCall
 from jhost.lowering.ir.program import Program
@@ -34,8 +34,8 @@ class Source:
         self.settings = settings
         self.name = name_of(fun)
         self.given = GivenShardings(self.name, settings)
-        self._tracer = Tracer(fun, settings, self.given)
-        self.static = self._tracer.static
+        self._tracing = Tracing(fun, settings, self.given)
+        self.static = self._tracing.static
         self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
     # --- What a call depends on ------------------------------------------------ #
@@ -111,7 +111,7 @@ class Source:
         self, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> TracedCall:
         """The function's jaxpr, on types without shardings."""
-        return self._tracer.trace(key[0], args, kwargs)
+        return self._tracing.trace(key[0], args, kwargs)
 
     def program(
         self, key: CallKey, traced: TracedCall, named: bool = False

@@ -24,7 +24,7 @@ inside = ContextVar("inside", default=False)
 
 
 @contextmanager
-def _tracing() -> Generator[None]:
+def _being_traced() -> Generator[None]:
     token = inside.set(True)
     try:
         yield
@@ -32,7 +32,7 @@ def _tracing() -> Generator[None]:
         inside.reset(token)
 
 
-class Tracer:
+class Tracing:
     """Traces a function; `static` knows which of its arguments are static."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Tracer:
     ) -> TracedCall:
         """The function's jaxpr on `types` in place of arguments that are not static."""
         nums, positional = self.static.positions(len(args)), iter(types[0])
-        with _tracing():
+        with _being_traced():
             return trace(
                 self.fun,
                 [a if i in nums else next(positional) for i, a in enumerate(args)],
