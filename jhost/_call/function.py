@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
 import jax
@@ -197,15 +197,19 @@ class JitFunction(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forgets what was compiled for this function, as that of `jax.jit` does."""
-        for jitted in (self._on_one_device, *self._jits.all):
+        for jitted in self._every_jit:
             jitted.clear_cache()
         self._jits.clear()
         forget_traces(self._fun)
 
     def _cache_size(self) -> int:
         """How many kinds of calls it knows, as that of `jax.jit` says; for tests."""
-        jits = (self._on_one_device, *self._jits.all)
-        return sum(jitted._cache_size() for jitted in jits)
+        return sum(jitted._cache_size() for jitted in self._every_jit)
+
+    @property
+    def _every_jit(self) -> Iterator[Any]:
+        yield self._on_one_device
+        yield from self._jits.all
 
     def __reduce__(self) -> str:
         """Pickled by its name, as a function is: devices do not outlive a process."""
