@@ -57,6 +57,8 @@ class GivenShardings:
     def fixed_mesh(self) -> AnyMesh | None:
         """The mesh, where it does not depend on `jax.set_mesh`."""
         has_mesh = any(hasattr(sharding, "mesh") for sharding in self.all)
+        # Specs alone may be meant for any mesh, which is known when the function is
+        # called.
         if self.mesh is None and not has_mesh:
             return None
         return self.over(self.mesh)
@@ -111,6 +113,8 @@ class GivenShardings:
         must not name them: theirs are automatic, and JAX wants one mesh throughout.
         """
         ins, outs = self.specs(traced)  # refuses what is no prefix, without a mesh too
+        # Arrays that are closed over come before the arguments, and have no shardings
+        # here.
         (mesh, own), jaxpr, count = key, traced.jaxpr, len(traced.consts)
         if mesh is None:
             return jaxpr

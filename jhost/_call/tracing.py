@@ -98,6 +98,8 @@ class Tracing:
 
     def _automatic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedCall:
         types = types_of(self.static.without(args, kwargs))
+        # On a mesh whose axes are explicit JAX would take each type without a sharding
+        # for a replicated one.
         with automatic_axes():
             return self._traced(args, kwargs, types)
 

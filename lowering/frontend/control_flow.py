@@ -20,12 +20,11 @@ BuildBody: TypeAlias = Callable[[Any, str, Sequence[ir.Buffer]], Program]
 
 
 def has_programs(eqn: JaxprEqn) -> bool:
-    """Whether it is control flow whose bodies can be programs.
-
-    Of the branches for several platforms XLA compiles one, and no other need compile.
-    """
+    """Whether it is control flow whose bodies can be programs."""
     if eqn.primitive.name not in CONTROL_FLOW:
         return False
+    # Of the branches for several platforms (`lax.platform_dependent`) XLA compiles one,
+    # and no other need compile.
     return not (eqn.params.get("branches_platforms") or _has_references(eqn))
 
 
@@ -46,10 +45,7 @@ def asks_each(eqn: JaxprEqn) -> bool:
 
 
 def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What `asks_each`, with one condition: it goes on while any of the batch does.
-
-    Those that do not keep what they have, as JAX lowers it.
-    """
+    """What `asks_each`, with one condition: it goes on while any of the batch does."""
     counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = (
         jaxpr_as_fun(close(eqn.params[name])) for name in ("cond_jaxpr", "body_jaxpr")
@@ -65,6 +61,7 @@ def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
         def step(carry: Sequence[Any]) -> Sequence[Any]:
             (each,) = condition(*consts, *carry)
             new = body(*body_consts, *carry)
+            # Those of a batch that are done keep what they have, as JAX lowers it.
             return [_chosen(each, *pair) for pair in zip(new, carry, strict=True)]
 
         return lax.while_loop(go_on, step, [*start])
@@ -74,6 +71,7 @@ def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 def _chosen(each: Any, new: Any, old: Any) -> Any:
     """The new ones of those of a batch for which `each` is true."""
+    # JAX has the batch in front of all that is carried, where a condition has one.
     wide = lax.broadcast_in_dim(each, new.shape, range(each.ndim))
     return lax.select(wide, new, old)
 

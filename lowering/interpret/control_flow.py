@@ -26,6 +26,7 @@ def control_flow(
         case While():
             return _while_loop(stmt, ins, run)
         case Cond(branches=branches):
+            # As `lax.switch`, which takes the nearest branch for an index out of range.
             number = np.clip(_agreed(ins[0]), 0, len(branches) - 1)
             return run(branches[number], ins[1:])
 
@@ -40,6 +41,7 @@ def _scan(
         rows = [[value[number] for value in values] for values in xs]
         results = run(stmt.body, [*consts, *carry, *rows])
         carry, ys[number] = scan_outs(stmt, results)
+    # A scan of length 0 has no part to tell the type of a stack by.
     if not ys:
         empty = [undefined(buffer.shape, buffer.dtype) for buffer in stmt.ys]
         return [*carry, *([value] * devices for value in empty)]
@@ -62,5 +64,6 @@ def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
 
 def _agreed(values: OnDevices) -> int:
     """The number that decides where control goes, which all devices have."""
+    # On devices that differed here, some would wait for others for ever.
     (number,) = {int(value) for value in values}
     return number

@@ -28,6 +28,7 @@ def carrying_partial(
         for each in stmt.body.body
         if is_reduction(each)
     ]
+    # One after another: a carry is partial over one set of axes.
     for partial in dict.fromkeys(partials):
         carry = _PartialCarry(stmt, partial, zeros)
         numbers = [number for number in carry.begun if carry.stays_partial(number)]
@@ -54,6 +55,7 @@ class _PartialCarry:
             if not param.partial
             and (begin.name in zeros or _is_added_to(stmt.body, param, number))
         }
+        # A constraint of the user's is met in the iteration that it stands in.
         self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
         self.body = self.beginning_with_reductions()
 
@@ -121,6 +123,7 @@ def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
     value = param
     while reading := readers.get(value.name, []):
         (stmt, *others) = reading
+        # What anything else reads is needed whole in each iteration.
         if others or not isinstance(stmt, Compute):
             return False
         (unit_eqn,), (out,) = stmt.unit.eqns, stmt.outs

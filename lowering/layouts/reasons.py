@@ -42,6 +42,7 @@ class Reasons:
         for dim, axes in enumerate(have):
             lost = [axis for axis in axes if axis not in want[dim]]
             mapped = op.operands[position][dim]
+            # A `shard_map`: no cost was weighed.
             if lost and op.pinned is not None:
                 yield Reason("as its specs say")
             elif lost and mapped is None:

@@ -176,6 +176,7 @@ def reduced_behind_remark(
 ) -> LayoutReport:
     """The remark on a sum that a scan carries without reducing it."""
     layout = layout_of(stmt.out)
+    # Shapes are a device's by now, and bytes are counted of whole values.
     shards = [axes_size(axes, mesh) for axes in layout]
     shape = [size * n for size, n in zip(stmt.out.shape, shards, strict=True)]
     whole = dataclasses.replace(stmt.out, shape=tuple(shape))
