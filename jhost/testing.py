@@ -19,6 +19,7 @@ from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction, as_jhost_function, check_kwargs
 from jhost._call.around import InnerCall, calls_in
+from jhost._call.bind import call_of
 from jhost._testing.arguments import (
     check_axes,
     check_gradients,
@@ -183,7 +184,7 @@ def _calls(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Inn
     if not callable(fun):
         raise errors.ArgumentError(f"jhost.testing takes a function, but got {fun!r}.")
     if isinstance(fun, JitFunction):
-        call = fun.__jhost_source__.call(args, kwargs)
+        call = call_of(fun.__jhost_source__, args, kwargs)
         return [InnerCall(call.call_jaxpr, call.config)]
     return calls_in(fun, args, kwargs)
 

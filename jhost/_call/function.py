@@ -5,40 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, Unpack, cast
-from weakref import WeakKeyDictionary, proxy
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
 import jax
 
 from jhost import errors
 from jhost._call import shardings, stages
-from jhost._call.arguments import identity_of, name_of
-from jhost._call.config import Config, derived_params
-from jhost._call.execute import (
-    check_has_no_options,
-    executable_options,
-    is_interpreting,
-)
-from jhost._call.explicit import result_types
-from jhost._call.program import host_program
+from jhost._call.arguments import name_of
+from jhost._call.bind import bind
+from jhost._call.config import derived_params
+from jhost._call.execute import is_interpreting
+from jhost._call.failures import explain_failure, explaining_failures
+from jhost._call.given_shardings import CallKey
+from jhost._call.jits import Jits
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
-from jhost._call.source import CallKey, Source, inside
-from jhost._call.whole import for_devices
+from jhost._call.source import Source
 from jhost._jax import (
-    TracedCall,
     def_split,
     forget_traces,
-    is_linearized,
     is_tracing,
     jit_is_disabled,
     under_outer_trace,
 )
 from jhost._primitives import jhost_p
-from jhost.lowering.emit.program import spec_of
-from jhost.runtime.agreement import processes_of
-from jhost.runtime.mesh import explicit_mesh, manual_axes, with_types
+from jhost.runtime.mesh import manual_axes
 
 def_split(jhost_p, settle_residuals, derived_params)
 
@@ -69,15 +61,9 @@ class JitFunction(Generic[P, R]):
         self._settings = settings
         self._name = name_of(fun)
         # For where nothing is between devices; and it refuses what JAX does.
-        self._on_one_device = jax.jit(
-            fun,
-            compiler_options=dict(settings.compiler_options or {}),
-            **settings.of_arguments,
-        )
+        self._on_one_device = jax.jit(fun, **settings.for_jax)
         self._source = Source(fun, settings)
-        self._jitted: dict[CallKey, Any] = {}
-        self._uncompared: dict[CallKey, Any] = {}
-        self._identities: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+        self._jits = Jits(self._source)
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
         self.__qualname__ = getattr(fun, "__qualname__", self._name)
@@ -117,7 +103,7 @@ class JitFunction(Generic[P, R]):
             UnsupportedError: a part of JAX that jhost does not take.
         """
         if axes := manual_axes():
-            self._source.check_has_no_mesh(axes)
+            self._source.given.check_has_no_mesh(axes)
             return self._on_one_device(*args, **kwargs)
         if jit_is_disabled() and not is_interpreting():
             return self._fun(*args, **kwargs)  # as `jax.jit` does
@@ -125,12 +111,12 @@ class JitFunction(Generic[P, R]):
         key = self._source.key(leaves)
         # Where others trace, and to be interpreted, this is one call of the primitive.
         if is_interpreting() or under_outer_trace() or is_tracing(*leaves):
-            return self._bind(key, args, kwargs, embedded=True)
+            return bind(self._source, key, args, kwargs, embedded=True)
         try:  # no context manager: every call pays for what stands here
-            jitted = self._jitted.get(key) or self._make_jitted(key, args, kwargs)
+            jitted = self._jits.compared.get(key) or self._jits.make(key, args, kwargs)
             return jitted(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            self._source.explain_failure(error, key, args, kwargs)
+            explain_failure(self._source, error, key, args, kwargs)
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
@@ -155,7 +141,7 @@ class JitFunction(Generic[P, R]):
             [1.0, 1.0]
         """
         key = self._source.key(self._source.leaves(args, kwargs))
-        with self._source.explained(key, args, kwargs):
+        with explaining_failures(self._source, key, args, kwargs):
             return self._staged(key, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
@@ -181,7 +167,7 @@ class JitFunction(Generic[P, R]):
             [1.0, 1.0]
         """
         key = self._source.key(self._source.leaves(args, kwargs))
-        with self._source.explained(key, args, kwargs):
+        with explaining_failures(self._source, key, args, kwargs):
             return self._staged(key, args, kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,25 +192,24 @@ class JitFunction(Generic[P, R]):
             (8, 8)
         """
         key = self._source.key(self._source.leaves(args, kwargs))
-        with self._source.explained(key, args, kwargs):
-            return self._jitted_alone(key, args, kwargs).eval_shape(*args, **kwargs)
+        with explaining_failures(self._source, key, args, kwargs):
+            return self._jits.to_lower(key, args, kwargs).eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forgets what was compiled for this function, as that of `jax.jit` does."""
-        for jitted in self._every_jitted:
+        for jitted in self._every_jit:
             jitted.clear_cache()
-        self._jitted.clear()
-        self._uncompared.clear()
+        self._jits.clear()
         forget_traces(self._fun)
 
     def _cache_size(self) -> int:
         """How many kinds of calls it knows, as that of `jax.jit` says; for tests."""
-        return sum(jitted._cache_size() for jitted in self._every_jitted)
+        return sum(jitted._cache_size() for jitted in self._every_jit)
 
     @property
-    def _every_jitted(self) -> Iterator[Any]:
-        yield from (self._on_one_device, *self._jitted.values())
-        yield from self._uncompared.values()
+    def _every_jit(self) -> Iterator[Any]:
+        yield self._on_one_device
+        yield from self._jits.all
 
     def __reduce__(self) -> str:
         """Pickled by its name, as a function is: devices do not outlive a process."""
@@ -275,8 +260,11 @@ class JitFunction(Generic[P, R]):
         """JAX's stage, with what jhost makes of the function."""
         settled = self._source.settled(key, args, kwargs)
         traced = self._source.trace(settled, args, kwargs)
-        config = self._identified(self._source.config(settled), traced, args, kwargs)
-        named = self._source.names_devices(settled, args, kwargs)
+        config = self._source.identified(
+            self._source.config(settled), traced, args, kwargs
+        )
+        leaves = self._source.leaves(args, kwargs)
+        named = self._source.given.names_devices(settled, leaves)
         program, call_jaxpr = self._source.program(settled, traced, named)
         as_lowered = functools.partial(
             stages.Lowered,
@@ -285,109 +273,5 @@ class JitFunction(Generic[P, R]):
             call_jaxpr=call_jaxpr,
             consts=traced.consts,
         )
-        jitted = self._jitted_alone(key, args, kwargs)
+        jitted = self._jits.to_lower(key, args, kwargs)
         return stages.Traced(jitted.trace(*args, **kwargs), as_lowered)
-
-    def _jitted_alone(self, key: CallKey, args: Any, kwargs: Any) -> Any:
-        """What `lower` and `trace` use, which one of several processes may call."""
-        settled = self._source.settled(key, args, kwargs)
-        if len(processes_of(settled[0])) < 2:
-            return self._jitted.get(key) or self._make_jitted(key, args, kwargs)
-        # JAX must not find in its caches what has not been compared.
-        return self._uncompared.get(key) or self._make_jitted(
-            key, args, kwargs, compared=False
-        )
-
-    def _make_jitted(
-        self, key: CallKey, args: Any, kwargs: Any, compared: bool = True
-    ) -> Any:
-        """JAX's own jit around the primitive: its dispatch, donation and caches."""
-        settled = self._source.settled(key, args, kwargs)
-        shardings = self._source.named_shardings(settled[0])
-        named = self._source.names_devices(settled, args, kwargs)
-        traced = self._source.trace(settled, args, kwargs)
-        config = dataclasses.replace(self._source.config(settled), compared=compared)
-        program, _ = self._source.program(settled, traced, named)
-
-        # `self` keeps what is made here.  Were that a cycle, arrays that the function
-        # closes over would wait for the garbage collector.
-        owner = proxy(self)
-
-        @functools.wraps(self._fun)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not under_outer_trace():  # `jax.debug_nans` looks for what made a NaN
-                return owner._fun(*args, **kwargs)
-            return owner._bind(key, args, kwargs, named=named, compared=compared)
-
-        jitted = self._jitted if compared else self._uncompared
-        jitted[key] = jax.jit(
-            call,
-            compiler_options=executable_options(program, config),
-            **self._settings.of_arguments,
-            **shardings,
-        )
-        return jitted[key]
-
-    def _bind(
-        self,
-        key: CallKey,
-        args: Any,
-        kwargs: Any,
-        *,
-        named: bool = False,
-        embedded: bool = False,
-        compared: bool = True,
-    ) -> R:
-        """One call of the primitive, in whatever trace there is.
-
-        `named`: what is around the call names the devices.
-        """
-        key = self._source.settled(key, args, kwargs)
-        traced = self._source.trace(key, args, kwargs)
-        if self._source.left_whole(key, traced):
-            fun = for_devices(self._fun, traced.jaxpr, key[0])
-            if embedded:  # the program around has no shardings of this function
-                fun = jax.jit(
-                    fun,
-                    compiler_options=dict(self._settings.compiler_options or {}),
-                    **self._settings.of_arguments,
-                    **self._source.named_shardings(key[0]),
-                )
-            return fun(*args, **kwargs)
-        config = dataclasses.replace(
-            self._source.config(key), embedded=embedded, compared=compared
-        )
-        config = self._identified(config, traced, args, kwargs)
-        operands = [*traced.consts, *self._source.leaves(args, kwargs)]
-        explicit = explicit_mesh(operands)
-        call_jaxpr = self._source.call_jaxpr(key, traced, named or explicit is not None)
-        in_program = inside.get() and explicit is None  # the one around has it
-        # What a gradient runs is lowered then, and refused for the same.
-        split = is_linearized(operands) and explicit is None and not config.tunings
-        config = dataclasses.replace(config, unchecked=split and not in_program)
-        call: Callable[..., Sequence[Any]] = functools.partial(
-            jhost_p.bind, call_jaxpr=call_jaxpr, config=config
-        )
-        if inside.get():  # it is inlined, and nobody lowers it by itself
-            check_has_no_options(config)
-        if in_program or config.unchecked:
-            return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
-        # Now, while the user's call is at hand: what JAX derives is lowered later.
-        program = host_program(call_jaxpr, config)
-        if explicit is not None:
-            _, given = self._source.specs(traced)
-            specs = result_types(traced, given, map(spec_of, program.results))
-            call = with_types(call, explicit, specs)
-        return cast(R, jax.tree.unflatten(traced.out_tree, call(*operands)))
-
-    def _identified(
-        self, config: Config, traced: TracedCall, args: Any, kwargs: Any
-    ) -> Config:
-        """With all that processes compare, where there are several."""
-        if len(processes_of(config.mesh)) < 2:
-            return config
-        if traced.jaxpr not in self._identities:
-            lines = identity_of(traced, self._source.static, args, kwargs)
-            self._identities[traced.jaxpr] = lines
-        identity = self._identities[traced.jaxpr]
-        return dataclasses.replace(config, identity=identity)

@@ -58,6 +58,8 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
         return _lowered(call_jaxpr, config)
     except REFUSALS as refusal:
         untuned = dataclasses.replace(config, tunings=())
+        # A tuning that cannot be followed any more is no error: the program may have
+        # changed since.
         program = _lowered(call_jaxpr, untuned)  # raises what is the user's doing
         _warn_of_tuning(config, [errors.first_line(refusal)])
         return program
@@ -86,6 +88,7 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
         return run_passes(program, (every.choice, *every.layouts))
 
 
+# Weak: what is known of a jaxpr goes with the function that it is of.
 _unmarked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -139,6 +142,7 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
     """
     unmet: tuple[UnmetWish, ...] = ()
     after_pass = dump.pass_dumper(config.name, config.derived)
+    # Each round drops at least one wish, and marks have only so many.
     while True:
         every = _passes(config, strict, unmet)
         # What is lowered once more, or was tuned, is lowered with all its marks.
@@ -163,6 +167,7 @@ def _warn_of_replication(program: Program, limit: int) -> None:
     for report in displayed_remarks(program):
         if isinstance(report, ReplicationReport) and report.bytes >= limit:
             line = report.where or f"{report.primitive} of {program.name}"
+            # A layer that is written out many times is one line, and warned of once.
             if line in _warned_lines():
                 continue
             _warned_lines().add(line)
@@ -198,6 +203,7 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     try:
         unmet = _lowering(call_jaxpr, config, strict).unmet
     except REFUSALS:
+        # A derived program was lowered so as well, and what is tuned is what runs.
         strict = False  # as for `derived_program`
         unmet = _lowering(call_jaxpr, config, strict).unmet
     every = _passes(config, strict, unmet)

@@ -37,6 +37,7 @@ def _with_least(pair: Pair, costs: Sequence[int]) -> Pair:
 
     `costs` has the bytes that it takes to hand on each operand of the first.
     """
+    # What a policy saves the user has weighed: `jax.checkpoint` would save it as well.
     primitives = _APPLIED_AGAIN | (set() if pair.by_policy else COMPUTED_AGAIN)
     again = _makers(pair.first, primitives)
     given = dict(zip(pair.first.invars, costs, strict=True))
@@ -60,6 +61,7 @@ def _with_least(pair: Pair, costs: Sequence[int]) -> Pair:
 def _makers(flat: FlatJaxpr, primitives: Collection[str]) -> dict[Var, JaxprEqn]:
     """The equation that makes each variable which may be computed again."""
     eqns = (eqn for eqn in flat.eqns if _is_made_of(eqn, primitives))
+    # An effect happens once, so what has one is never computed again.
     return {var: eqn for eqn in eqns if not eqn.effects for var in eqn.outvars}
 
 

@@ -46,6 +46,7 @@ def pair_of(split: Split) -> Pair:
     own: list[Var] = []
     count = len(split.residuals)
     for residual, operand in zip(split.residuals, second.invars, strict=False):
+        # A constant is in neither program: the second has it as an operand of its own.
         if residual.constant is not None:
             own.append(operand)
         elif residual.result is not None:
@@ -73,6 +74,8 @@ def split_of(pair: Pair, like: Split) -> Split:
     first, second = pair.first, pair.second
     kept, others = first.outvars[: like.kept], first.outvars[like.kept :]
     values = [value for value, _ in pair.handed]
+    # A value that is handed on twice is one result; an operand or a result that is
+    # there anyway is none.
     made = [v for v in dict.fromkeys(values) if v not in (*first.invars, *kept)]
     results = [*kept, *made, *others]
 

@@ -39,6 +39,7 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: Least) -> 
         cost: the bytes that it takes to hand on a variable of the first.
         least: what makes the least of the bodies.
     """
+    # By position, as the pair is a new one after each two scans that hand on less.
     for here in _scans(pair.first.eqns):
         for there in _scans(pair.second.eqns):
             if handed := _handed(pair, here, there):
@@ -64,12 +65,14 @@ def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
     second program has them.
     """
     stacking, reading = pair.first.eqns[here], pair.second.eqns[there]
+    # Slice n of the one is slice n of the other only where both run equally often.
     if stacking.params["length"] != reading.params["length"]:
         return {}
     _, count = scan_counts(stacking)
     ys = {y: n for n, y in enumerate(stacking.outvars) if n >= count}
     first = sum(scan_counts(reading))
     xs = {x: n for n, x in enumerate(reading.invars[first:], first)}
+    # What others read as a whole has to be stacked anyway.
     reads, reads_there = _reads(pair.first), _reads(pair.second)
     shared = {v for v, x in pair.handed if x not in xs or reads_there[x] > 1}
     return {
@@ -137,6 +140,7 @@ class _Scans:
         Only what is carried changes, and has to be stacked.
         """
         consts, count = scan_counts(self.stacking)
+        # A scan of length 0 has bodies, too.
         length = max(1, self.stacking.params["length"])
         costs = [
             0 if isinstance(atom, Literal) else math.ceil(cost(atom) / length)
@@ -144,6 +148,7 @@ class _Scans:
         ]
         carried = slice(consts, consts + count)
         params = self.stacking.params["jaxpr"].in_avals
+        # Of what is carried nothing outside has each iteration's value.
         costs[carried] = [
             size_in_bytes(param.shape, param.dtype.itemsize)
             for param in params[carried]
@@ -225,6 +230,7 @@ class _Stack:
     def taken(self, value: Var, inside: Var) -> _Taken:
         sliced = value not in self.constants
         whole = self.stacked(value) if sliced else self.constants[value]
+        # A literal stands where it is read, in either program.
         operand = whole if isinstance(whole, Literal) else fresh_var(whole.aval)
         return _Taken(whole, operand, inside, sliced)
 

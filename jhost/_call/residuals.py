@@ -80,6 +80,7 @@ def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Spli
     split = Split(first, *rest)
     with with_width(is_wide(first) or is_wide(split.second)):
         lean = with_names(hand_over_least(split))
+    # On one device there is nothing to lay out.
     if config.mesh is None:
         return lean
     of_results = _streams_of_results(lean, config)
@@ -219,6 +220,7 @@ def _chains(split: Split) -> dict[int, Chain]:
         chain: list[JaxprEqn] = []
         atom = split.first.jaxpr.outvars[result]
         while (eqn := makers.get(atom)) is not None:
+            # Results are found from their end, and marks apply from the value on.
             chain.insert(0, eqn)
             atom = eqn.invars[0]
         chains[operand] = tuple(chain)

@@ -42,6 +42,12 @@ class Settings:
         return {name: getattr(self, name) for name in _OF_ARGUMENTS}
 
     @property
+    def for_jax(self) -> dict[str, Any]:
+        """The arguments of `jax.jit` for the function itself, but for shardings."""
+        options = dict(self.compiler_options or {})
+        return {"compiler_options": options, **self.of_arguments}
+
+    @property
     def tunings(self) -> tuple[Tuning, ...]:
         """The tunings, none or several."""
         if self.tuning is None:

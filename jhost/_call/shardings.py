@@ -85,6 +85,8 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
     Raises:
         OptionError: it is none; `what` it is, is named in it.
     """
+    # Positional arguments are a tuple, and `jax.jit` takes a list of shardings for
+    # them.
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(cast(list[Any], prefix))
     if offenders := list(_mismatches(prefix, tree, what.partition(" ")[0])):
@@ -100,6 +102,7 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
 
 def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:
     """Where `prefix` has other children than `tree`."""
+    # A sharding, or None, holds for all that is below it.
     if is_sharding(prefix):
         return
     mine, theirs = _children(prefix), _children(tree)
@@ -113,6 +116,7 @@ def _mismatches(prefix: Any, tree: Any, path: str) -> Iterator[str]:
 
 def _children(node: Any) -> dict[str, Any]:
     """What a node of a tree holds, by key; a leaf holds nothing."""
+    # One level at a time: an error names the first node where the trees part.
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
@@ -134,8 +138,11 @@ def own(leaf: Any) -> Sharding | None:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
+        # P('x', None) and P('x') lie alike, and are not equal: a step's own result
+        # would be another key, and compiled for again.
         return _shortened(sharding) if spec and spec[-1] is None else sharding
     if sharding is not None:
+        # What nobody has put anywhere JAX moves where it is needed.
         return sharding if getattr(leaf, "committed", True) else None
     mesh = mesh_of_tracer(leaf) if is_tracing(leaf) else None
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -259,6 +266,7 @@ def annotate(
 def _constrain(
     values: Sequence[Any], mesh: AnyMesh, specs: Sequence[Spec | None]
 ) -> list[Any]:
+    # A spec of None would mean replicated; this leaves the dim to XLA.
     free = PartitionSpec.UNCONSTRAINED
     constrained: list[Any] = []
     for value, spec in zip(values, specs, strict=True):

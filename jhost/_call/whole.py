@@ -33,6 +33,8 @@ def stays_whole(jaxpr: Any, has_mesh: bool) -> bool:
     References are changed where they are, and an exported program over several devices
     is one of them all.  Not with a stream, which has to be followed, or be refused.
     """
+    # Asked of the jaxpr as it is first, as inlining all calls costs more, and few
+    # functions hold such things.
     if not _may_stay(jaxpr) or calls(jaxpr, stream_p):
         return False
     flat = inline_calls(jaxpr)
@@ -107,6 +109,7 @@ def _anywhere(mesh: AnyMesh, value: Any) -> Any:
     """An array, wherever it is on the mesh."""
     if not isinstance(value, jax.Array):
         return value
+    # Constrains the devices and nothing else.
     free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * value.ndim)
     return jax.lax.with_sharding_constraint(value, NamedSharding(auto_mesh(mesh), free))
 

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._call.around import calls_in, explain_around
+from jhost._call.bind import call_of
 from jhost._call.function import JitFunction
 from jhost._call.program import host_program
 from jhost._call.stages import explained
@@ -210,7 +211,7 @@ def _explained(
     """The explanation, and the programs if they are asked for."""
     if isinstance(function, JitFunction):
         source = function.with_options(**options).__jhost_source__
-        jaxpr, config, _ = source.call(tuple(args), {})
+        jaxpr, config, _ = call_of(source, tuple(args), {})
         program = left_whole(jaxpr, config) or host_program(jaxpr, config)
         return explained(program, config), [program] if host_ir else []
     explanation = explain_around(function, args, {})

@@ -18,6 +18,7 @@ except ImportError as error:
 from jhost import errors
 from jhost._annotate import Pipeline
 from jhost._api import JitFunction
+from jhost._call.bind import call_of
 from jhost._call.program import derived_program
 from jhost._compare import beyond_tolerance
 from jhost._tune.calls import by_floats, gradients_of
@@ -66,7 +67,7 @@ class Case:
         self.args = args
         self.kwargs = kwargs
         self.gradients = gradients
-        self.mesh = f.__jhost_source__.call(args, kwargs).config.mesh
+        self.mesh = call_of(f.__jhost_source__, args, kwargs).config.mesh
         mesh = self.mesh
         # Specs without a mesh, in the function, are of the mesh around.
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext():
@@ -92,7 +93,7 @@ class Case:
         Raises:
             PipelineError: no stream can have it; that of one device, none has.
         """
-        call = f.__jhost_source__.call(self.args, self.kwargs)
+        call = call_of(f.__jhost_source__, self.args, self.kwargs)
         program = derived_program(call.call_jaxpr, call.config)
         remarks = displayed_remarks(program)
         streams = [each for each in remarks if isinstance(each, StreamReport)]

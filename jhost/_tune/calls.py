@@ -13,6 +13,7 @@ import numpy as np
 
 from jhost import errors
 from jhost._annotate import as_int
+from jhost._call.bind import call_of
 from jhost._call.config import Call
 from jhost._call.function import JitFunction
 from jhost._jax import evaluate, rewritten
@@ -32,7 +33,7 @@ def calls_of(
     The gradients are by all floats, or by the positional arguments of these numbers, as
     inside `jax.jit`.  The calls are made without a tuning.
     """
-    calls = {f.__name__: f.__jhost_source__.call(args, kwargs)}
+    calls = {f.__name__: call_of(f.__jhost_source__, args, kwargs)}
     if gradients is not False:
         argnums = _argnums(gradients, len(args))
         derived = _gradient_calls(f, args, kwargs, argnums)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import scan_ins, scan_outs, while_ins
 from jhost.lowering.ir.program import Program
 
 
@@ -36,17 +37,15 @@ def call_control_flow(
 
 
 def _scan(stmt: ir.Scan, ins: Sequence[Any], run: RunBody) -> Sequence[Any]:
-    first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
-    consts, carry, xs = ins[:first], ins[first:last], ins[last:]
+    consts, carry, xs = scan_ins(stmt, ins)
 
     def body(carry: Any, xs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        results = tuple(run(stmt.body, *consts, *carry, *xs))
-        return results[: len(carry)], results[len(carry) :]
+        return scan_outs(stmt, run(stmt.body, *consts, *carry, *xs))
 
     carried, ys = lax.scan(
         body,
-        tuple(carry),
-        tuple(xs),
+        carry,
+        xs,
         length=stmt.length,
         reverse=stmt.reverse,
         unroll=stmt.unroll,
@@ -55,9 +54,7 @@ def _scan(stmt: ir.Scan, ins: Sequence[Any], run: RunBody) -> Sequence[Any]:
 
 
 def _while(stmt: ir.While, ins: Sequence[Any], run: RunBody) -> Sequence[Any]:
-    first = len(stmt.condition_consts)
-    last = first + len(stmt.consts)
-    condition_consts, consts, carry = ins[:first], ins[first:last], ins[last:]
+    condition_consts, consts, carry = while_ins(stmt, ins)
 
     def condition(carry: Any) -> Any:
         (result,) = run(stmt.condition, *condition_consts, *carry)
@@ -66,4 +63,4 @@ def _while(stmt: ir.While, ins: Sequence[Any], run: RunBody) -> Sequence[Any]:
     def body(carry: Any) -> tuple[Any, ...]:
         return tuple(run(stmt.body, *consts, *carry))
 
-    return lax.while_loop(condition, body, tuple(carry))
+    return lax.while_loop(condition, body, carry)

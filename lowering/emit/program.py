@@ -12,11 +12,10 @@ from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jhost import errors
-from jhost.lowering.emit.buffers import Memory, View, new_view
+from jhost.lowering.emit.buffers import Memory, View
 from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
 from jhost.lowering.emit.order import Order, Values
@@ -27,16 +26,13 @@ from jhost.lowering.emit.signs import (
     with_signs,
 )
 from jhost.lowering.emit.tied import last_work, made_in, tied
-from jhost.lowering.emit.windows import window
+from jhost.lowering.emit.views import Views
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
-from jhost.lowering.ir.effects import read_whole
-from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
-from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
 from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
-from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
+from jhost.lowering.units.evaluate import evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
 
@@ -79,8 +75,8 @@ class _Own:
     in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
 
 
-class _Emitter(Machine):
-    """The state of one evaluation: values by name, streams, loop indices."""
+class _Emitter(Views):
+    """The state of one evaluation: what the device holds, and what is ordered."""
 
     def __init__(
         self,
@@ -89,14 +85,12 @@ class _Emitter(Machine):
         *,
         sums_from_0: bool = False,
     ) -> None:
-        super().__init__(program.mesh.shape)
+        super().__init__(program)
         self.program = program
         self.sums_from_0 = sums_from_0
         self.never_negative = never_negative_zero(program)
-        self.read_whole = read_whole(program)
         self.scopes = scopes or Scopes(program)
         self.is_body = scopes is not None
-        self.views: dict[str, View] = {}
         self.made: frozenset[str] = frozenset()
         self.order = Order(weakref.proxy(self))  # no cycle: it may hold arrays
 
@@ -142,41 +136,6 @@ class _Emitter(Machine):
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
-    # --- Values --------------------------------------------------------------- #
-
-    def new(self, buffer: ir.Buffer, shape: tuple[int, ...]) -> View:
-        whole = buffer.name in self.read_whole
-        return new_view(buffer, shape, len(self.ranks.sizes), whole)
-
-    def read(self, buffer: ir.Buffer) -> Any:
-        return self.views[buffer.name].read()
-
-    def write(self, buffer: ir.Buffer, value: Any) -> None:
-        """Write `value`; a name without memory, or with a larger one, gets its own."""
-        view = self.views.get(buffer.name)
-        if view is None or view.shape != value.shape:
-            view = self.views[buffer.name] = self.new(buffer, value.shape)
-        view.write(value)
-
-    def index(self, index: Index) -> Any:
-        """The value of `index`: an int where all ranks agree, else a traced scalar."""
-        value = self.value(index)
-        if isinstance(value, int):
-            return value
-        # Only where ranks differ: XLA reads and writes static slices in place.
-        ranks = {Rank(axis): lax.axis_index(axis) for axis in self.ranks.sizes}
-        loops = {LoopIndex(name): i for name, i in self.loops.items()}
-        return evaluate(index, {**ranks, **loops})
-
-    def select(self, stmt: ir.Select) -> None:
-        source, size = self.views[stmt.source.name], self.static(stmt.size)
-        index = self.value(stmt.index)
-        # The region is known for every rank, the start only for this one.
-        region = source.region.select(stmt.dim, index, size, stmt.groups, stmt.drop)
-        start = self.index(stmt.index)
-        shown = window(source.shape, stmt.dim, start, size, stmt.groups, stmt.drop)
-        self.views[stmt.out.name] = source.select(shown, region)
-
     # --- Computation ---------------------------------------------------------- #
 
     def compute(self, stmt: ir.Compute) -> None:
@@ -217,10 +176,6 @@ class _Emitter(Machine):
         chunk = any(dim.stream is not None for dim in buffer.dims)
         return memory.received or (chunk and not memory.pieces)
 
-    def is_part(self, buffer: ir.Buffer) -> bool:
-        """Whether a buffer is an alias."""
-        return self.views[buffer.name].source is not None
-
     def placed_at_once(self, outs: Sequence[ir.Buffer]) -> list[Memory]:
         """The memories of which a device's rank says which part `outs` are.
 
@@ -249,16 +204,6 @@ class _Emitter(Machine):
         if view.memory.fresh(view.region):
             return None
         return self.order.latest(view.held())
-
-    def site(self, chunk: ir.Chunk | None) -> Site:
-        at = chunk and ChunkAt(
-            start=self.index(chunk.start),
-            size=self.static(chunk.size),
-            extent=chunk.extent,
-            groups=chunk.groups,
-            grain=chunk.grain,
-        )
-        return Site(mesh=self.ranks.sizes, rank=lax.axis_index, chunk=at)
 
     # --- Communication -------------------------------------------------------- #
 
@@ -311,7 +256,3 @@ class _Emitter(Machine):
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
         for buffer, value in zip(stmt.outs, values, strict=True):
             self.write(buffer, value)
-
-    def memory(self, name: str) -> int | None:
-        """The memory that a name stands for, if it exists."""
-        return id(self.views[name].memory) if name in self.views else None

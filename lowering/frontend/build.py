@@ -72,9 +72,12 @@ def build(
     builder.given = {param.name for param in params} if is_body else set()
     for eqn in flat.eqns:
         builder.equation(eqn)
+    # Once all is built: of a barrier only the pieces that are read have values.
     for pieces in flat.barriers:
         builder.barrier(pieces)
     results = builder.results(flat.outvars, result_names)
+    # All of them are known by now, and one error has them all, as `jax.shard_map`'s
+    # has.
     raise_problems(f"jhost.shard in {name}", builder.problems)
     return Program(
         name=name,
@@ -156,6 +159,8 @@ class _Builder(Markers):
     ) -> Program:
         """The program of a body of `eqn` on such values, with marks of its own."""
         outside = (self.display_names[buffer.name] for buffer in ins)
+        # JAX names the operands of a body after its Python function, where that has
+        # names.
         own = arg_names(jaxpr) or [""] * len(ins)
         said = [name or other for name, other in zip(own, outside, strict=True)]
         return build(
@@ -178,6 +183,7 @@ class _Builder(Markers):
 
 def constant_rule(eqn: JaxprEqn) -> DimRule | None:
     """The rule of an equation that reads a literal array, which every device has."""
+    # No factors, for a literal has no layout; and no remark, for nothing moves.
     if any(isinstance(v, Literal) and shape_of(v) for v in eqn.invars):
         return dataclasses.replace(without_factors(eqn), opaque=False)
     return None

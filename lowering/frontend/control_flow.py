@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
 from jhost._jax import arg_names, close, is_array, scan_counts, source_line
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import split
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.properties import CONTROL_FLOW
 
@@ -19,12 +20,11 @@ BuildBody: TypeAlias = Callable[[Any, str, Sequence[ir.Buffer]], Program]
 
 
 def has_programs(eqn: JaxprEqn) -> bool:
-    """Whether it is control flow whose bodies can be programs.
-
-    Of the branches for several platforms XLA compiles one, and no other need compile.
-    """
+    """Whether it is control flow whose bodies can be programs."""
     if eqn.primitive.name not in CONTROL_FLOW:
         return False
+    # Of the branches for several platforms (`lax.platform_dependent`) XLA compiles one,
+    # and no other need compile.
     return not (eqn.params.get("branches_platforms") or _has_references(eqn))
 
 
@@ -45,17 +45,14 @@ def asks_each(eqn: JaxprEqn) -> bool:
 
 
 def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What `asks_each`, with one condition: it goes on while any of the batch does.
-
-    Those that do not keep what they have, as JAX lowers it.
-    """
-    first, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    """What `asks_each`, with one condition: it goes on while any of the batch does."""
+    counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = (
         jaxpr_as_fun(close(eqn.params[name])) for name in ("cond_jaxpr", "body_jaxpr")
     )
 
     def run(args: Sequence[Any]) -> Sequence[Any]:
-        consts, body_consts = args[:first], args[first : first + count]
+        consts, body_consts, start = split(args, *counts)
 
         def go_on(carry: Sequence[Any]) -> Any:
             (each,) = condition(*consts, *carry)
@@ -64,15 +61,17 @@ def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
         def step(carry: Sequence[Any]) -> Sequence[Any]:
             (each,) = condition(*consts, *carry)
             new = body(*body_consts, *carry)
+            # Those of a batch that are done keep what they have, as JAX lowers it.
             return [_chosen(each, *pair) for pair in zip(new, carry, strict=True)]
 
-        return lax.while_loop(go_on, step, list(args[first + count :]))
+        return lax.while_loop(go_on, step, [*start])
 
     return run
 
 
 def _chosen(each: Any, new: Any, old: Any) -> Any:
     """The new ones of those of a batch for which `each` is true."""
+    # JAX has the batch in front of all that is carried, where a condition has one.
     wide = lax.broadcast_in_dim(each, new.shape, range(each.ndim))
     return lax.select(wide, new, old)
 
@@ -81,14 +80,14 @@ def out_names(eqn: JaxprEqn) -> list[str]:
     """Names for its results: a carried value's own name in the body, or `y`."""
     match eqn.primitive.name:
         case "scan":
-            body, (first, count) = eqn.params["jaxpr"], scan_counts(eqn)
+            body, counts = eqn.params["jaxpr"], scan_counts(eqn)
         case "while":
-            body, first = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-            count = len(eqn.outvars)
+            body = eqn.params["body_jaxpr"]
+            counts = eqn.params["body_nconsts"], len(eqn.outvars)
         case _:
             return ["y"] * len(eqn.outvars)
-    carried = param_names(close(body))[first : first + count]
-    return [*carried, *["y"] * (len(eqn.outvars) - count)]
+    _, carried, _ = split(param_names(close(body)), *counts)
+    return [*carried, *["y"] * (len(eqn.outvars) - len(carried))]
 
 
 def param_names(body: Any) -> list[str]:
@@ -112,30 +111,32 @@ def control_flow(
     ins, outs = tuple(ins), tuple(outs)
     match eqn.primitive.name:
         case "scan":
-            first, count = scan_counts(eqn)
+            consts, carry, xs = split(ins, *scan_counts(eqn))
+            carried, ys = split(outs, len(carry))
             return ir.Scan(
                 body=built(params["jaxpr"], "scan", ins),
-                consts=ins[:first],
-                carry=ins[first : first + count],
-                xs=ins[first + count :],
-                carried=outs[:count],
-                ys=outs[count:],
+                consts=consts,
+                carry=carry,
+                xs=xs,
+                carried=carried,
+                ys=ys,
                 length=params["length"],
                 reverse=params["reverse"],
                 unroll=params["unroll"],
                 where=where,
             )
         case "while":
-            first = params["cond_nconsts"]
-            last = first + params["body_nconsts"]
+            asked, consts, carry = split(
+                ins, params["cond_nconsts"], params["body_nconsts"]
+            )
             return ir.While(
                 condition=built(
-                    params["cond_jaxpr"], "while_condition", ins[:first] + ins[last:]
+                    params["cond_jaxpr"], "while_condition", (*asked, *carry)
                 ),
-                body=built(params["body_jaxpr"], "while", ins[first:]),
-                condition_consts=ins[:first],
-                consts=ins[first:last],
-                carry=ins[last:],
+                body=built(params["body_jaxpr"], "while", (*consts, *carry)),
+                condition_consts=asked,
+                consts=consts,
+                carry=carry,
                 carried=outs,
                 where=where,
             )

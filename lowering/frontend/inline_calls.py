@@ -138,9 +138,12 @@ class _Inliner:
             outs = [fresh_var(var.aval) for var in eqn.outvars]
             self.eqns.append(eqn.replace(invars=list(args), outvars=outs))
             return outs
+        # Without it XLA finds what `jax.checkpoint` computes again in the forward's
+        # values.
         if keeps_its_barrier(eqn):
             args = self.traced(lax.optimization_barrier, args, eqn)
         body = called_body(eqn)
+        # Now: later nothing tells its marks from those of the function around.
         if name == "jhost":
             body = _with_own_settings(body, eqn.params["config"])
         return self.run(body, getattr(body, "consts", ()), args, eqn)
@@ -149,6 +152,7 @@ class _Inliner:
         """`literal`, or one variable for it wherever it is read if it has dims."""
         if not shape_of(literal):
             return literal
+        # By identity, as arrays have no hash.
         if id(literal.val) not in self.constants:
             self.constants[id(literal.val)] = self.as_variable(literal)
         return self.constants[id(literal.val)]

@@ -112,6 +112,7 @@ class Markers(Values):
                 ],
             )
         entries = spec_entries(sharding)
+        # Such a constraint says on which devices a value is, and leaves all dims free.
         if entries and all(axes is None for axes in entries):
             return self.operand(eqn)
         rest = ((),) * (len(self.operand(eqn).shape) - len(entries))
@@ -135,6 +136,7 @@ class Markers(Values):
             for axes in spec
         )
         there = self.marks.get((ShardMark, buffer.name))
+        # A layer that is called twice constrains its weight twice, alike.
         if isinstance(there, ShardMark) and there.spec == spec:
             return buffer
         read_again = self.reads[as_var(eqn.invars[0])] > 1

@@ -78,11 +78,9 @@ def with_references(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
 
 
 def exported_over_devices(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """The calls of exported programs that run over several devices, also in bodies.
-
-    A program of jhost's runs on each device by itself, and XLA (of JAX 0.12) ends the
-    process where it finds the other kind in there.
-    """
+    """The calls of exported programs that run over several devices, also in bodies."""
+    # A program of jhost's runs on each device by itself, and XLA (of JAX 0.12) ends the
+    # process where it finds the other kind in there.
     calls = (eqn for eqn in walk(eqns) if eqn.primitive.name == "call_exported")
     return [eqn for eqn in calls if eqn.params["exported"].nr_devices > 1]
 
@@ -119,7 +117,8 @@ def _shard_maps_in_bodies(eqns: Iterable[JaxprEqn]) -> list[str]:
 
 
 def _line(inner: JaxprEqn, outer: JaxprEqn) -> str:
-    """Of what a call of JAX's was given as its body there is no line but the call's."""
+    """The user's line of an equation in another."""
+    # Of what a call of JAX's was given as its body there is no line but the call's.
     line = source_line(inner)
     return source_line(outer) if line == NO_LINE else line
 

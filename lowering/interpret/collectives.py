@@ -62,6 +62,7 @@ def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnD
             return [np.concatenate(each, stmt.source_dim or 0) for each in there]
         case "CollectivePermute":
             assert sorted(targets) == list(range(count)), stmt.name
+            # What a device has is from the one whose target it is.
             return [every[targets.index(device)] for device in range(count)]
         case "SwapAxes":
             size = math.isqrt(count)

@@ -28,6 +28,7 @@ def compute(
     mesh: Mesh,
 ) -> list[OnDevices]:
     """What the unit of `stmt` gives; its chunk is `size` from `starts` on."""
+    # Devices meet in there, so that one cannot run after the other.
     if mesh.axis_names and _communicates(stmt.unit):
         return _on_mesh(stmt, ins, starts, size, mesh)
     dtypes = [buffer.dtype for buffer in stmt.ins]
@@ -54,6 +55,7 @@ def combined(
 
 
 def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, ...]]:
+    # A fill reads nothing, and runs on each device as well.
     return list(zip(*ins, strict=True)) if ins else [()] * count
 
 
@@ -108,6 +110,7 @@ def _on_mesh(
     return [list(as_numpy(out)) for out in outs]
 
 
+# `starts` is an operand, so the iterations of a loop share what is compiled.
 @cached(256)
 def _over_mesh(mesh: Mesh, stmt: Compute, size: int) -> Any:
     """(starts, *ins) -> outs, each with a leading dim for the devices."""

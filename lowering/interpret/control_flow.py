@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jhost.lowering.interpret.arrays import OnDevices, undefined
+from jhost.lowering.ir.border import scan_ins, scan_outs, while_ins
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Cond, ControlFlow, Scan, While
 
@@ -25,6 +26,7 @@ def control_flow(
         case While():
             return _while_loop(stmt, ins, run)
         case Cond(branches=branches):
+            # As `lax.switch`, which takes the nearest branch for an index out of range.
             number = np.clip(_agreed(ins[0]), 0, len(branches) - 1)
             return run(branches[number], ins[1:])
 
@@ -32,14 +34,14 @@ def control_flow(
 def _scan(
     stmt: Scan, ins: Sequence[OnDevices], run: RunOnDevices, devices: int
 ) -> list[OnDevices]:
-    first, last = len(stmt.consts), len(stmt.consts) + len(stmt.carry)
-    consts, carry, xs = ins[:first], list(ins[first:last]), ins[last:]
-    ys: dict[int, list[OnDevices]] = {}
+    consts, carry, xs = scan_ins(stmt, ins)
+    ys: dict[int, tuple[OnDevices, ...]] = {}
     numbers = range(stmt.length)
     for number in reversed(numbers) if stmt.reverse else numbers:
         rows = [[value[number] for value in values] for values in xs]
         results = run(stmt.body, [*consts, *carry, *rows])
-        carry, ys[number] = results[: len(carry)], results[len(carry) :]
+        carry, ys[number] = scan_outs(stmt, results)
+    # A scan of length 0 has no part to tell the type of a stack by.
     if not ys:
         empty = [undefined(buffer.shape, buffer.dtype) for buffer in stmt.ys]
         return [*carry, *([value] * devices for value in empty)]
@@ -50,12 +52,10 @@ def _scan(
 def _while_loop(
     stmt: While, ins: Sequence[OnDevices], run: RunOnDevices
 ) -> list[OnDevices]:
-    first = len(stmt.condition_consts)
-    last = first + len(stmt.consts)
-    condition, consts, carry = ins[:first], ins[first:last], list(ins[last:])
-    while _agreed(*run(stmt.condition, [*condition, *carry])):
-        carry = run(stmt.body, [*consts, *carry])
-    return carry
+    condition_consts, consts, carry = while_ins(stmt, ins)
+    while _agreed(*run(stmt.condition, [*condition_consts, *carry])):
+        carry = tuple(run(stmt.body, [*consts, *carry]))
+    return [*carry]
 
 
 def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
@@ -64,5 +64,6 @@ def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
 
 def _agreed(values: OnDevices) -> int:
     """The number that decides where control goes, which all devices have."""
+    # On devices that differed here, some would wait for others for ever.
     (number,) = {int(value) for value in values}
     return number

@@ -47,6 +47,7 @@ class ArrayView:
             (*at[:dim], _cut(at[dim], start, size, stmt.groups), *at[dim + 1 :])
             for at, start in zip(self.places, starts, strict=True)
         ]
+        # A dim that is dropped is still one of the buffer's, with one index.
         kept = tuple(d for d in self.kept if not (stmt.drop and d == dim))
         return ArrayView(self.owner, tuple(places), kept)
 
@@ -62,6 +63,7 @@ class ArrayView:
         for array, at, value in zip(arrays, self.places, values, strict=True):
             assert value.shape[: len(self.kept)] == self.shape(at), self.owner
             shape = (*map(len, at), *array.shape[len(at) :])
+            # By indices: in groups an alias is no one slice of its buffer.
             array[np.ix_(*at)] = np.reshape(value, shape)
 
     def mark(self, written: OnDevices) -> None:

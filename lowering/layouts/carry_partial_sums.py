@@ -23,15 +23,19 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.border import Crossing, scan_border, with_scan_border
 from jhost.lowering.ir.layout import Partial, size_in_bytes
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport, Remark
-from jhost.lowering.ir.rewrite import replace_buffers
+from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
 from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
+from jhost.lowering.layouts.partial_carry import (
+    carrying_partial,
+    makes_one_of,
+    with_statements,
+)
 from jhost.lowering.layouts.remarks import reduced_behind_remark
 from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
@@ -121,7 +125,7 @@ def _with_partial_carry(
     chosen: set[str] | None = None  # at first, all that scans inside stack
     while True:
         body, put_off = _reducing_behind(stmt.body, chosen)
-        carrying = _carrying_partial(dataclasses.replace(stmt, body=body), zeros)
+        carrying = carrying_partial(dataclasses.replace(stmt, body=body), zeros)
         if carrying is None:
             return None
         scan, _ = carrying
@@ -131,137 +135,6 @@ def _with_partial_carry(
         # These are still reduced in each iteration, so to put them off gained nothing.
         # They stay in the scan inside, and the fewer others are tried again.
         chosen = put_off - reduced
-
-
-def _carrying_partial(
-    stmt: Scan, zeros: Container[str]
-) -> tuple[Scan, dict[int, Partial]] | None:
-    """The scan with each carry partial that can stay so, over what is summed in it."""
-    kept: dict[int, Partial] = {}
-    partials = [
-        tuple(sorted(each.source.partial))
-        for each in stmt.body.body
-        if is_reduction(each)
-    ]
-    for partial in dict.fromkeys(partials):
-        carry = _PartialCarry(stmt, partial, zeros)
-        numbers = [number for number in carry.begun if carry.stays_partial(number)]
-        kept |= dict.fromkeys(numbers, partial)
-        stmt = carry.scan(numbers)
-    return (stmt, kept) if kept else None
-
-
-class _PartialCarry:
-    """A scan whose body begins with the reduction of partial sums that it carries.
-
-    Where that can be done as well behind all that is added, it need not be done in each
-    iteration.  What a sum begins with is added behind, so that it must be added to and
-    nothing else, unless that is one of `zeros`.
-    """
-
-    def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
-        self.stmt, self.partial = stmt, partial
-        self.names = FreshNames.of(stmt.body)
-        self.params = stmt.body.params[len(stmt.consts) :][: len(stmt.carry)]
-        self.begun = {
-            number: self.reduction(param)
-            for number, param in enumerate(self.params)
-            if not param.partial and self.is_sum(number, param, zeros)
-        }
-        self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
-        self.body = self.beginning_with_reductions()
-
-    def is_sum(self, number: int, param: Buffer, zeros: Container[str]) -> bool:
-        """Whether what a carry begins with may be added behind, or is nothing."""
-        begins_with_zeros = self.stmt.carry[number].name in zeros
-        return begins_with_zeros or _is_added_to(self.stmt.body, param, number)
-
-    def reduction(self, param: Buffer) -> Reshard:
-        """The reduction of a partial param, to stand in the place of the param."""
-        name = self.names.fresh(f"{param.name}_reduced")
-        out = dataclasses.replace(param, name=name)
-        return Reshard(out=out, source=dataclasses.replace(param, partial=self.partial))
-
-    def beginning_with_reductions(self) -> Rewrite:
-        """The body on the reduced params: it is right, even if nothing is put off."""
-        body = self.stmt.body
-        reduced = {each.source.name: each.out for each in self.begun.values()}
-        stmts = (replace_buffers(each, reduced) for each in body.body)
-        needed = {result.name for result in body.results}
-        marked = {mark.buffer for mark in body.marks}
-        return Rewrite([*self.begun.values(), *stmts], needed, marked)
-
-    def stays_partial(self, number: int) -> bool:
-        """Whether a carry can be reduced after all; if so, its statements change."""
-        count, begun = len(self.body.changed), self.begun[number]
-        result = self.stmt.body.results[number].name
-        mesh = dict(self.stmt.body.mesh.shape)
-        # The undo is by count: `reduced_last` may have changed some statements in vain.
-        last = reduced_last(result, self.body, self.fixed, mesh, self.names)
-        if (
-            last is not None
-            and set(last.source.partial) == set(self.partial)
-            and result not in self.body.readers
-            and begun.out.name not in self.body.readers
-        ):
-            return True
-        self.body.take_back(count)
-        return False
-
-    def scan(self, kept: Sequence[int]) -> Scan:
-        """The scan with what is `kept` partial, and all else as it was."""
-        body = self.stmt.body
-        params, results = list(body.params), list(body.results)
-        dropped = [each.out.name for each in self.begun.values()]
-        for number in kept:
-            last = self.body.makers[results[number].name]
-            assert isinstance(last, Reshard)
-            dropped.append(last.out.name)
-            results[number] = dataclasses.replace(last.source, partial=self.partial)
-            params[len(self.stmt.consts) + number] = self.begun[number].source
-        whole = {each.out.name: self.params[n] for n, each in self.begun.items()}
-        stmts = itertools.chain(*self.body.slots)
-        body = with_statements(
-            body, [replace_buffers(s, whole) for s in stmts if not _makes(s, dropped)]
-        )
-        body = dataclasses.replace(body, params=tuple(params), results=tuple(results))
-        return dataclasses.replace(self.stmt, body=body)
-
-
-def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
-    """Whether that result is a param with something added to it, and nothing else."""
-    readers: dict[str, list[Stmt]] = {}
-    for stmt in body.body:
-        for buffer in reads_writes(stmt)[0]:
-            readers.setdefault(buffer.name, []).append(stmt)
-    value = param
-    while reading := readers.get(value.name, []):
-        (stmt, *others) = reading
-        if others or not isinstance(stmt, Compute):
-            return False
-        (unit_eqn,), (out,) = stmt.unit.eqns, stmt.outs
-        name = unit_eqn.eqn.primitive.name
-        converts = name == "convert_element_type" and out.dtype == value.dtype
-        if not (converts or name in ("add", "add_any")):
-            return False
-        value = out
-    return value.name == body.results[number].name
-
-
-def with_statements(program: Program, stmts: Sequence[Stmt]) -> Program:
-    """`program` with other statements, without remarks on reductions that are gone."""
-    left = {each.out.name for each in stmts if is_reduction(each)}
-    gone = {each.out.name for each in program.body if is_reduction(each)} - left
-    remarks = (
-        remark
-        for remark in program.remarks
-        if not (isinstance(remark, LayoutReport) and remark.value in gone)
-    )
-    return dataclasses.replace(program, body=tuple(stmts), remarks=tuple(remarks))
-
-
-def _makes(stmt: Stmt, names: Container[str]) -> bool:
-    return isinstance(stmt, Reshard) and stmt.out.name in names
 
 
 # --- Around a scan ---------------------------------------------------------------- #
@@ -297,28 +170,28 @@ def _stacking_partial(
     body = Rewrite(program.body, needed, {mark.buffer for mark in program.marks})
     fixed = {m.buffer for m in program.marks if isinstance(m, ShardMark)}
     inner, mesh = FreshNames.of(program), dict(program.mesh.shape)
-    results, ys = list(program.results), list(stmt.ys)
+    border = scan_border(stmt)
+    ys: list[Crossing] = []
     reshards: list[Reshard] = []
     dropped: list[str] = []
-    for number, out in enumerate(stmt.ys):
-        position, count = len(stmt.carried) + number, len(body.changed)
-        name = results[position].name
+    for out, part in border.ys:
+        count, name = len(body.changed), part.name
         last = reduced_last(name, body, fixed, mesh, inner) if out in wanted else None
         if last is None or name in body.readers:
             body.take_back(count)
+            ys.append(Crossing(out, part))
             continue
         terms = dataclasses.replace(
             out, name=names.fresh(f"{out.name}_partial"), partial=last.source.partial
         )
-        results[position], ys[number] = last.source, terms
+        ys.append(Crossing(terms, last.source))
         reshards.append(Reshard(out=out, source=terms))
         dropped.append(name)
     if not reshards:
         return stmt, []
-    stmts = [s for s in itertools.chain(*body.slots) if not _makes(s, dropped)]
-    program = with_statements(program, stmts)
-    program = dataclasses.replace(program, results=tuple(results))
-    return dataclasses.replace(stmt, body=program, ys=tuple(ys)), reshards
+    stmts = [s for s in itertools.chain(*body.slots) if not makes_one_of(s, dropped)]
+    border = dataclasses.replace(border, ys=tuple(ys))
+    return with_scan_border(stmt, with_statements(program, stmts), border), reshards
 
 
 def _reduced_behind(

@@ -31,8 +31,9 @@ from jhost.lowering.ir.remarks import LayoutReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Stmt
 from jhost.lowering.layouts.commute import Rewrite, commuted, is_reduction
 from jhost.lowering.layouts.hidden_dims import streamed_where_moved
-from jhost.lowering.layouts.remarks import layout_remark, line_of, made_text
+from jhost.lowering.layouts.remarks import layout_remark
 from jhost.lowering.layouts.reshard import plan_reshard
+from jhost.lowering.layouts.texts import line_of, made_text
 from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_by
 
 

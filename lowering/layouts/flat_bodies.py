@@ -8,12 +8,12 @@ the way to that body.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, ITERATIONS
+from jhost.lowering.ir.border import Crossing, scan_border, while_border
 from jhost.lowering.ir.operation import Operation, operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import FactorDim
@@ -28,7 +28,7 @@ def local_name(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Border:
+class FlatBorder:
     """The border of one control flow statement, around each of its bodies.
 
     By body, the operations by which a value enters it for each of its params, and those
@@ -40,7 +40,7 @@ class Border:
     leaves: tuple[tuple[int, ...], ...]
 
 
-FlatStep: TypeAlias = int | Border | None
+FlatStep: TypeAlias = int | FlatBorder | None
 """The operation of a statement, or its border; a statement may have neither."""
 
 
@@ -57,7 +57,7 @@ class FlatBody:
         """This one and all that are in it."""
         yield self
         for step in self.steps:
-            for body in step.bodies if isinstance(step, Border) else ():
+            for body in step.bodies if isinstance(step, FlatBorder) else ():
                 yield from body.walk()
 
 
@@ -127,66 +127,80 @@ class _Flattener:
             for value, out, like in rows
         )
 
-    def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> Border:
+    def enter(
+        self,
+        stmt: ir.ControlFlow,
+        ways: tuple[str, str],
+        crossings: Sequence[Crossing],
+        likes: Sequence[str] | None = None,
+        **how: bool,
+    ) -> tuple[int, ...]:
+        """Into a body; `ways` are the way to the statement, and that into the body."""
+        prefix, inner = ways
+        values = _named(prefix, [each.outside for each in crossings])
+        return self.cross(stmt, values, _inside(inner, crossings), likes, **how)
+
+    def leave(
+        self,
+        stmt: ir.ControlFlow,
+        ways: tuple[str, str],
+        crossings: Sequence[Crossing],
+        likes: Sequence[str] | None = None,
+        **how: bool,
+    ) -> tuple[int, ...]:
+        """Out of a body, as they lie there: what moves them stands behind `stmt`."""
+        prefix, inner = ways
+        values = _named(inner, [each.inside for each in crossings])
+        outs = _names(prefix, [each.outside for each in crossings])
+        return self.cross(stmt, values, outs, likes, forwards=False, **how)
+
+    def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> FlatBorder:
         """Constants and slices come as they are outside, so that no weight is whole.
 
         A carried value has one layout at the start of an iteration and at its end.
         """
-        consts, carry, xs = (
-            _named(prefix, v) for v in (stmt.consts, stmt.carry, stmt.xs)
-        )
-        first, last = len(consts), len(consts) + len(carry)
-        params = _names(inner, stmt.body.params)
-        carried = params[first:last]
+        border, ways = scan_border(stmt), (prefix, inner)
         enters = (
-            *self.cross(stmt, consts, params[:first], taking=True),
+            *self.enter(stmt, ways, border.consts, taking=True),
             # A carried value has a layout of its own, which the solver decides.
-            *self.cross(stmt, carry, carried),
-            *self.cross(stmt, xs, params[last:], taking=True, stacked_in=True),
+            *self.enter(stmt, ways, border.carry),
+            *self.enter(stmt, ways, border.xs, taking=True, stacked_in=True),
         )
         # A scan of length 0 is laid out, too.
         body = self.body(stmt.body, inner, repeats * max(1, stmt.length))
-        results, outs = _named(inner, stmt.body.results), _names(prefix, stmt.outs)
-        count = len(stmt.carried)
-        leaving = functools.partial(self.cross, stmt, taking=True, forwards=False)
+        carried = _inside(inner, border.carry)
         leaves = (
-            *leaving(results[:count], outs[:count], carried),
-            *leaving(results[count:], outs[count:], stacked_out=True),
+            *self.leave(stmt, ways, border.carried, carried, taking=True),
+            *self.leave(stmt, ways, border.ys, taking=True, stacked_out=True),
         )
-        return Border((body,), (enters,), (leaves,))
+        return FlatBorder((body,), (enters,), (leaves,))
 
     def while_loop(
         self, stmt: ir.While, inner: str, prefix: str, repeats: int
-    ) -> Border:
+    ) -> FlatBorder:
         """The condition reads what is carried as the body does."""
         way, to_condition = f"{inner}body{SEPARATOR}", f"{inner}condition{SEPARATOR}"
-        params, asked_of = (
-            _names(way, stmt.body.params),
-            _names(to_condition, stmt.condition.params),
-        )
-        consts, asked_consts = len(stmt.consts), len(stmt.condition_consts)
-        carry, carried = _named(prefix, stmt.carry), params[consts:]
+        border, ways, asking = while_border(stmt), (prefix, way), (prefix, to_condition)
+        carried = _inside(way, border.carry)
         into_body = (
-            *self.cross(
-                stmt, _named(prefix, stmt.consts), params[:consts], taking=True
-            ),
-            *self.cross(stmt, carry, carried),
+            *self.enter(stmt, ways, border.consts, taking=True),
+            *self.enter(stmt, ways, border.carry),
         )
-        outside = _named(prefix, stmt.condition_consts)
         into_condition = (
-            *self.cross(stmt, outside, asked_of[:asked_consts], taking=True),
-            *self.cross(stmt, carry, asked_of[asked_consts:], carried, taking=True),
+            *self.enter(stmt, asking, border.condition_consts, taking=True),
+            *self.enter(stmt, asking, border.asked, carried, taking=True),
         )
         # Nothing says how often a `while` goes round.
         repeats *= ITERATIONS
         condition = self.body(stmt.condition, to_condition, repeats)
         answer = self.cross(stmt, _named(to_condition, stmt.condition.results), [None])
         body = self.body(stmt.body, way, repeats)
-        results, outs = _named(way, stmt.body.results), _names(prefix, stmt.outs)
-        leaves = self.cross(stmt, results, outs, carried, forwards=False)
-        return Border((condition, body), (into_condition, into_body), (answer, leaves))
+        leaves = self.leave(stmt, ways, border.carried, carried)
+        return FlatBorder(
+            (condition, body), (into_condition, into_body), (answer, leaves)
+        )
 
-    def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> Border:
+    def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> FlatBorder:
         """The results of all branches lie as the first branch's do."""
         bodies: list[FlatBody] = []
         enters: list[tuple[int, ...]] = []
@@ -208,7 +222,7 @@ class _Flattener:
                 if number
                 else self.cross(stmt, results, outs)
             )
-        return Border(tuple(bodies), tuple(enters), tuple(leaves))
+        return FlatBorder(tuple(bodies), tuple(enters), tuple(leaves))
 
 
 def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _NamedValues:
@@ -217,6 +231,10 @@ def _named(prefix: str, buffers: Sequence[ir.Buffer]) -> _NamedValues:
 
 def _names(prefix: str, buffers: Sequence[ir.Buffer]) -> list[str]:
     return [prefix + buffer.name for buffer in buffers]
+
+
+def _inside(way: str, crossings: Sequence[Crossing]) -> list[str]:
+    return [way + each.inside.name for each in crossings]
 
 
 def crossing(

@@ -51,6 +51,7 @@ class StreamedDim:
         # `SplitAllReduces` makes permutes of it, on whatever dim the stream is.
         if step.kind == "AllReduce":
             return self.moves(step)
+        # Shards of the dim that is cut: each chunk is one, or a piece of one.
         if self.dim in (step.dim, step.source_dim):
             return self.moves(step)
         # Over other axes all devices are at one step, so no chunks are mixed.

@@ -20,8 +20,9 @@ from jhost.lowering.layouts.hidden_dims import (
     one_way_each,
     streamed_dims,
 )
+from jhost.lowering.layouts.interned import Interned
 from jhost.lowering.layouts.remarks import LayoutRemarks
-from jhost.lowering.layouts.rewriter import Interned, Rewriter
+from jhost.lowering.layouts.rewriter import Rewriter
 from jhost.lowering.layouts.solve import Solution, solve_layouts
 from jhost.lowering.streams.plan import take_known
 

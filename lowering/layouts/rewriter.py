@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jhost._jax import fresh_var
 from jhost.lowering.ir.bodies import with_bodies
+from jhost.lowering.ir.border import with_values
 from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
 from jhost.lowering.ir.marks import BarrierMark, Mark
 from jhost.lowering.ir.names import FreshNames
@@ -28,8 +28,9 @@ from jhost.lowering.ir.statements import (
     Stmt,
     While,
 )
-from jhost.lowering.layouts.flat_bodies import Border, FlatBody, local_name
+from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder, local_name
 from jhost.lowering.layouts.hidden_dims import streamed_dims
+from jhost.lowering.layouts.interned import Interned
 from jhost.lowering.layouts.remarks import LayoutRemarks
 from jhost.lowering.layouts.reshard import ReshardKind, plan_reshard
 from jhost.lowering.layouts.solve import Solution
@@ -42,44 +43,6 @@ _RESHARDED: Mapping[ReshardKind, str] = {
     "Select": "part",
     "SwapAxes": "swapped",
 }
-
-
-class Interned:
-    """What was written by solutions for one program, of which others may be part."""
-
-    def __init__(self) -> None:
-        self.bodies: dict[tuple[str, int], list[Program]] = {}
-        self.fills: dict[tuple[int, Layout], Compute] = {}
-
-    def body(self, flat: FlatBody, program: Program) -> Program:
-        """A rewritten body, or an equal one that stands in its place already.
-
-        What passes know of that one they need not find out again.
-        """
-        known = self.bodies.setdefault((flat.prefix, id(flat.program.body)), [])
-        for other in known:
-            if other == program and other.display_names is program.display_names:
-                return other
-        known.append(program)
-        return program
-
-    def fill(self, op: Operation, layout: Layout) -> Compute:
-        """An operation that reads nothing, to make its result in `layout`."""
-        assert isinstance(op.stmt, Compute)
-        place = id(op.stmt), layout
-        if place not in self.fills:
-            self.fills[place] = _filling(op, op.stmt, layout)
-        return self.fills[place]
-
-
-def _filling(op: Operation, stmt: Compute, layout: Layout) -> Compute:
-    (eqn,) = stmt.unit.eqns
-    var = fresh_var(eqn.eqn.outvars[0].aval)
-    unit_eqn = dataclasses.replace(
-        eqn, eqn=eqn.eqn.replace(outvars=[var]), axes=op.making(layout)
-    )
-    unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,), outvars=(var,))
-    return dataclasses.replace(stmt, unit=unit)
 
 
 class Rewriter:
@@ -126,7 +89,7 @@ class Rewriter:
         """
         params = tuple(self.at_rest(param) for param in self.program.params)
         for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
-            if isinstance(step, Border):
+            if isinstance(step, FlatBorder):
                 assert isinstance(stmt, Scan | While | Cond)
                 self.control_flow(stmt, step)
             elif isinstance(stmt, Set):
@@ -153,7 +116,7 @@ class Rewriter:
 
     # --- Control flow --------------------------------------------------------- #
 
-    def control_flow(self, stmt: ControlFlow, border: Border) -> None:
+    def control_flow(self, stmt: ControlFlow, border: FlatBorder) -> None:
         """`stmt` on operands as its bodies want them, its bodies rewritten."""
         ins = [
             tuple(self.required(number) for number in enters)
@@ -166,7 +129,7 @@ class Rewriter:
         # The first branch lays out a `cond`'s results; a `while` has its body last.
         leaving = border.leaves[0 if isinstance(stmt, Cond) else -1]
         outs, moved = self.results(leaving, stmt.outs)
-        self.body.append(_with_values(with_bodies(stmt, bodies), ins, outs))
+        self.body.append(with_values(with_bodies(stmt, bodies), ins, outs))
         self.body.extend(moved)
 
     def rewritten(self, flat: FlatBody, leaves: Sequence[int]) -> Program:
@@ -301,32 +264,3 @@ class Rewriter:
         target = self.place(out, layout, name=self.names.fresh(out.name))
         self.body.append(dataclasses.replace(fill, outs=(target,)))
         return target
-
-
-def _with_values(
-    stmt: ControlFlow, ins: Sequence[tuple[Buffer, ...]], outs: tuple[Buffer, ...]
-) -> ControlFlow:
-    """`stmt` on other operands, those of each of its bodies, and with other results."""
-    match stmt:
-        case Scan(consts=consts, carry=carry, carried=carried):
-            first, last = len(consts), len(consts) + len(carry)
-            return dataclasses.replace(
-                stmt,
-                consts=ins[0][:first],
-                carry=ins[0][first:last],
-                xs=ins[0][last:],
-                carried=outs[: len(carried)],
-                ys=outs[len(carried) :],
-            )
-        case While(condition_consts=condition_consts, consts=consts):
-            return dataclasses.replace(
-                stmt,
-                condition_consts=ins[0][: len(condition_consts)],
-                consts=ins[1][: len(consts)],
-                carry=ins[1][len(consts) :],
-                carried=outs,
-            )
-        case Cond():
-            return dataclasses.replace(
-                stmt, index=ins[0][0], operands=ins[0][1:], outs=outs
-            )

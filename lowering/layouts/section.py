@@ -13,7 +13,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Stmt
-from jhost.lowering.layouts.flat_bodies import Border, FlatBody
+from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder
 from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
 
@@ -39,7 +39,7 @@ def _layouts(
         layouts[result.name] = solution.wanted(number)
     yield layouts
     for step in flat.steps:
-        if isinstance(step, Border):
+        if isinstance(step, FlatBorder):
             for inner, leaving in zip(step.bodies, step.leaves, strict=True):
                 yield from _layouts(solution, inner, leaving)
 

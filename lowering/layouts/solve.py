@@ -69,6 +69,7 @@ def solve_layouts(
     and dims are those of values by their names in `flattened`.
     """
     solver = Solver(whole, marks, streamed)
+    # Restarts come last: they have to beat what single decisions reach.
     best = restarted(solver, improved(solver, solver.fixed_point()))
     alternatives = [
         _alternatives(solver, op, assignment, best.layouts)

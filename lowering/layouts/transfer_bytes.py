@@ -116,6 +116,7 @@ class ReshardCosts:
         """What it takes to bring a value from one layout to another."""
         if AS_IT_LIES in want:
             want = _where_it_lies(have, want)
+        # A partial sum that lies as it is wanted has still to be reduced.
         if (have == want or name in self.made_anywhere) and not partial:
             return NOTHING
         key = name, have, want, partial

@@ -32,6 +32,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs, statements
+from jhost.lowering.ir.border import scan_border
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.index import Rank, leaves
 from jhost.lowering.ir.layout import layout_of, used_axes
@@ -169,11 +170,11 @@ class _Rotations:
 
     def scan(self, owner: int, scan: ir.Scan) -> None:
         """A stacked value lies as it does in the body, with the iterations in front."""
-        body, first, count = scan.body, len(scan.ins) - len(scan.xs), len(scan.carried)
-        self.all_of_it(owner, (*scan.ins[:first], *scan.carried))
-        self.all_of_it(id(body), (*body.params[:first], *body.results[:count]))
-        sliced = (*body.params[first:], *body.results[count:])
-        for inside, outside in zip(sliced, (*scan.xs, *scan.ys), strict=True):
+        border, body = scan_border(scan), scan.body
+        whole = (*border.consts, *border.carry, *border.carried)
+        self.all_of_it(owner, (each.outside for each in whole))
+        self.all_of_it(id(body), (each.inside for each in whole))
+        for outside, inside in (*border.xs, *border.ys):
             self.of(id(body), inside)
             stacked = (owner, outside.name), -len(outside.shape)
             self.of(owner, outside).computations.append(

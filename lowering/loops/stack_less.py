@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.border import Crossing, scan_border, with_scan_border
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.least_cut import least_cut, needed
@@ -93,16 +94,13 @@ class _Recipe:
 
 
 class _Stacking:
-    """The values that a scan stacks, `(name in the body, stacked)`, and all others."""
+    """The values that a scan stacks, and all others of its body."""
 
     def __init__(self, scan: Scan) -> None:
-        body, first = scan.body, len(scan.consts) + len(scan.carry)
-        inside = [param.name for param in body.params]
-        results = body.results[len(scan.carried) :]
-        self.scan = scan
-        self.constants = dict(zip(inside, scan.consts, strict=False))
-        self.slices = dict(zip(inside[first:], scan.xs, strict=True))
-        self.stacked = [(b.name, y) for b, y in zip(results, scan.ys, strict=True)]
+        body, border = scan.body, scan_border(scan)
+        self.scan, self.border = scan, border
+        self.constants = _outside(border.consts)
+        self.slices = _outside(border.xs)
         self.buffers = {b.name: b for b in body.params}
         self.buffers |= {b.name: b for s in body.body for b in reads_writes(s)[1]}
         self.cheap = [stmt for stmt in body.body if is_cheap(stmt)]
@@ -110,26 +108,27 @@ class _Stacking:
     def recipe(self, sliced: Container[str], names: FreshNames) -> _Recipe | None:
         """The scan with as few bytes stacked as it can; None if it is so already."""
         kept, again = self.cut(sliced)
-        left_out = {y.name: n for n, y in self.stacked if n in again}
+        ys = self.border.ys
+        left_out = {y.name: part.name for y, part in ys if part.name in again}
         if not left_out:
             return None
-        known = {*self.constants, *self.slices, *(n for n, _ in self.stacked)}
+        known = {*self.constants, *self.slices, *_outside(ys)}
         # Cheaper to stack than the values that are made of them.
         more = [name for name in self.buffers if name in kept and name not in known]
-        stacked = [(name, y) for name, y in self.stacked if y.name not in left_out]
-        stacked += [(name, self.stack(name, names)) for name in more]
+        stacked = [each for each in ys if each.outside.name not in left_out]
+        stacked += [self.stack(name, names) for name in more]
         return _Recipe(
             scan=self.stacking(stacked),
             left_out=left_out,
             again=[stmt for stmt in self.cheap if made_by(stmt).name in again],
-            slices={**self.slices, **dict(stacked)},
+            slices={**self.slices, **_outside(stacked)},
             constants=self.constants,
         )
 
     def cut(self, sliced: Container[str]) -> tuple[set[str], set[str]]:
         """What to stack or take from outside, and what to make again of it."""
-        wanted = {name for name, y in self.stacked if y.name in sliced}
-        free = {name for name, y in self.stacked if y.name not in sliced}
+        wanted = {part.name for y, part in self.border.ys if y.name in sliced}
+        free = {part.name for y, part in self.border.ys if y.name not in sliced}
         # The other scan can have these from outside as well.
         free |= {*self.constants, *self.slices}
         made_of = {
@@ -145,22 +144,27 @@ class _Stacking:
     def size(self, name: str) -> int:
         return bytes_of(self.buffers[name])
 
-    def stack(self, name: str, names: FreshNames) -> Buffer:
+    def stack(self, name: str, names: FreshNames) -> Crossing:
         buffer = self.buffers[name]
-        return dataclasses.replace(
+        stacked = dataclasses.replace(
             buffer,
             name=names.fresh(f"{name}_stacked"),
             shape=(self.scan.length, *buffer.shape),
             dims=(Dim(), *buffer.dims),
         )
+        return Crossing(outside=stacked, inside=buffer)
 
-    def stacking(self, pairs: Sequence[tuple[str, Buffer]]) -> Scan:
+    def stacking(self, ys: Sequence[Crossing]) -> Scan:
         """The scan with these stacked, and no others."""
-        scan, count = self.scan, len(self.scan.carried)
-        ys = [self.buffers[name] for name, _ in pairs]
-        body = dataclasses.replace(scan.body, results=(*scan.body.results[:count], *ys))
-        body = dataclasses.replace(body, body=_without_unread(body))
-        return dataclasses.replace(scan, body=body, ys=tuple(y for _, y in pairs))
+        border = dataclasses.replace(self.border, ys=tuple(ys))
+        scan = with_scan_border(self.scan, self.scan.body, border)
+        body = dataclasses.replace(scan.body, body=_without_unread(scan.body))
+        return dataclasses.replace(scan, body=body)
+
+
+def _outside(crossings: Sequence[Crossing]) -> dict[str, Buffer]:
+    """The values outside of a body, by the names that they have in it."""
+    return {inside.name: outside for outside, inside in crossings}
 
 
 def _without_unread(program: Program) -> tuple[Stmt, ...]:
@@ -182,25 +186,24 @@ def _without_unread(program: Program) -> tuple[Stmt, ...]:
 class _Reading:
     """A scan that slices what another one may no longer stack, by its `recipe`.
 
-    `consts` and `xs` are pairs of a value outside and its param.  `made` has what is
-    known here of the values of the other body, by their names there, and `same` what
-    takes the place of a param that is gone.
+    `made` has what is known here of the values of the other body, by their names there,
+    and `same` what takes the place of a param that is gone.
     """
 
     def __init__(self, scan: Scan, recipe: _Recipe) -> None:
-        params, first = scan.body.params, len(scan.consts) + len(scan.carry)
         self.scan, self.recipe = scan, recipe
         self.names = FreshNames.of(scan.body)
-        self.consts = list(zip(scan.consts, params, strict=False))
-        self.carry = params[len(scan.consts) : first]
-        self.xs: list[tuple[Buffer, Buffer]] = []
+        self.border = scan_border(scan)
+        self.consts = [*self.border.consts]
+        self.xs: list[Crossing] = []
         self.made: dict[str, Buffer] = {}
         self.same: dict[str, Buffer] = {}
-        for x, param in zip(scan.xs, params[first:], strict=True):
-            if (name := recipe.left_out.get(x.name)) is None:
-                self.xs.append((x, param))
+        for each in self.border.xs:
+            if (name := recipe.left_out.get(each.outside.name)) is None:
+                self.xs.append(each)
             else:
                 # Of two slices of one value, both are what the first one becomes.
+                param = each.inside
                 self.same[param.name] = self.made.setdefault(name, param)
 
     def computing_again(self) -> Scan:
@@ -210,21 +213,21 @@ class _Reading:
         body, needed = self.scan.body, _needed_for(self.made, self.recipe.again)
         copies = [self.copy(stmt) for stmt in needed]
         old = (replace_buffers(stmt, self.same) for stmt in body.body)
-        body = dataclasses.replace(
-            body,
-            params=(
-                *(p for _, p in self.consts),
-                *self.carry,
-                *(p for _, p in self.xs),
-            ),
-            results=tuple(self.same.get(b.name, b) for b in body.results),
-            body=(*copies, *old),
+        border = dataclasses.replace(
+            self.border,
+            consts=tuple(self.consts),
+            xs=tuple(self.xs),
+            carried=self.leaving(self.border.carried),
+            ys=self.leaving(self.border.ys),
         )
-        return dataclasses.replace(
-            self.scan,
-            body=body,
-            consts=tuple(whole for whole, _ in self.consts),
-            xs=tuple(whole for whole, _ in self.xs),
+        body = dataclasses.replace(body, body=(*copies, *old))
+        return with_scan_border(self.scan, body, border)
+
+    def leaving(self, crossings: Iterable[Crossing]) -> tuple[Crossing, ...]:
+        """What leaves the body, which may be a param that is gone."""
+        return tuple(
+            Crossing(outside, self.same.get(inside.name, inside))
+            for outside, inside in crossings
         )
 
     def copy(self, stmt: Cheap) -> Stmt:
@@ -240,12 +243,12 @@ class _Reading:
         """The param for a param of the other body; one more where there is none."""
         constant = self.recipe.constants.get(buffer.name)
         whole = constant or self.recipe.slices[buffer.name]
-        params = self.consts if constant else self.xs
-        for outside, param in params:
+        crossings = self.consts if constant else self.xs
+        for outside, param in crossings:
             if outside.name == whole.name:
                 return param
         param = dataclasses.replace(buffer, name=self.names.fresh(buffer.name))
-        params.append((whole, param))
+        crossings.append(Crossing(whole, param))
         return param
 
 

@@ -90,6 +90,7 @@ class Maps:
             (*sizes.B, sizes.N, sizes.T, sizes.S),
             strict=True,
         )
+        # A bias of one head or one query is read whole by each part.
         return tuple(dim if size == full else None for dim, size, full in followed)
 
     def rule(
@@ -138,6 +139,8 @@ class Maps:
             ),
             counted=frozenset({queries, keys} if self.counts else ()),
             window=None if window.sees_all else window,
+            # No layout holds softmax statistics, by which the results of two parts
+            # combine.
             unsharded=frozenset({keys}),
             combine=combine,
             reason="loops put parts of the keys together, and no communication",
@@ -152,6 +155,7 @@ def keys_seen(
     queries: np.ndarray, keys: np.ndarray, left: int | None, right: int | None
 ) -> int:
     """How many of the keys at some positions queries at others see, on the average."""
+    # In zigzag order a part's positions do not ascend.
     ordered = np.sort(keys)
     first, last = 0, len(keys)
     if left is not None:

@@ -167,6 +167,7 @@ class DimRule:
     @property
     def is_closed(self) -> bool:
         """Whether nothing is known of how its results come from its operands."""
+        # Of a `shard_map` that is pinned the specs are known, and nothing of its body.
         return self.opaque or self.pinned is not None
 
     @property
@@ -248,6 +249,7 @@ def known_primitives() -> frozenset[str]:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal of a jaxpr."""
+    # A token has no shape.
     return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
 
 

@@ -23,6 +23,7 @@ def flops_of(eqn: JaxprEqn) -> int:
     bodies = list(jaxprs_in_params(eqn.params))
     if bodies:
         inside = sum(flops_of(inner) for body in bodies for inner in body.eqns)
+        # Of a `while` nothing says how often it goes round, so once counts.
         return inside * eqn.params.get("length", 1)
     sizes = (math.prod(shape_of(atom)) for atom in (*eqn.invars, *eqn.outvars))
     return max(sizes, default=0)

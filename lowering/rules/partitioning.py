@@ -127,6 +127,7 @@ def _spelled(mapping: Sequence[Any], rank: int) -> Iterator[tuple[str, ...]]:
 # --- Parts -------------------------------------------------------------------------- #
 
 _AXIS = "jhost_shards_of_factor_"
+# JAX writes the second where it follows over which axes values vary.
 _SUMS = ("psum", "psum_invariant")
 
 
@@ -152,12 +153,14 @@ def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""
     place = _WholePlace(made.sizes)
     try:
+        # What depends on the number of shards is another program for each.
         two, three = (_program(eqn, made, place, shards) for shards in (2, 3))
     except Exception:  # what the author's code makes of these shards is its own matter
         return False
     if two is None or three is None:
         return False
     shapes = [*map(shape_of, two.jaxpr.outvars)]
+    # As text: variables of two jaxprs are never equal, and their names are given anew.
     same = str(two) == str(three) and all(map(_equal, two.consts, three.consts))
     return same and _AXIS not in str(two) and shapes == [*map(shape_of, eqn.outvars)]
 
@@ -195,6 +198,7 @@ def _program(
     if [*map(_spec, wanted)] != [*map(_spec, given)]:
         return None
     parts = shard_types(operands, given[: len(operands)])
+    # A `partition` may communicate by name, as in a `shard_map`.
     axes = [(name, shards) for name in names]
     traced = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(parts))
     summed = {n for n, reducer in zip(names, made.reducers, strict=True) if reducer}

@@ -86,6 +86,7 @@ class Rows:
 
     def found_in(self, place: Place, indices: Any) -> tuple[Any, Any]:
         """`bounded` indices counted from the start of a part, and which it has."""
+        # A component that no factor follows begins at 0, as on every device.
         starts = [_start(place, factor) for factor in self.factors]
         shift = lax.concatenate([lax.reshape(s, (1,)) for s in starts], 0)
         indices = lax.sub(indices, _over(shift, indices.shape))
@@ -119,6 +120,7 @@ def rows_of(
     """
 
     def factor(dim: int) -> int | None:
+        # Positions are int32: JAX has no wider integers unless they are asked for.
         if dim not in single or not 1 < operand[dim] <= _MOST:
             return None
         return factors.new(operand[dim], reducer)

@@ -21,12 +21,13 @@ that let collectives start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import Crossing, scan_border
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
@@ -94,17 +95,13 @@ class _Found:
     def __init__(
         self, scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]
     ) -> None:
-        first = len(scan.consts)
-        last = first + len(scan.carry)
+        border = scan_border(scan)
         self.is_open = is_open
         self.blocks = StatementBlocks(scan.body)
-        params = scan.body.params
-        self.constant = {param.name for param in params[:first]}
-        self.carried = {param.name for param in params[first:last]}
-        self.ends = {result.name for result in scan.body.results[: len(scan.carried)]}
-        self.stacked = {
-            result.name for result in scan.body.results[len(scan.carried) :]
-        }
+        self.constant = _inside(border.consts)
+        self.carried = _inside(border.carry)
+        self.ends = _inside(border.carried)
+        self.stacked = _inside(border.ys)
 
     def early(self) -> Iterator[Early]:
         """Gathers that are read by the first work, and made of no carried value."""
@@ -203,6 +200,10 @@ class _Found:
             read |= reads
             left.append(stmt)
         return tuple(self.blocks.barriers.together(left[::-1]))
+
+
+def _inside(crossings: Iterable[Crossing]) -> set[str]:
+    return {each.inside.name for each in crossings}
 
 
 def _named(stmt: ir.Stmt) -> tuple[set[str], set[str]]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import scan_border, scan_ins, scan_outs
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -76,23 +77,19 @@ class _Writer:
         stacks: Mapping[str, ir.Buffer],
     ) -> None:
         scan = cycle.scan
-        first = len(scan.consts)
-        last = first + len(scan.carry)
         self.cycle, self.scan, self.core = cycle, scan, cycle.core
         self.names, self.consts, self.stacks = names, dict(consts), dict(stacks)
-        self.carried = scan.body.params[first:last]
-        self.sliced = scan.body.params[last:]
-        self.results = scan.body.results[len(scan.carried) :]
+        _, self.carried, self.sliced = scan_ins(scan, scan.body.params)
+        self.ends, self.results = scan_outs(scan, scan.body.results)
         self.body: list[ir.Stmt] = []
 
     @classmethod
     def outside(cls, cycle: Cycle, names: FreshNames) -> _Writer:
         """Into the program that has the scan."""
-        scan = cycle.scan
-        params = [param.name for param in scan.body.params]
-        consts = dict(zip(params, scan.consts, strict=False))
-        sliced = params[len(scan.consts) + len(scan.carry) :]
-        return cls(cycle, names, consts, dict(zip(sliced, scan.xs, strict=True)))
+        border = scan_border(cycle.scan)
+        consts = {inside.name: outside for outside, inside in border.consts}
+        stacks = {inside.name: outside for outside, inside in border.xs}
+        return cls(cycle, names, consts, stacks)
 
     def inside(self) -> _Writer:
         """Into the scan's body, where the same things have names of its own."""
@@ -193,10 +190,9 @@ class _Writer:
         for result, y in zip(self.results, self.scan.ys, strict=True):
             if result.name in made:
                 stacks[y.name] = self.stored(stacks[y.name], made[result.name], number)
-        ends = self.scan.body.results[: len(self.scan.carried)]
         terms = (each.stmt.source.name for each in self.cycle.late)
         return _Carried(
-            tuple(made[end.name] for end in ends),
+            tuple(made[end.name] for end in self.ends),
             (),
             tuple(made[name] for name in terms),
             stacks,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
 from jhost.lowering.ir.layout import layout_of
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.verify.state import State
@@ -43,14 +44,13 @@ def check_control_flow(state: State, stmt: ir.ControlFlow) -> None:
 
 
 def _check_scan(state: State, stmt: ir.Scan) -> None:
-    first = len(stmt.consts) + len(stmt.carry)
-    count = len(stmt.carried)
-    params, results = stmt.body.params, stmt.body.results
-    xs = [_stacked(param, stmt.length) for param in params[first:]]
-    ys = [_stacked(result, stmt.length) for result in results[count:]]
-    _check_same(state, (*params[:first], *xs), stmt.ins, "an operand")
-    _check_same(state, (*results[:count], *ys), stmt.outs, "a result")
-    _check_same(state, params[len(stmt.consts) : first], results[:count], "a carry")
+    consts, carry, slices = scan_ins(stmt, stmt.body.params)
+    carried, parts = scan_outs(stmt, stmt.body.results)
+    xs = [_stacked(param, stmt.length) for param in slices]
+    ys = [_stacked(result, stmt.length) for result in parts]
+    _check_same(state, (*consts, *carry, *xs), stmt.ins, "an operand")
+    _check_same(state, (*carried, *ys), stmt.outs, "a result")
+    _check_same(state, carry, carried, "a carry")
 
 
 def _check_while(state: State, stmt: ir.While) -> None:
@@ -58,7 +58,7 @@ def _check_while(state: State, stmt: ir.While) -> None:
     _check_same(state, stmt.condition.params, asked, "an operand")
     _check_same(state, stmt.body.params, (*stmt.consts, *stmt.carry), "an operand")
     _check_same(state, stmt.body.results, stmt.carried, "a result")
-    carry = stmt.body.params[len(stmt.consts) :]
+    _, carry = body_ins(stmt, stmt.body.params)
     _check_same(state, carry, stmt.body.results, "a carry")
     answers = [(b.shape, b.dtype) for b in stmt.condition.results]
     if answers != [((), np.dtype(bool))]:

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jhost
 from jhost import _tuning_cache, errors
 from jhost._call import execute
+from jhost._call.bind import call_of
 from jhost._call.program import planned
 from jhost._compare import beyond_tolerance, tolerances_of
 from jhost._tune import tuner
@@ -131,7 +132,7 @@ def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     """But a layer on other shapes is not."""
-    call = jhost.jit(layers, **SETTINGS).__jhost_source__.call(ARGS, {})
+    call = call_of(jhost.jit(layers, **SETTINGS).__jhost_source__, ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
     assert marks_alike(program) == [(first, second)]
@@ -139,7 +140,7 @@ def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return relu_block(relu_block(x, up, down)[:4], up, down)
 
-    call = jhost.jit(uneven, **SETTINGS).__jhost_source__.call(ARGS, {})
+    call = call_of(jhost.jit(uneven, **SETTINGS).__jhost_source__, ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
     assert len(marks_alike(program)) == 2
 

@@ -1,0 +1,75 @@
+"""JAX's own jits of a function's programs: its dispatch, donation and caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jhost._call.bind import bind
+from jhost._call.execute import executable_options
+from jhost._call.given_shardings import CallKey
+from jhost._call.source import Source
+from jhost._jax import under_outer_trace
+from jhost.runtime.agreement import processes_of
+
+
+class Jits:
+    """One jit for each mesh, and shardings of arguments, that a function is called on.
+
+    Attributes:
+        compared: those that run a program once all processes are about to run it.
+        alone: those that one of several processes may lower by itself.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.compared: dict[CallKey, Any] = {}
+        self.alone: dict[CallKey, Any] = {}
+
+    @property
+    def all(self) -> Iterator[Any]:
+        yield from self.compared.values()
+        yield from self.alone.values()
+
+    def clear(self) -> None:
+        self.compared.clear()
+        self.alone.clear()
+
+    def to_lower(self, key: CallKey, args: Any, kwargs: Any) -> Any:
+        """What `lower` and `trace` use."""
+        mesh, _ = self._source.settled(key, args, kwargs)
+        # JAX must not find in its caches what has not been compared.
+        compared = len(processes_of(mesh)) < 2
+        found = (self.compared if compared else self.alone).get(key)
+        return found or self.make(key, args, kwargs, compared=compared)
+
+    def make(self, key: CallKey, args: Any, kwargs: Any, compared: bool = True) -> Any:
+        """A jit around the call primitive, by the program of these arguments."""
+        source, settings = self._source, self._source.settings
+        settled = source.settled(key, args, kwargs)
+        shardings = source.given.named(settled[0])
+        named = source.given.names_devices(settled, source.leaves(args, kwargs))
+        traced = source.trace(settled, args, kwargs)
+        config = dataclasses.replace(source.config(settled), compared=compared)
+        program, _ = source.program(settled, traced, named)
+
+        # It knows the source, which knows no jit.  Were that a cycle, arrays that the
+        # function closes over would wait for the garbage collector.
+        @functools.wraps(source.fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not under_outer_trace():  # `jax.debug_nans` looks for what made a NaN
+                return source.fun(*args, **kwargs)
+            return bind(source, key, args, kwargs, named=named, compared=compared)
+
+        jits = self.compared if compared else self.alone
+        jits[key] = jax.jit(
+            call,
+            compiler_options=executable_options(program, config),
+            **settings.of_arguments,
+            **shardings,
+        )
+        return jits[key]

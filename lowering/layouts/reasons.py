@@ -1,0 +1,121 @@
+"""Why a value changes its layout: what was given, what does not divide, what lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jhost._jax import NO_LINE
+from jhost.lowering.ir.layout import Layout, axes_size
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.operation import Claim, Operation
+from jhost.lowering.ir.statements import Compute
+from jhost.lowering.layouts.solve import Alternatives
+from jhost.lowering.layouts.solver import AssignmentRank
+from jhost.lowering.layouts.texts import moved_text, title_of
+from jhost.lowering.streams.participation import whole_reason
+
+
+class Reason(NamedTuple):
+    """What to say; some is to be said even where every device has its part already."""
+
+    text: str
+    though_nothing_moves: bool = False
+
+
+class Reasons:
+    """The reasons of one solution, for operations on a mesh and the user's marks."""
+
+    def __init__(self, marks: Mapping[str, ShardMark], mesh: Mapping[str, int]) -> None:
+        self.marks = marks
+        self.mesh = mesh
+
+    def losses(
+        self,
+        op: Operation,
+        position: int,
+        alternatives: Alternatives,
+        have: Layout,
+        want: Layout,
+    ) -> Iterator[Reason]:
+        """Why the operand's dims lose the axes that they are over."""
+        for dim, axes in enumerate(have):
+            lost = [axis for axis in axes if axis not in want[dim]]
+            mapped = op.operands[position][dim]
+            # A `shard_map`: no cost was weighed.
+            if lost and op.pinned is not None:
+                yield Reason("as its specs say")
+            elif lost and mapped is None:
+                yield Reason(whole_reason_of(op, dim))
+            elif mapped is not None:
+                for axis in lost:
+                    yield self.losing_reason(
+                        op, alternatives, (axis, mapped.factor), dim
+                    )
+
+    def losing_reason(
+        self, op: Operation, alternatives: Alternatives, claim: Claim, dim: int
+    ) -> Reason:
+        """What it would take to leave a dim over the axis that it is over."""
+        rank, (axis, factor) = alternatives.losing.get(claim), claim
+        if rank is None:
+            return self.undivisible(op.sizes[factor], axis)
+        mine, instead = alternatives.rank, f"were dim {dim} left over {axis}"
+        return Reason(f"{instead}, {_losing_text(rank, mine)}")
+
+    def undivided(self, op: Operation, alternatives: Alternatives) -> Iterator[Reason]:
+        for (axis, factor), rank in alternatives.losing.items():
+            if rank is None:
+                yield self.undivisible(op.sizes[factor], axis)
+
+    def undivisible(self, size: int, axis: str) -> Reason:
+        devices = axes_size((axis,), self.mesh)
+        return Reason(
+            f"{size} does not divide over {axis} ({devices})", though_nothing_moves=True
+        )
+
+    def given(self, name: str) -> Iterator[Reason]:
+        if name in self.marks:
+            yield Reason("as constrained")
+
+    def given_at(self, name: str) -> str:
+        """The user's line, which the shardings of arguments and results do not have."""
+        where = self.marks[name].where if name in self.marks else NO_LINE
+        return "" if where == NO_LINE else where
+
+
+def joined(reasons: Sequence[Reason]) -> str:
+    """Each reason once."""
+    return "; ".join(dict.fromkeys(reason.text for reason in reasons if reason.text))
+
+
+def _losing_text(losing_reason: AssignmentRank, chosen: AssignmentRank) -> str:
+    """What would be worse: more bytes, or as many and something else, or work."""
+    moved, instead = chosen.moved, losing_reason.moved
+    if losing_reason.cost < chosen.cost:
+        return "more would move in the program"
+    if (instead.exposed, instead.hidden) == (moved.exposed, moved.hidden):
+        if (
+            losing_reason.cost.exposed > chosen.cost.exposed
+            or losing_reason.shared > chosen.shared
+        ):
+            return "as much would move and more work be repeated"
+        if instead.communications > moved.communications:
+            return "as much would move in more communications"
+        larger = (
+            ", of a larger operand" if losing_reason.largest > chosen.largest else ""
+        )
+        return f"as much would move{larger}"
+    text = moved_text(instead).replace("a device", "a device would move", 1)
+    late = moved.hidden and not instead.hidden
+    text = f"in all {text}, which no pipeline would hide" if late else f"in all {text}"
+    return f"{text} and more work be repeated" if instead < moved else text
+
+
+def whole_reason_of(op: Operation, dim: int) -> str:
+    if not isinstance(op.stmt, Compute):
+        return f"each iteration of the {title_of(op)} takes a part of dim {dim}"
+    (unit_eqn,) = op.stmt.unit.eqns
+    if unit_eqn.rule.opaque:  # a remark of its own has the reason
+        return f"{unit_eqn.eqn.primitive.name} works on whole arrays"
+    return whole_reason(op.stmt, dim)
