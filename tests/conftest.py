@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +24,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         ]
     )
+# XLA of JAX 0.10 compiles small programs in two thirds of the time without the emitters
+# that start MLIR for each fusion; later ones do not know the flag and would end.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax
@@ -50,10 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--variants",
         type=int,
-        default=3,
+        default=None,
         metavar="N",
-        help="how many variants of each test a run of all tests tries (default: "
-        "%(default)s; 0: all); those of a file or a folder that is named all run",
+        help="how many variants of each test to try (0: all; default: 3 in a run of all "
+        "tests, and all of a file or a folder that is named)",
+    )
+    group.addoption(
+        "--all-newest",
+        action="store_true",
+        help="try all variants of the tests that are marked `newest`",
     )
     group.addoption(
         "--explore",
@@ -73,10 +83,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A worker of pytest-xdist is told what to run, and has the option from the first.
-    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if named and not hasattr(config, "workerinput"):
-        config.option.variants = 0
+    if config.option.variants is None:
+        all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        config.option.variants = 3 if all_tests else 0
+    # A worker of pytest-xdist is always told what to run.
+    given: Any = getattr(config, "workerinput", {})
+    config.option.variants = given.get("variants", config.option.variants)
     examples: Any = config.getoption("--examples")
     hypothesis.settings.register_profile(
         "jhost",
@@ -92,32 +104,45 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("programs", max_examples=examples)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["variants"] = node.config.option.variants
+
+
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
 # does is checked with the oldest as well, by the tests of rules, of the frontend, of
 # emission and interpretation, and of whole programs.
-NEWEST = ("cost", "ir", "layouts", "loops", "padding", "streams", "units", "verify")
+NEWEST = (
+    "cost", "ir", "layouts", "loops", "padding", "schedule", "streams", "units", "verify"
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    most: Any = config.getoption("variants")
-    if most and not config.option.keyword:
-        left_out = _beyond(most, items)
-        config.hook.pytest_deselected(items=[i for i in items if i in left_out])
-        items[:] = [item for item in items if item not in left_out]
     folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
     for item in items:
         if folders.intersection(item.path.parents):
             item.add_marker("newest")
+    most: Any = config.getoption("variants")
+    if most and not config.option.keyword:
+        whole = ("slow", "newest") if config.getoption("all_newest") else ("slow",)
+        left_out = _beyond(most, items, whole)
+        config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
-def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:
-    """The variants of tests that have more: those kept are spread evenly."""
+def _beyond(
+    most: int, items: list[pytest.Item], whole: tuple[str, ...]
+) -> set[pytest.Item]:
+    """The variants of tests that have more: those kept are spread evenly.
+
+    Those with one of the marks `whole` are all kept.
+    """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if not any(map(item.get_closest_marker, whole)):
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return {
         item

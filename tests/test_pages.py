@@ -14,6 +14,8 @@ sys.path.append(str(ROOT))
 
 from benchmarks import pages, report  # noqa: E402
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.mark.parametrize("name", pages.TABLES)
 def test_a_page_has_the_table_of_today(name: str) -> None:

@@ -21,6 +21,8 @@ from benchmarks.step.whole import arms, command, fsdp2, measure, page, sizes
 from benchmarks.timing import CODE_PATH
 from tests.benchmark_runs import in_two_processes
 
+pytestmark = pytest.mark.newest  # what we measure with, and not the library
+
 TINY = ["--form", "whole", "--models", "tiny", "--layers", "1"]
 
 

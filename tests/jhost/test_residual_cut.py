@@ -164,6 +164,18 @@ def test_what_does_not_change_in_a_scan_is_not_stacked() -> None:
     assert handed_over(f, X, W) == ["float32[3, 4, 8]", "float32[3, 16, 8]"]
 
 
+def test_what_a_scan_makes_of_arguments_alone_is_not_stacked() -> None:
+    """The masks are smaller than the rows, but these are there anyway."""
+
+    def f(x: Array, rows: Array) -> Array:
+        def step(c: Array, row: Array) -> tuple[Array, None]:
+            return jnp.where(row > 0, c, 2 * c), None
+
+        return jax.lax.scan(step, x, rows)[0]
+
+    assert handed_over(f, X, (LAYERS, *X)) == []
+
+
 def test_a_policy_says_what_a_scan_stacks() -> None:
     policy = jax.checkpoint_policies.save_only_these_names("saved")
 
@@ -177,24 +189,26 @@ def test_a_policy_says_what_a_scan_stacks() -> None:
     assert stacked(f) == LEAST[1:]
 
 
-def test_what_a_scan_stacks_for_more_than_another_scan_stays() -> None:
+@pytest.mark.parametrize("operands", [1, 2])
+def test_what_a_scan_stacks_for_more_than_another_scan_stays(operands: int) -> None:
     """Two operands of the second program may be one result of the first."""
 
     def first(x: Array) -> tuple[Array, Array]:
         return jax.lax.scan(lambda c, row: (c + row, jnp.sin(c) * row), x[0], x)
 
-    def second(sliced: Array, whole: Array, t: Array) -> Array:
+    def second(sliced: Array, *others: Array) -> Array:
+        whole, t = (sliced, *others)[-2:]
         total, _ = jax.lax.scan(lambda c, row: (c * row, None), t, sliced)
         return total + jnp.sum(whole)
 
     x, t = array(3, 8), array(8, seed=1)
-    handed = Residual(result=1)
-    ys = first(x)[1]
-    programs = jax.make_jaxpr(first)(x), jax.make_jaxpr(second)(ys, ys, t)
-    split = hand_over_least(Split(*programs, (handed, handed), kept=1))
+    handed = [Residual(result=1)] * operands
+    ys = [first(x)[1]] * operands
+    programs = jax.make_jaxpr(first)(x), jax.make_jaxpr(second)(*ys, t)
+    split = hand_over_least(Split(*programs, tuple(handed), kept=1))
     (_, *made), (residual,) = evaluate(split.first, [x]), split.residuals
     (result,) = evaluate(split.second, [[None, *made][residual.result or 0], t])
-    chex.assert_trees_all_close(result, second(ys, ys, t), rtol=1e-6)
+    chex.assert_trees_all_close(result, second(*ys, t), rtol=1e-6)
 
 
 # --- Any function ------------------------------------------------------------------- #

@@ -8,14 +8,14 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import DimRule, Dims, FactorDim, bind, factors_of
@@ -78,19 +78,45 @@ def check_rule() -> Callable[..., set[str]]:
 
 def _check_equations(function: Callable[..., Any], *args: Any) -> set[str]:
     closed = jax.make_jaxpr(function)(*args)
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(args)]
-    values |= zip(closed.jaxpr.invars, leaves, strict=True)
-    for eqn in closed.jaxpr.eqns:
-        operands = [
-            _concrete(atom.val) if isinstance(atom, Literal) else values[atom]
-            for atom in eqn.invars
-        ]
-        results = [_concrete(result) for result in bind(eqn, operands)]
-        if not _checked_before(eqn):
-            _check(_Case(eqn, rule_of(eqn), operands, results))
-        values |= zip(eqn.outvars, results, strict=True)
+    values = _values(closed, [_concrete(leaf) for leaf in jax.tree.leaves(args)])
+    cases = [
+        _Case(
+            eqn,
+            rule_of(eqn),
+            [_read(atom, values) for atom in eqn.invars],
+            [values[var] for var in eqn.outvars],
+        )
+        for eqn in closed.jaxpr.eqns
+        if not _checked_before(eqn)
+    ]
+    _run_parts(cases)
+    for case in cases:
+        _check(case)
     return {eqn.primitive.name for eqn in closed.jaxpr.eqns}
+
+
+def _values(closed: ClosedJaxpr, args: Sequence[Any]) -> dict[Var, Any]:
+    """The values of all variables, those of several equations by one program."""
+    jaxpr = closed.jaxpr
+    given = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    given |= zip(jaxpr.invars, args, strict=True)
+    outvars = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        values = given | dict(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [_read(atom, values) for atom in eqn.invars]
+            values |= zip(eqn.outvars, bind(eqn, operands), strict=True)
+        return [values[var] for var in outvars]
+
+    results = (jax.jit(run) if len(jaxpr.eqns) > 1 else run)(args)
+    return given | dict(zip(outvars, map(_concrete, results), strict=True))
+
+
+def _read(atom: Var | Literal, values: Mapping[Var, Any]) -> Any:
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val, aval_of(atom).dtype)
+    return values[atom]
 
 
 def _checked_before(eqn: JaxprEqn) -> bool:
@@ -145,33 +171,46 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An equation, its rule, and the whole values."""
+    """An equation, its rule, the whole values, and the results of parts."""
 
     eqn: JaxprEqn
     rule: DimRule
     operands: Sequence[Any]
     results: Sequence[Any]
     made: dict[_Part, Sequence[Any]] = dataclasses.field(default_factory=dict)
-    compiled: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
-    def run(self, part: _Part) -> Sequence[Any]:
-        """The results of a part; the whole is a part of every factor."""
-        if part not in self.made:
-            self.made[part] = self._run(part)
-        return self.made[part]
+    def rebound(self, part: _Part, offsets: Any, operands: Sequence[Any]) -> Any:
+        return self.rule.rebind(self.eqn, operands, _Place(part.shape, offsets))
 
-    def _run(self, part: _Part) -> Sequence[Any]:
+    def cut(self, part: _Part) -> list[Any]:
         maps = zip(self.operands, self.rule.operands, strict=True)
-        operands = [_cut(value, dims, part) for value, dims in maps]
-        offsets = np.array([offset for offset, _ in part.parts], np.int32)
-        # Parts of one shape run one program, as devices do: XLA takes longest.
-        run = self.compiled.setdefault(part.shape, jax.jit(self._rebound(part.shape)))
-        return [_concrete(result) for result in run(operands, offsets)]
+        return [_cut(value, dims, part) for value, dims in maps]
 
-    def _rebound(self, shape: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
-        return lambda operands, offsets: self.rule.rebind(
-            self.eqn, operands, _Place(shape, offsets)
-        )
+
+def _run_parts(cases: Sequence[_Case]) -> None:
+    """All parts of all equations, in one program: XLA takes longest to begin one.
+
+    Offsets are known when it runs, as those of devices are.
+    """
+    wanted = [(case, part) for case in cases for part in set(_parts(case.rule))]
+    operands = [case.cut(part) for case, part in wanted]
+    offsets = [np.array([start for start, _ in p.parts], np.int32) for _, p in wanted]
+
+    @jax.jit
+    def run(operands: Any, offsets: Any) -> list[Any]:
+        given = zip(wanted, offsets, operands, strict=True)
+        return [case.rebound(part, *rest) for (case, part), *rest in given]
+
+    for (case, part), results in zip(wanted, run(operands, offsets), strict=True):
+        case.made[part] = [_concrete(result) for result in results]
+
+
+def _parts(rule: DimRule) -> Iterator[_Part]:
+    """Those that are compared; the whole is a part of every factor."""
+    for factor, size in enumerate(rule.sizes):
+        for chunks in _chunkings(size):
+            yield from _chunks(rule, factor, chunks)
+    yield from _together(rule)
 
 
 def _check(case: _Case) -> None:
@@ -197,8 +236,7 @@ def _check_sizes(
 def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
     """Ways to cut `size` steps: not at all, and at places that are no multiples.
 
-    There are single steps at both ends, and half of all between them.  Few sizes: XLA
-    compiles for each.
+    There are single steps at both ends, and half of all between them.
     """
     yield (size,)
     half = size - size // 2
@@ -208,13 +246,17 @@ def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
         yield (1, size - 1)
 
 
-def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
-    whole = tuple((0, size) for size in case.rule.sizes)
+def _chunks(rule: DimRule, factor: int, chunks: Sequence[int]) -> list[_Part]:
+    whole = tuple((0, size) for size in rule.sizes)
     offsets = [sum(chunks[:position]) for position in range(len(chunks))]
-    parts = [
-        case.run(_Part((*whole[:factor], part, *whole[factor + 1 :])))
+    return [
+        _Part((*whole[:factor], part, *whole[factor + 1 :]))
         for part in zip(offsets, chunks, strict=True)
     ]
+
+
+def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
+    parts = [case.made[part] for part in _chunks(case.rule, factor, chunks)]
     reducer = case.rule.reducers[factor]
     totals = _combined(case.rule, reducer, parts) if reducer else case.results
     for dims, result, total, *given in zip(
@@ -223,7 +265,7 @@ def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
         positions = [i for i, dim in enumerate(dims) if dim and dim.factor == factor]
         if positions:  # also where another result reduces the factor
             (position,) = positions
-            _assert_same(jnp.concatenate(given, position), result)
+            _assert_same(_joined(given, position), result)
         elif reducer:
             _assert_same(total, result)
         else:
@@ -231,14 +273,14 @@ def _check_chunks(case: _Case, factor: int, chunks: Sequence[int]) -> None:
                 _assert_same(part, result)
 
 
-def _check_together(case: _Case) -> None:
+def _together(rule: DimRule) -> list[_Part]:
     """The last part of all parallel factors at once, as on a mesh of several axes.
 
     With it go halves of all that are reduced, which are put together; what another
     result follows is whole.
     """
-    followed = set[int]().union(*map(factors_of, case.rule.results))
-    pairs = zip(case.rule.sizes, case.rule.reducers, strict=True)
+    followed = set[int]().union(*map(factors_of, rule.results))
+    pairs = zip(rule.sizes, rule.reducers, strict=True)
     parts = [
         [(size // 2, size - size // 2)]
         if reducer is None
@@ -247,8 +289,12 @@ def _check_together(case: _Case) -> None:
         else _halves(size)
         for factor, (size, reducer) in enumerate(pairs)
     ]
-    places = [_Part(chosen) for chosen in itertools.product(*parts)]
-    given = [case.run(place) for place in places]
+    return [_Part(chosen) for chosen in itertools.product(*parts)]
+
+
+def _check_together(case: _Case) -> None:
+    places = _together(case.rule)
+    given = [case.made[place] for place in places]
     reducers: set[Reducer] = {r for r in case.rule.reducers if r}
     (reducer,) = reducers or ("sum",)
     totals = _combined(case.rule, reducer, given)
@@ -293,11 +339,17 @@ def _combined(
 
 def _concrete(value: Any) -> Any:
     """A NumPy array, of which NumPy makes parts without compiling; keys stay."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.extended
-    ):
-        return value
-    return np.asarray(jnp.asarray(value))
+    return value if _are_keys(value) else np.asarray(jnp.asarray(value))
+
+
+def _are_keys(value: Any) -> bool:
+    extended = jax.dtypes.extended
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, extended)
+
+
+def _joined(values: Sequence[Any], dim: int) -> Any:
+    join = jnp.concatenate if _are_keys(values[0]) else np.concatenate
+    return join(values, dim)
 
 
 def _cut(value: Any, dims: Dims, part: _Part) -> Any:

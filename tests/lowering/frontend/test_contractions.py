@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ def count(jaxpr: FlatJaxpr, primitive: str = "transpose") -> int:
     return Counter(eqn.primitive.name for eqn in jaxpr.eqns)[primitive]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(jaxpr: FlatJaxpr, *args: Any) -> list[Any]:
     values = dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
