@@ -35,7 +35,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
 )
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import Dims, factors_of
+from jhost.lowering.rules.dim_rule import Dims, aligned, factors_of
 from jhost.lowering.rules.reducers import Reducer
 
 DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
@@ -148,7 +148,7 @@ def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
     return Operands(
         reads=stmt.ins,
         writes=stmt.outs,
-        operands=op.operands,
+        operands=tuple(map(aligned, op.operands)),
         results=op.results,
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,

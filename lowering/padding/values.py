@@ -29,7 +29,7 @@ from jhost.lowering.padding.region import (
     PadRequest,
     plan_region,
 )
-from jhost.lowering.rules.dim_rule import Dims, shape_of
+from jhost.lowering.rules.dim_rule import Dims, aligned, shape_of
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.units.make import computes_of
 
@@ -109,7 +109,8 @@ class _Padder:
         )
         if sizes == rule.sizes:
             return stmt
-        invars = self.variables(number, eqn.invars, rule.operands)
+        maps = [*map(aligned, rule.operands)]
+        invars = self.variables(number, eqn.invars, maps)
         outvars = self.variables(number, eqn.outvars, rule.results)
         renamed = dict(zip(map(id, eqn.invars), invars, strict=True))
         unit_eqn = dataclasses.replace(

@@ -129,6 +129,7 @@ class _Place:
 
     shape: tuple[tuple[int, int], ...]
     offsets: Any
+    sizes: tuple[int, ...]
     accumulator: np.dtype | None = None
     zigzag: int = 1
 
@@ -141,6 +142,9 @@ class _Place:
     def starts(self, factor: int) -> list[Any]:
         size, stretch = self.shape[factor]
         return [self.offsets[factor] + step for step in range(0, size, stretch)]
+
+    def parts(self, factor: int) -> int:
+        return -(-self.sizes[factor] // self.size(factor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,10 @@ class _Case:
 
     def _run(self, part: _Part) -> Sequence[Any]:
         maps = zip(self.operands, self.rule.operands, strict=True)
-        operands = [_cut(value, dims, part) for value, dims in maps]
+        operands = [
+            _cut(_windows(value, dims, part, self.rule), dims, part)
+            for value, dims in maps
+        ]
         offsets = np.array([offset for offset, _ in part.parts], np.int32)
         # Parts of one shape run one program, as devices do: XLA takes longest.
         run = self.compiled.setdefault(part.shape, jax.jit(self._rebound(part.shape)))
@@ -170,7 +177,7 @@ class _Case:
 
     def _rebound(self, shape: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
         return lambda operands, offsets: self.rule.rebind(
-            self.eqn, operands, _Place(shape, offsets)
+            self.eqn, operands, _Place(shape, offsets, self.rule.sizes)
         )
 
 
@@ -191,7 +198,10 @@ def _check_sizes(
     for dims, value in zip(maps, values, strict=True):
         assert len(dims) == np.ndim(value)
         for dim, size in zip(dims, np.shape(value), strict=True):
-            assert dim is None or sizes[dim.factor] * dim.scale == size
+            if dim is not None and dim.reads is not None:
+                assert dim.reads.size == size
+            elif dim is not None:
+                assert sizes[dim.factor] * dim.scale == size
 
 
 def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
@@ -305,8 +315,22 @@ def _cut(value: Any, dims: Dims, part: _Part) -> Any:
     return value[tuple(_slice(dim, part) for dim in dims)]
 
 
+def _windows(value: Any, dims: Dims, part: _Part, rule: DimRule) -> Any:
+    """A value with the windows of `part`, and anything where it has no element."""
+    for number, dim in enumerate(dims):
+        if dim is None or dim.reads is None:
+            continue
+        start, size = part.parts[dim.factor]
+        if size == rule.sizes[dim.factor]:
+            continue
+        first = dim.reads.start(start, size)
+        places = np.arange(first, first + dim.reads.window(size))
+        value = np.take(value, places % dim.reads.size, number)
+    return value
+
+
 def _slice(dim: FactorDim | None, part: _Part) -> slice:
-    if dim is None:
+    if dim is None or dim.reads is not None:
         return slice(None)
     start, size = part.parts[dim.factor]
     return slice(start * dim.scale, (start + size) * dim.scale)
