@@ -12,7 +12,7 @@ from jhost.lowering.ir.layout import (
     size_in_bytes,
 )
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.halo import plan_halo
+from jhost.lowering.layouts.halo import Piece, plan_halo
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -78,6 +78,7 @@ class Effects:
         """What comes from neighbours, where dims are read in windows."""
         total = NOTHING
         shapes: dict[int, list[int]] = {}
+        seen: set[tuple[str, int, Piece]] = set()
         for window in op.windows:
             axes, name = assignment[window.factor], op.ins[window.operand]
             devices = axes_size(axes, self.costs.mesh)
@@ -90,11 +91,14 @@ class Effects:
             shape = shapes.setdefault(window.operand, list(held))
             count, part = op.sizes[window.factor] // devices, shape[window.dim]
             plan = plan_halo(window.reads, count, part, devices)
-            shape[window.dim] = plan.received
+            # What two windows of one value need is sent once.
+            moved = {(name, window.dim, piece) for piece in plan.pieces} - seen
+            seen |= moved
+            sizes = [piece.size for _, _, piece in moved if not piece.stays]
+            shape[window.dim] = sum(sizes)
             received = size_in_bytes(shape, buffer.dtype.itemsize)
             shape[window.dim] = plan.window
-            times = self.costs.times(name)
-            total += TransferBytes(received, 0, plan.permutes) * times
+            total += TransferBytes(received, 0, len(sizes)) * self.costs.times(name)
         return total
 
     def flops(self, op: Operation, assignment: Assignment) -> int:

@@ -43,15 +43,6 @@ class Halo:
     window: int
     pieces: tuple[Piece, ...]
 
-    @property
-    def received(self) -> int:
-        """How many elements along the dim each device gets from others."""
-        return sum(piece.size for piece in self.pieces if not piece.stays)
-
-    @property
-    def permutes(self) -> int:
-        return sum(not piece.stays for piece in self.pieces)
-
     def is_own(self, part: int) -> bool:
         """Whether the windows are the parts themselves."""
         return self.window == part and all(
