@@ -25,7 +25,7 @@ _Fill: TypeAlias = Var | Literal
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shifted:
-    """`before` times `fill`, then `source[start:stop]` along a dim, then `after` more."""
+    """`source[start:stop]` along a dim, with so many `fill` before and after it."""
 
     source: Var
     dim: int
