@@ -8,14 +8,15 @@ chains as well, once all is whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jhost._jax import aval_of, new_eqn
+from jhost._jax import Atom, aval_of, new_eqn
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.rotate import rotate_p
@@ -44,8 +45,8 @@ class _Shifted:
 def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
     """`flat`, with one equation for each chain of slices and pads that can be one."""
     writer = _Writer()
-    eqns = [writer.equation(eqn) for eqn in flat.eqns]
-    if all(new is old for new, old in zip(eqns, flat.eqns, strict=True)):
+    eqns = [writer.equation(each) for eqn in flat.eqns for each in _as_slices(eqn)]
+    if len(eqns) == len(flat.eqns) and all(map(operator.is_, eqns, flat.eqns)):
         return flat
     return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
 
@@ -58,7 +59,6 @@ class _Writer:
 
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
         """An equation, or the one that does what it and those before it do."""
-        eqn = _at_known_place(eqn)
         name = eqn.primitive.name
         if name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
             self.fills[eqn.outvars[0]] = eqn.invars[0]
@@ -177,12 +177,7 @@ class _Writer:
         if shifted.is_cut:
             starts = [shifted.start if d == dim else 0 for d in range(len(shape))]
             limits = [shifted.stop if d == dim else n for d, n in enumerate(shape)]
-            params: dict[str, Any] = {
-                "start_indices": tuple(starts),
-                "limit_indices": tuple(limits),
-                "strides": None,
-            }
-            made = new_eqn(lax.slice_p, [source], eqn.outvars, params, like=eqn)
+            made = _slice(eqn, source, eqn.outvars[0], starts, limits)
         elif (shifted.before and shifted.start) or (shifted.after and left):
             return eqn  # a pad cuts at an end, or adds there
         else:
@@ -237,13 +232,34 @@ def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     return first.start
 
 
+# --- Slices under other names ------------------------------------------------------ #
+
+
+def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """An equation as static slices, if it is one or makes nothing else."""
+    if eqn.primitive.name == "split":
+        return [*_pieces(eqn)]
+    places = eqn.invars[1:]
+    known = all(isinstance(place, Literal) for place in places)
+    if eqn.primitive.name == "dynamic_slice" and known:
+        return [_at_known_place(eqn)]
+    return [eqn]
+
+
+def _pieces(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """A slice for each result of a split."""
+    dim, shape = eqn.params["axis"], shape_of(eqn.invars[0])
+    start = 0
+    for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        starts, limits = [0] * len(shape), list(shape)
+        starts[dim], limits[dim] = start, start + size
+        start += size
+        yield _slice(eqn, eqn.invars[0], out, starts, limits)
+
+
 def _at_known_place(eqn: JaxprEqn) -> JaxprEqn:
     """A slice at places that are numbers, as the static slice that it is."""
     places = eqn.invars[1:]
-    if eqn.primitive.name != "dynamic_slice" or not all(
-        isinstance(place, Literal) for place in places
-    ):
-        return eqn
     shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     # What begins too late begins as late as it can.
     starts = [
@@ -252,9 +268,15 @@ def _at_known_place(eqn: JaxprEqn) -> JaxprEqn:
         if isinstance(place, Literal)
     ]
     limits = [start + cut for start, cut in zip(starts, sizes, strict=True)]
+    return _slice(eqn, eqn.invars[0], eqn.outvars[0], starts, limits)
+
+
+def _slice(
+    eqn: JaxprEqn, source: Atom, out: Var, starts: Sequence[int], limits: Sequence[int]
+) -> JaxprEqn:
     params = {
         "start_indices": tuple(starts),
         "limit_indices": tuple(limits),
         "strides": None,
     }
-    return new_eqn(lax.slice_p, eqn.invars[:1], eqn.outvars, params, like=eqn)
+    return new_eqn(lax.slice_p, [source], [out], params, like=eqn)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
-from jhost.lowering.rules.building import Factors, along
+from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
@@ -102,25 +103,76 @@ def _rebind(dims: Dims, fills_of: Callable[[Sequence[Any]], Sequence[Any]]) -> R
     return rebind
 
 
+# --- Back to what a maximum came from ---------------------------------------- #
+
+
 @rule("select_and_scatter_add")
 def scattered(eqn: JaxprEqn) -> DimRule:
-    """A dim has a factor where no two windows share elements, and none has padding."""
+    """A step of a dim's factor is what lies between the starts of two windows.
+
+    It reads the windows that reach it, and the values that these hand back.
+    """
     source, operand = (shape_of(v) for v in eqn.invars)
-    names = "window_dimensions", "window_strides", "padding"
-    params = zip(*(eqn.params[name] for name in names), strict=True)
-    apart = [
-        window <= stride and tuple(padding) == (0, 0) and size == steps * stride
-        for (window, stride, padding), size, steps in zip(
-            params, operand, source, strict=True
-        )
-    ]
-    if not any(apart):
-        return along(eqn, range(len(operand)))
     factors = Factors()
-    whole = [dim for dim, alone in enumerate(apart) if not alone]
-    dims = factors.dims(source, whole=whole)
-    scaled = [
-        mapped and FactorDim(mapped.factor, stride)
-        for mapped, stride in zip(dims, eqn.params["window_strides"], strict=True)
+    maps = [
+        _handed_back(factors, eqn, dim, steps, size)
+        for dim, (steps, size) in enumerate(zip(source, operand, strict=True))
     ]
-    return factors.rule([dims, scaled], [scaled])
+    values, windows, results = zip(*maps, strict=True) if maps else ((), (), ())
+    rebind = _rebind_scattered(values, windows)
+    made = factors.rule([values, windows], [results], rebind)
+    return dataclasses.replace(made, counted=made.windowed)
+
+
+def _handed_back(
+    factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
+) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
+    """How the values, the windows and the result of one dim follow a factor."""
+    names = "window_dimensions", "window_strides", "padding"
+    extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
+    if size != stride * count or not size:
+        return None, None, None
+    # The windows that reach the places from `stride * i` on, counted from the i-th.
+    first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
+    factor = factors.new(count)
+    reached = Reads(size=count, first=first, extent=last - first + 1, steps=(0, count))
+    read = Reads(
+        size=size,
+        first=first * stride - low,
+        stride=stride,
+        extent=(last - first) * stride + extent,
+        steps=(0, count),
+    )
+    if read.first == 0 and read.extent <= stride:  # of its own elements
+        return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
+    values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
+    return values, windows, FactorDim(factor, stride)
+
+
+def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        prim, dtype = eqn.params["select_prim"].name, aval_of(eqn.invars[1]).dtype
+        nothing = identity("max" if prim == "ge" else "min", dtype)
+        source = without_padding(args[0], values, place)
+        operand = without_padding(args[1], windows, place)
+        padding, starts = [*eqn.params["padding"]], [0] * operand.ndim
+        for dim, (value, window) in enumerate(zip(values, windows, strict=True)):
+            if is_whole(window, place):
+                continue
+            assert value is not None
+            assert window is not None
+            assert window.reads is not None
+            source = window_of(source, dim, value, place, source.dtype.type(0))
+            operand = window_of(operand, dim, window, place, nothing)
+            padding[dim], starts[dim] = (0, 0), -window.reads.first
+        (made,) = bind(eqn, [source, operand], padding=tuple(padding))
+        sizes = [
+            made.shape[dim]
+            if window is None
+            else place.size(window.factor) * eqn.params["window_strides"][dim]
+            for dim, window in enumerate(windows)
+        ]
+        limits = [start + size for start, size in zip(starts, sizes, strict=True)]
+        return [lax.slice(made, starts, limits)]
+
+    return rebind

@@ -7,14 +7,17 @@ the result reads a window of the operand, which is as long and stands somewhere 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.building import Factors, along
+from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors, along, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
@@ -25,6 +28,8 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reducers import Reducer, identity, sum_of
+from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.windows import (
     has_windows,
     is_whole,
@@ -65,6 +70,8 @@ def slice(eqn: JaxprEqn) -> DimRule:
     cut = [dim for dim, (size, left) in enumerate(shapes) if size != left]
     if not has_windows(eqn):
         return along(eqn, cut, sizes="limit_indices")
+    if any(map(functools.partial(_is_small, eqn), cut)):
+        return small_slice(eqn, cut)
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     result = shape_of(eqn.outvars[0])
     made = _one_operand(
@@ -80,6 +87,61 @@ def slice(eqn: JaxprEqn) -> DimRule:
         },
     )
     return dataclasses.replace(made, rebind=_slice_part(made))
+
+
+def _is_small(eqn: JaxprEqn, dim: int) -> bool:
+    """Whether so little is left of a dim that devices add up what each has of it."""
+    size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
+    return 8 * left <= size and can_be_summed(aval_of(eqn.invars[0]).dtype)
+
+
+def small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
+    """A slice with little left of a dim: what each device has of it, and no more.
+
+    The sum over the devices is the slice.  Other dims of which something is left out
+    stay whole.
+    """
+    shape, starts = shape_of(eqn.invars[0]), eqn.params["start_indices"]
+    small = {dim for dim in cut if _is_small(eqn, dim)}
+    whole = [dim for dim in cut if dim not in small]
+    reducer = sum_of(aval_of(eqn.invars[0]).dtype)
+    factors = Factors()
+    dims = [
+        None
+        if dim in whole
+        else FactorDim(factors.new(size, reducer if dim in small else None))
+        for dim, size in enumerate(shape)
+    ]
+    results = [None if dim in small else mapped for dim, mapped in enumerate(dims)]
+    made = factors.rule([dims], [results])
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        (x,), starts_here = args, list(starts)
+        limits = list(eqn.params["limit_indices"])
+        for dim, mapped in enumerate(dims):
+            if mapped is None:
+                continue
+            if dim not in small:
+                limits[dim] = x.shape[dim]
+            elif place.size(mapped.factor) != shape[dim]:
+                first = starts[dim] - first_step(place, mapped.factor)
+                x = _what_is_there(x, dim, first, limits[dim] - starts[dim], reducer)
+                starts_here[dim], limits[dim] = 0, limits[dim] - starts[dim]
+        return [lax.slice(x, starts_here, limits, eqn.params["strides"])]
+
+    picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
+    return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)
+
+
+def _what_is_there(x: Any, dim: int, start: Any, size: int, reducer: Reducer) -> Any:
+    """`size` elements of a dim, from `start` on, neutral where `x` has none."""
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (size, size, 0)
+    x = lax.pad(x, identity(reducer, x.dtype), config)
+    start = lax.clamp(
+        np.int32(0), start + np.int32(size), np.int32(x.shape[dim] - size)
+    )
+    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
 def _slice_part(made: DimRule) -> Any:
