@@ -25,6 +25,9 @@ _Dim: TypeAlias = tuple[int, str, int]
 
 _Axes: TypeAlias = tuple[str, ...]
 
+ReachedAxes: TypeAlias = Mapping[_Dim, set[_Axes]]
+"""By dim, the axes that may come to lie on it, each as a mark has them."""
+
 
 def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
     """For each program, by its id, the dims that its windows want to be padded."""
@@ -39,7 +42,7 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
     uneven = [w for w in wanted if any(w.size % n for n in _sizes(mesh.values()))]
     if not uneven:  # as in most programs
         return {}
-    reached = _reached(program)
+    reached = reached_axes(program)
     requests: dict[int, list[PadRequest]] = {}
     for wish in uneven:
         for axes in sorted(reached.get(wish.dim, ())):
@@ -87,7 +90,7 @@ def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_Wish]:
 # --- Where axes may come ------------------------------------------------------------ #
 
 
-def _reached(program: Program) -> Mapping[_Dim, set[_Axes]]:
+def reached_axes(program: Program) -> ReachedAxes:
     """The axes that users put on some dim and that follow factors to others."""
     beside: dict[_Dim, set[_Dim]] = {}
     reached: dict[_Dim, set[_Axes]] = {}
