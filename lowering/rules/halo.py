@@ -93,14 +93,19 @@ def _assembled(
     pairs = zip(pieces, places, strict=True)
     if all(isinstance(p, int) and 0 <= p <= size - x.shape[dim] for x, p in pairs):
         return _side_by_side(pieces, places, dim, size)
-    most = max(piece.shape[dim] for piece in pieces)
+    # Selected, not written one into another: XLA makes it where it is read.
     shape = list(pieces[0].shape)
-    shape[dim] = size + 2 * most
+    shape[dim] = size
+    number = lax.broadcasted_iota(np.int32, shape, dim)
     made = lax.full(shape, 0, pieces[0].dtype)
     for piece, at in zip(pieces, places, strict=True):
-        # What begins at `size` is behind the window.
-        made = lax.dynamic_update_slice_in_dim(made, piece, at + most, dim)
-    return lax.slice_in_dim(made, most, most + size, axis=dim)
+        config = [(0, 0, 0)] * piece.ndim
+        config[dim] = (size, size, 0)
+        wide = lax.pad(piece, lax.full((), 0, piece.dtype), config)
+        moved = lax.dynamic_slice_in_dim(wide, size - at, size, axis=dim)
+        here = lax.bitwise_and(number >= at, number < at + piece.shape[dim])
+        made = lax.select(here, moved, made)
+    return made
 
 
 def _side_by_side(
