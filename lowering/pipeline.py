@@ -31,6 +31,7 @@ from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
+from jhost.lowering.padding.block_scans import BlockScans
 from jhost.lowering.padding.pad_uneven import PadUneven
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
@@ -112,7 +113,7 @@ def passes(
         ReceiveEarly(),
     )
     return Passes(
-        before_choice=(PadUneven(),),
+        before_choice=(BlockScans(), PadUneven()),
         choice=ChoosePipelines(
             following=(*layouts, *loops),
             settings=settings,

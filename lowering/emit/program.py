@@ -57,11 +57,11 @@ def spec_of(buffer: ir.Buffer) -> PartitionSpec:
     return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
 
 
-def refuse_reshard(program: Program, stmt: ir.Reshard) -> NoReturn:
+def refuse_reshard(program: Program, stmt: ir.Reshard | ir.Neighbours) -> NoReturn:
     """Refuses a program that is laid out, and has no communications yet."""
     error = errors.VerifyError(
-        f"got a Reshard of {stmt.source.name} to {stmt.out.name}: resharding is made "
-        "communication before a program runs"
+        f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it is "
+        "made communication before a program runs"
     )
     error.add_note(str(program))
     raise error
@@ -119,7 +119,7 @@ class _Emitter(Views):
                 self.select(stmt)
             case ir.Set(out=out, source=source):
                 self.write(out, self.read(source))
-            case ir.Reshard():
+            case ir.Reshard() | ir.Neighbours():
                 refuse_reshard(self.program, stmt)
             case ir.Compute():
                 self.compute(stmt)

@@ -24,6 +24,7 @@ from jhost.lowering.frontend.control_flow import (
 )
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, inline_calls
 from jhost.lowering.frontend.markers import MARKERS, Markers
+from jhost.lowering.frontend.shifts import with_shifts
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
 from jhost.lowering.frontend.value_names import Variables
@@ -63,7 +64,7 @@ def build(
     named = dict(zip(param_names, flat.invars, strict=True))
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
-    flat = without_transposes(flat)
+    flat = with_shifts(without_transposes(flat))
     said = display_names or DisplayNames(param_names, result_names)
     builder = _Builder(
         flat, name, mesh, dict(zip(flat.outvars, result_names, strict=True)), said

@@ -113,7 +113,7 @@ class _Interpreter(Machine):
                 self.aliases[out.name] = view.select(stmt, self.at(stmt.index), size)
             case ir.Set(out=out, source=source):
                 self.write(out, self.read(source))
-            case ir.Reshard():
+            case ir.Reshard() | ir.Neighbours():
                 self.refuse(stmt)
             case ir.Compute():
                 self.compute(stmt)
@@ -132,10 +132,10 @@ class _Interpreter(Machine):
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
-    def refuse(self, stmt: ir.Reshard) -> None:
+    def refuse(self, stmt: ir.Reshard | ir.Neighbours) -> None:
         error = errors.VerifyError(
-            f"got a Reshard of {stmt.source.name} to {stmt.out.name}: resharding is "
-            "made communication before a program runs"
+            f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it "
+            "is made communication before a program runs"
         )
         error.add_note(str(self.program))
         raise error

@@ -21,7 +21,7 @@ def reads_writes(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     match stmt:
         case ir.Scan() | ir.While() | ir.Cond():
             return [*stmt.ins], [*stmt.outs]
-        case ir.Set() | ir.Reshard() | ir.Select() | ir.Communicate():
+        case ir.Set() | ir.Reshard() | ir.Neighbours() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
         case ir.Allocate(buffer=buffer):
             return [], [buffer]

@@ -8,14 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial, axes_size
-from jhost.lowering.ir.statements import Compute, ControlFlow, Set
+from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
 from jhost.lowering.rules.flops import flops_of
+from jhost.lowering.rules.reads import Reads
 from jhost.lowering.rules.reducers import Reducer
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 """Per factor, the mesh axes that it is spread over, major first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A dim of an operand that the steps of a factor read in windows, of so many."""
+
+    operand: int
+    dim: int
+    size: int
+    factor: int
+    reads: Reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +40,8 @@ class Operation:
     whose layout does.  `reduces` says that it works on each step of a reduced factor.
 
     `pinned` is the one assignment that it can have, where its rule says so.  `cut` are
-    the dims of each operand that only loops cut.  `flops` are those of what `reduces`,
+    the dims of each operand that only loops cut, `windows` those that are read in
+    windows.  `flops` are those of what `reduces`,
     on whole arrays.
     """
 
@@ -43,6 +56,7 @@ class Operation:
     taking: bool = False
     like: str | None = None
     pinned: Assignment | None = None
+    windows: tuple[Window, ...] = ()
     reduces: bool = False
     cut: tuple[frozenset[int], ...] = ()
     flops: int = 0
@@ -98,10 +112,13 @@ class Operation:
         return tuple(spread)
 
     def fits(self, assignment: Assignment, mesh: Mapping[str, int]) -> bool:
-        """Whether every factor divides evenly over its axes."""
+        """Whether every factor divides evenly over its axes, and what it reads too."""
         return all(
             size % axes_size(axes, mesh) == 0
             for size, axes in zip(self.sizes, assignment, strict=True)
+        ) and all(
+            window.size % axes_size(assignment[window.factor], mesh) == 0
+            for window in self.windows
         )
 
 
@@ -137,8 +154,22 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
         forwards=isinstance(stmt, Set),
         pinned=rule.pinned,
         cut=cut,
+        windows=tuple(_windows(operands, ins)),
         flops=flops if reduces else 0,
     )
+
+
+def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[Window]:
+    for operand, (dims, buffer) in enumerate(zip(maps, ins, strict=True)):
+        for dim, mapped in enumerate(dims):
+            if mapped is not None and mapped.reads is not None:
+                yield Window(
+                    operand=operand,
+                    dim=dim,
+                    size=buffer.shape[dim],
+                    factor=mapped.factor,
+                    reads=mapped.reads,
+                )
 
 
 def operand_maps(stmt: Compute) -> tuple[Dims, ...]:

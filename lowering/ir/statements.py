@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.rules.dim_rule import DimRule
+from jhost.lowering.rules.reads import Reads
 from jhost.lowering.rules.reducers import Reducer
 
 if TYPE_CHECKING:
@@ -120,6 +121,22 @@ class Reshard:
 
     out: Buffer
     source: Buffer
+
+
+@node
+class Neighbours:
+    """Make `out` the window of `source` that the `count` steps here read along `dim`.
+
+    Devices along `axes` have a part of the dim each, and some of what `reads` says is
+    in other devices' parts.  Like a `Reshard`, it is made communications.
+    """
+
+    out: Buffer
+    source: Buffer
+    dim: int
+    axes: tuple[str, ...]
+    reads: Reads
+    count: int
 
 
 # --- Computation -------------------------------------------------------------- #
@@ -359,6 +376,7 @@ Stmt: TypeAlias = (
     | Select
     | Set
     | Reshard
+    | Neighbours
     | Compute
     | Communicate
     | Wait

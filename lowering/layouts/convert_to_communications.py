@@ -15,12 +15,13 @@ from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import axes_size, dims_of, layout_of
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
+from jhost.lowering.layouts.exchange import Exchange
 from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertToCommunications(EachProgram):
-    """`Reshard` -> `Communicate` and `Wait`, or a `Select` by rank."""
+    """`Reshard`, `Neighbours` -> `Communicate` and `Wait`, or a `Select` by rank."""
 
     name: ClassVar[str] = "convert_to_communications"
 
@@ -37,9 +38,12 @@ class _Converter:
     def __init__(self, program: Program) -> None:
         self.mesh = dict(program.mesh.shape)
         self.names = FreshNames.of(program)
+        self.exchange = Exchange(self.mesh, self.names)
         self.results = {result.name for result in program.results}
 
     def convert(self, stmt: ir.Stmt) -> list[ir.Stmt]:
+        if isinstance(stmt, ir.Neighbours):
+            return self.exchange.statements(stmt)
         if not isinstance(stmt, ir.Reshard):
             return [stmt]
         source, out = stmt.source, stmt.out

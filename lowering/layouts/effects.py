@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
-from jhost.lowering.ir.layout import Layout, axes_size
+from jhost.lowering.ir.layout import (
+    Layout,
+    axes_size,
+    local_shape,
+    size_in_bytes,
+)
 from jhost.lowering.ir.operation import Assignment, Operation
+from jhost.lowering.layouts.halo import Piece, plan_halo
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -64,8 +70,37 @@ class Effects:
         if op.forwards:
             # Its source is moved, once for the copy and for those that want it so.
             wants, cost = [(op.ins[0], op.forwarded(rests[0][1]))], NOTHING
+        halo = self.halo(op, assignment)
+        cost, at_rest = cost + halo, at_rest and halo == NOTHING
         flops = self.flops(op, assignment)
         return Effect(tuple(wants), tuple(rests), cost, more, at_rest, flops)
+
+    def halo(self, op: Operation, assignment: Assignment) -> TransferBytes:
+        """What comes from neighbours, where dims are read in windows."""
+        total = NOTHING
+        shapes: dict[int, list[int]] = {}
+        seen: set[tuple[str, int, Piece]] = set()
+        for window in op.windows:
+            axes, name = assignment[window.factor], op.ins[window.operand]
+            devices = axes_size(axes, self.costs.mesh)
+            if devices == 1:
+                continue
+            buffer = self.costs.buffers[name]
+            layout = op.required(window.operand, assignment)
+            # Behind the first dim, a window of windows is what comes.
+            held = local_shape(buffer.shape, layout, self.costs.mesh)
+            shape = shapes.setdefault(window.operand, list(held))
+            count, part = op.sizes[window.factor] // devices, shape[window.dim]
+            plan = plan_halo(window.reads, count, part, devices)
+            # What two windows of one value need is sent once.
+            moved = {(name, window.dim, piece) for piece in plan.pieces} - seen
+            seen |= moved
+            sizes = [piece.size for _, _, piece in moved if not piece.stays]
+            shape[window.dim] = sum(sizes)
+            received = size_in_bytes(shape, buffer.dtype.itemsize)
+            shape[window.dim] = plan.window
+            total += TransferBytes(received, 0, len(sizes)) * self.costs.times(name)
+        return total
 
     def flops(self, op: Operation, assignment: Assignment) -> int:
         """The work of a device, as often as it is done."""

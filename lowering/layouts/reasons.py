@@ -59,17 +59,20 @@ class Reasons:
         """What it would take to leave a dim over the axis that it is over."""
         rank, (axis, factor) = alternatives.losing.get(claim), claim
         if rank is None:
-            return self.undivisible(op.sizes[factor], axis)
+            return self.undivisible(op, factor, axis)
         mine, instead = alternatives.rank, f"were dim {dim} left over {axis}"
         return Reason(f"{instead}, {_losing_text(rank, mine)}")
 
     def undivided(self, op: Operation, alternatives: Alternatives) -> Iterator[Reason]:
         for (axis, factor), rank in alternatives.losing.items():
             if rank is None:
-                yield self.undivisible(op.sizes[factor], axis)
+                yield self.undivisible(op, factor, axis)
 
-    def undivisible(self, size: int, axis: str) -> Reason:
+    def undivisible(self, op: Operation, factor: int, axis: str) -> Reason:
         devices = axes_size((axis,), self.mesh)
+        read = [window.size for window in op.windows if window.factor == factor]
+        sizes = [op.sizes[factor], *read]
+        size = next((size for size in sizes if size % devices), sizes[0])
         return Reason(
             f"{size} does not divide over {axis} ({devices})", though_nothing_moves=True
         )

@@ -7,14 +7,21 @@ it into communications.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir.bodies import with_bodies
 from jhost.lowering.ir.border import with_values
-from jhost.lowering.ir.layout import Layout, Partial, dims_of, layout_of, local_shape
+from jhost.lowering.ir.layout import (
+    Layout,
+    Partial,
+    axes_size,
+    dims_of,
+    layout_of,
+    local_shape,
+)
 from jhost.lowering.ir.marks import BarrierMark, Mark
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.ir.operation import Operation
+from jhost.lowering.ir.operation import Operation, Window
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import (
@@ -22,6 +29,7 @@ from jhost.lowering.ir.statements import (
     Compute,
     Cond,
     ControlFlow,
+    Neighbours,
     Reshard,
     Scan,
     Set,
@@ -29,6 +37,7 @@ from jhost.lowering.ir.statements import (
     While,
 )
 from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder, local_name
+from jhost.lowering.layouts.halo import plan_halo
 from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.layouts.interned import Interned
 from jhost.lowering.layouts.remarks import LayoutRemarks
@@ -66,6 +75,7 @@ class Rewriter:
         self.body: list[Stmt] = []
         self.buffers: dict[str, Buffer] = {}
         self.resharded: dict[tuple[str, Layout], Buffer] = {}
+        self.windows: dict[Hashable, Buffer] = {}
         self.produced: dict[str, str] = {}
         kept = {self.prefix + result.name for result in self.program.results}
         # A copy or a result of a fill needs the fill itself.
@@ -189,10 +199,12 @@ class Rewriter:
             self.solution.assignments[number],
         )
         said = len(self.remarks)
-        ins = tuple(
+        ins = [
             self.operand(number, position, op.required(position, assignment))
             for position in range(len(stmt.ins))
-        )
+        ]
+        for window in op.windows:
+            ins[window.operand] = self.window(ins[window.operand], window, number)
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
         # One remark on a statement is enough: a move says more than a dim left whole.
         if not any(self.remarks[said:]):
@@ -201,8 +213,37 @@ class Rewriter:
         (unit_eqn,) = stmt.unit.eqns
         unit_eqn = dataclasses.replace(unit_eqn, axes=assignment)
         unit = dataclasses.replace(stmt.unit, eqns=(unit_eqn,))
-        self.body.append(dataclasses.replace(stmt, unit=unit, ins=ins, outs=outs))
+        self.body.append(
+            dataclasses.replace(stmt, unit=unit, ins=tuple(ins), outs=outs)
+        )
         self.body.extend(moved)
+
+    def window(self, source: Buffer, window: Window, number: int) -> Buffer:
+        """What the steps of an operation on a device read of an operand."""
+        axes = self.solution.assignments[number][window.factor]
+        devices = axes_size(axes, self.mesh)
+        if devices == 1:
+            return source
+        sizes, dim, reads = (
+            self.solution.operations[number].sizes,
+            window.dim,
+            window.reads,
+        )
+        count, part = sizes[window.factor] // devices, source.shape[dim]
+        if plan_halo(reads, count, part, devices).is_own(part):
+            return source
+        key = source.name, dim, axes, reads, count
+        if key not in self.windows:
+            shape = [*source.shape[:dim], reads.window(count), *source.shape[dim + 1 :]]
+            name = self.names.fresh(f"{source.name}_window")
+            out = dataclasses.replace(source, name=name, shape=tuple(shape))
+            self.windows[key] = out
+            self.body.append(
+                Neighbours(
+                    out=out, source=source, dim=dim, axes=axes, reads=reads, count=count
+                )
+            )
+        return self.windows[key]
 
     def results(
         self, numbers: Sequence[int], buffers: Sequence[Buffer]

@@ -287,7 +287,13 @@ def _factors(owner: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     rule = stmt.unit.eqns[0].rule
     dims, steps = _dims_by_factor(owner, stmt)
     # The steps of these mean something by where they stand.
-    placed = {*rule.counted, *rule.picked, *rule.updates, *_seen(rule.window)}
+    placed = {
+        *rule.counted,
+        *rule.windowed,
+        *rule.picked,
+        *rule.updates,
+        *_seen(rule.window),
+    }
     parallel = {f for f, reducer in enumerate(rule.reducers) if reducer is None}
     summed = rule.contracts and rule.matmul is None
     sums = {f for f, reducer in enumerate(rule.reducers) if summed and reducer == "sum"}

@@ -35,7 +35,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
 )
 from jhost.lowering.rules.building import Factors
-from jhost.lowering.rules.dim_rule import Dims, factors_of
+from jhost.lowering.rules.dim_rule import Dims, aligned, factors_of
 from jhost.lowering.rules.reducers import Reducer
 
 DimKey: TypeAlias = tuple[int, int] | tuple[str, int]
@@ -58,7 +58,9 @@ class PadRequest:
 class Operands:
     """A statement's values and the factors that tie their dims, in steps on a device.
 
-    `fixed` ones can work on no other sizes; `counted` are the factors of which a device
+    `fixed` ones can work on no other sizes; `windows` are the dims of each operand that
+    are read in windows, which take a dim as long as it is, and `rigid` the factors that
+    are reduced over windows; `counted` are the factors of which a device
     has to know which part it holds: there the positions in the whole depend on its
     size.
     """
@@ -71,6 +73,8 @@ class Operands:
     reducers: tuple[Reducer | None, ...]
     counted: frozenset[int]
     fixed: bool = False
+    windows: tuple[frozenset[int], ...] = ()
+    rigid: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -142,19 +146,25 @@ def _whole(stmt: ControlFlow) -> Operands:
 
 def _of_compute(stmt: Compute, mesh: Mapping[str, int]) -> Operands:
     op = operation(stmt)
+    windows = [
+        {w.dim for w in op.windows if w.operand == n} for n in range(len(op.ins))
+    ]
     (unit_eqn,) = stmt.unit.eqns
     devices = [axes_size(axes, mesh) for axes in unit_eqn.axes]
     spread = frozenset(f for f, d in enumerate(devices) if d > 1)
     return Operands(
         reads=stmt.ins,
         writes=stmt.outs,
-        operands=op.operands,
+        operands=tuple(map(aligned, op.operands)),
         results=op.results,
         steps=tuple(n // d for n, d in zip(op.sizes, devices, strict=True)),
         reducers=op.reducers,
         # On one device positions begin at 0, whatever the size.
         counted=unit_eqn.rule.counted & spread,
         fixed=op.pinned is not None,
+        windows=tuple(map(frozenset, windows)),
+        # Padding of the other factor would meet elements, which may be NaN.
+        rigid=frozenset(w.factor for w in op.windows if op.reducers[w.factor]),
     )
 
 
@@ -250,7 +260,7 @@ class _PaddingSpread:
         if lacking and (followed or op.reducers[factor] is None):
             return False  # a result that depends on all of it, or does beside others
         # Positions in the whole depend on its true size.
-        if op.fixed or factor in op.counted:
+        if op.fixed or factor in op.counted | op.rigid:
             return False
         # A merged dim grows by whole steps of its outer factor.
         if max(scales, default=1) > 1 and op.steps[factor] < self.most:

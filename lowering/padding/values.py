@@ -86,7 +86,7 @@ class _Padder:
             replaced[buffer.name] = self.result(number, op, position)
         if isinstance(stmt, Compute):
             outs = tuple(replaced[out.name] for out in stmt.outs)
-            stmt = self.resized(number, stmt)
+            stmt = self.resized(number, stmt, reads)
             self.body.append(dataclasses.replace(stmt, ins=tuple(reads), outs=outs))
         else:
             before = (buffer.name for buffer in op.reads)
@@ -96,7 +96,7 @@ class _Padder:
             if self.kept[buffer.name].name != buffer.name:
                 self.cut(self.kept[buffer.name], buffer.shape, buffer)
 
-    def resized(self, number: int, stmt: Compute) -> Compute:
+    def resized(self, number: int, stmt: Compute, reads: Sequence[Buffer]) -> Compute:
         """`stmt` with as many steps in its rule as it has in the region.
 
         Its equation keeps the parameters: `rebind` goes by the rule.
@@ -107,9 +107,19 @@ class _Padder:
             int(size * self.region.ratio(number, factor))
             for factor, size in enumerate(rule.sizes)
         )
-        if sizes == rule.sizes:
+        shapes = {
+            id(var): buffer.shape
+            for var, buffer in zip(stmt.unit.invars, reads, strict=True)
+        }
+        if sizes == rule.sizes and all(
+            buffer.shape == read.shape
+            for buffer, read in zip(stmt.ins, reads, strict=True)
+        ):
             return stmt
-        invars = self.variables(number, eqn.invars, rule.operands)
+        invars = [
+            atom if isinstance(atom, Literal) else resized_var(atom, shapes[id(atom)])
+            for atom in eqn.invars
+        ]
         outvars = self.variables(number, eqn.outvars, rule.results)
         renamed = dict(zip(map(id, eqn.invars), invars, strict=True))
         unit_eqn = dataclasses.replace(
@@ -154,6 +164,12 @@ class _Padder:
         """A value in the sizes that a statement wants; reduced dims end neutrally."""
         buffer, dims = op.reads[position], op.operands[position]
         shape = self.region.shape(number, dims, buffer.shape)
+        if op.windows and op.windows[position]:
+            kept = self.kept[buffer.name].shape
+            shape = tuple(
+                kept[dim] if dim in op.windows[position] else size
+                for dim, size in enumerate(shape)
+            )
         reduced: dict[int, Reducer] = {
             dim: reducer
             for dim, mapped in enumerate(dims)

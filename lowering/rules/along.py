@@ -48,36 +48,6 @@ def approx_top_k(eqn: JaxprEqn) -> DimRule:
     return along(eqn, (eqn.params["reduction_dimension"] % rank,))
 
 
-# --- Windows ------------------------------------------------------------------ #
-
-
-@rule(
-    "reduce_window",
-    "reduce_window_max",
-    "reduce_window_min",
-    "reduce_window_sum",
-    "select_and_gather_add",
-    "select_and_scatter_add",
-)
-def windows(eqn: JaxprEqn) -> DimRule:
-    """The dims that a window slides over stay whole."""
-    rank = len(shape_of(eqn.invars[0]))
-    return along(eqn, [dim for dim in range(rank) if _slides(eqn, dim)])
-
-
-def _slides(eqn: JaxprEqn, dim: int) -> bool:
-    """Whether element i of the result comes from more than element i of the operand."""
-    params = eqn.params
-    return (
-        params["window_dimensions"][dim] != 1
-        or params["window_strides"][dim] != 1
-        or tuple(params["padding"][dim]) != (0, 0)
-        # `select_and_scatter_add` has none.  `window_dilation` parts the elements of a
-        # window, and there is only one.
-        or ("base_dilation" in params and params["base_dilation"][dim] != 1)
-    )
-
-
 # --- Over leading dims -------------------------------------------------------- #
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules.dim_rule import (
@@ -91,6 +92,11 @@ def leading(eqn: JaxprEqn, rank: int) -> DimRule:
 def without(dims: Dims, removed: Container[int]) -> Dims:
     """`dims` less those at the positions `removed`."""
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
+
+
+def first_step(place: Place, factor: int) -> Any:
+    """Where the steps of `factor` at `place` begin in the whole."""
+    return lax.index_in_dim(place.positions(factor), 0, keepdims=False)
 
 
 def rebind_local(parameter: str, dims: Dims) -> Rebind:

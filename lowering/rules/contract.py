@@ -126,56 +126,6 @@ def _matrices(
     return x, len(batch) + (not as_they_lie), sizes[1 + as_they_lie]
 
 
-# --- Convolutions ------------------------------------------------------------- #
-
-
-@rule("conv_general_dilated")
-def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
-    """Batch and features; a spatial dim stays whole unless its window is one element.
-
-    Grouped dims (`feature_group_count`, `batch_group_count`) stay whole too: a part of
-    them would need the number of groups changed.
-    """
-    lhs, rhs, out = (shape_of(v) for v in (*eqn.invars, *eqn.outvars))
-    lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
-    features_together = eqn.params["feature_group_count"] == 1
-    batch_together = eqn.params["batch_group_count"] == 1
-    factors = Factors()
-    lhs_map: dict[int, FactorDim] = {}
-    rhs_map: dict[int, FactorDim] = {}
-    out_map: dict[int, FactorDim] = {}
-    if batch_together:
-        batch = FactorDim(factors.new(lhs[lhs_spec[0]]))
-        lhs_map[lhs_spec[0]] = out_map[out_spec[0]] = batch
-    if features_together:
-        contracted = FactorDim(factors.new(lhs[lhs_spec[1]], _reducer(eqn)))
-        lhs_map[lhs_spec[1]] = rhs_map[rhs_spec[1]] = contracted
-    # Groups of either kind group the result's features as well.
-    if features_together and batch_together:
-        features = FactorDim(factors.new(rhs[rhs_spec[0]]))
-        rhs_map[rhs_spec[0]] = out_map[out_spec[1]] = features
-    for space, (lhs_dim, rhs_dim, out_dim) in enumerate(
-        zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)
-    ):
-        if rhs[rhs_dim] == 1 and _is_pointwise(eqn, space):
-            point = FactorDim(factors.new(lhs[lhs_dim]))
-            lhs_map[lhs_dim] = out_map[out_dim] = point
-    maps = [
-        [mapped.get(dim) for dim in range(len(shape))]
-        for mapped, shape in ((lhs_map, lhs), (rhs_map, rhs), (out_map, out))
-    ]
-    return factors.rule(maps[:2], maps[2:], rebind_product)
-
-
-def _is_pointwise(eqn: JaxprEqn, space: int) -> bool:
-    """Whether a window of one element meets each element of the dim once."""
-    return (
-        eqn.params["window_strides"][space] == 1
-        and tuple(eqn.params["padding"][space]) == (0, 0)
-        and eqn.params["lhs_dilation"][space] == 1
-    )
-
-
 # --- Reductions --------------------------------------------------------------- #
 
 _REDUCERS: dict[str, Reducer] = {

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jhost.lowering.rules.reads import Reads
 from jhost.lowering.rules.reducers import Reducer
 
 
@@ -26,11 +27,13 @@ class FactorDim:
     """A dim that follows `factor`; each step of the factor is `scale` elements of it.
 
     A reshape that merges `[a, b]` into `[a * b]` maps the merged dim to factor a with
-    scale b.
+    scale b.  Where it has `reads`, the steps read windows of it, and on a device it has
+    the elements of the steps there, whichever devices they come from.
     """
 
     factor: int
     scale: int = 1
+    reads: Reads | None = None
 
 
 Dims: TypeAlias = tuple[FactorDim | None, ...]
@@ -39,6 +42,11 @@ Dims: TypeAlias = tuple[FactorDim | None, ...]
 def factors_of(dims: Dims) -> set[int]:
     """The factors that some dim follows."""
     return {dim.factor for dim in dims if dim is not None}
+
+
+def aligned(dims: Dims) -> Dims:
+    """`dims`, whole where steps read windows: no part of such a dim is a step's own."""
+    return tuple(None if d is None or d.reads is not None else d for d in dims)
 
 
 class Place(Protocol):
@@ -57,6 +65,10 @@ class Place(Protocol):
 
         They have one size, and begin at multiples of it: ints, or traced scalars.
         """
+        ...
+
+    def parts(self, factor: int) -> int:
+        """The number of devices that `factor` is spread over."""
         ...
 
     @property
@@ -180,9 +192,20 @@ class DimRule:
         """The factors that no loop cuts, as a chunk would take as long as the whole.
 
         For each chunk of a table all is looked up, and for each of the updates a value
-        as large as the table is made.
+        as large as the table is made.  A chunk of what is read in windows would need
+        elements of other chunks.
         """
-        return self.picked | self.updates
+        return self.picked | self.updates | self.windowed
+
+    @property
+    def windowed(self) -> frozenset[int]:
+        """The factors whose steps read windows of some operand."""
+        return frozenset(
+            dim.factor
+            for dims in self.operands
+            for dim in dims
+            if dim is not None and dim.reads is not None
+        )
 
     def _contracts(self) -> bool:
         if self.matmul is not None:
@@ -268,6 +291,13 @@ def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
 def part_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:
     """The shape that `place` leaves of a value of `shape` mapped by `dims`."""
     return tuple(
-        size if dim is None else place.size(dim.factor) * dim.scale
+        size if dim is None else _part_size(dim, size, place)
         for dim, size in zip(dims, shape, strict=True)
     )
+
+
+def _part_size(dim: FactorDim, size: int, place: Place) -> int:
+    steps = place.size(dim.factor)
+    if dim.reads is None:
+        return steps * dim.scale
+    return size if place.parts(dim.factor) == 1 else dim.reads.window(steps)

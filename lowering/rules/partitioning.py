@@ -142,6 +142,10 @@ class _WholePlace:
     def size(self, factor: int) -> int:
         return self.sizes[factor]
 
+    def parts(self, factor: int) -> int:
+        del factor
+        return 1
+
     def positions(self, factor: int) -> Any:
         raise NotImplementedError("no factor is counted")
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jhost._dtypes import bits
-from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import Dims, FactorDim, Place
 from jhost.lowering.rules.reducers import Reducer
 
@@ -144,7 +144,7 @@ def holds_first(place: Place, factors: Iterable[int]) -> Any:
 def _start(place: Place, factor: int | None) -> Any:
     if factor is None:
         return np.int32(0)
-    return lax.index_in_dim(place.positions(factor), 0, keepdims=False)
+    return first_step(place, factor)
 
 
 def _over(components: Any, shape: Sequence[int]) -> Any:

@@ -117,40 +117,10 @@ def split(eqn: JaxprEqn) -> DimRule:
     return along(eqn, (eqn.params["axis"],))
 
 
-# --- Dims that grow, shrink or turn round --------------------------------------- #
-
-
-@rule("concatenate")
-def concatenate(eqn: JaxprEqn) -> DimRule:
-    """The concatenated dim stays whole."""
-    return along(eqn, (eqn.params["dimension"],))
-
-
-@rule("pad")
-def pad(eqn: JaxprEqn) -> DimRule:
-    """Padded dims stay whole."""
-    padding = enumerate(eqn.params["padding_config"])
-    return along(eqn, [dim for dim, widths in padding if any(widths)])
-
-
 @rule("tile")
 def tile(eqn: JaxprEqn) -> DimRule:
     """Repeated dims stay whole."""
     return along(eqn, [dim for dim, n in enumerate(eqn.params["reps"]) if n != 1])
-
-
-@rule("rev")
-def rev(eqn: JaxprEqn) -> DimRule:
-    """Reversed dims stay whole."""
-    return along(eqn, eqn.params["dimensions"])
-
-
-@rule("slice")
-def slice(eqn: JaxprEqn) -> DimRule:
-    """Dims of which something is left out stay whole."""
-    shapes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
-    cut = [dim for dim, (size, left) in enumerate(shapes) if size != left]
-    return along(eqn, cut, sizes="limit_indices")
 
 
 # --- Values from indices ------------------------------------------------------- #

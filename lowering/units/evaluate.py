@@ -88,6 +88,10 @@ class UnitPlace:
             for step in range(0, size or 1, stretch or 1)  # an empty one is one
         ]
 
+    def parts(self, factor: int) -> int:
+        """The number of devices that `factor` is spread over."""
+        return axes_size(self.unit_eqn.axes[factor], self.site.mesh)
+
     @property
     def zigzag(self) -> int:
         """Over how many devices counted factors stand in zigzag order, or 1."""
@@ -124,8 +128,7 @@ class UnitPlace:
         return self.site.chunk if factor == self.unit_eqn.stream else None
 
     def _local(self, factor: int) -> int:
-        devices = axes_size(self.unit_eqn.axes[factor], self.site.mesh)
-        return self.unit_eqn.rule.sizes[factor] // devices
+        return self.unit_eqn.rule.sizes[factor] // self.parts(factor)
 
     def _unit(self, factor: int, chunk: ChunkAt) -> int:
         """The steps of `factor` that one step of the loop's extent stands for."""

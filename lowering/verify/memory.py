@@ -10,6 +10,7 @@ from jhost.lowering.ir.statements import (
     Buffer,
     Deallocate,
     Dim,
+    Neighbours,
     Reshard,
     Select,
     Set,
@@ -148,7 +149,21 @@ def check_reshard(state: State, stmt: Reshard) -> None:
     state.write(stmt.out, stmt.out.shape)
 
 
-def _check_converts_nothing(state: State, stmt: Set | Reshard) -> None:
+def check_neighbours(state: State, stmt: Neighbours) -> None:
+    source = state.read(stmt.source)
+    _check_converts_nothing(state, stmt)
+    expected = list(source.shape)
+    expected[stmt.dim] = stmt.reads.window(stmt.count)
+    if stmt.source.dims[stmt.dim].axes != stmt.axes or expected != [*stmt.out.shape]:
+        state.fail(
+            f"a window of {expected} over {list(stmt.axes)}",
+            f"{type_text(stmt.out)} of {type_text(stmt.source)}",
+            "a window has what the steps on a device read of a dim spread over devices",
+        )
+    state.write(stmt.out, stmt.out.shape)
+
+
+def _check_converts_nothing(state: State, stmt: Set | Reshard | Neighbours) -> None:
     out, source = stmt.out, stmt.source
     if out.dtype != source.dtype or len(out.shape) != len(source.shape):
         state.fail(

@@ -31,6 +31,7 @@ from jhost.lowering.verify.control_flow import check_control_flow
 from jhost.lowering.verify.memory import (
     check_allocate,
     check_deallocate,
+    check_neighbours,
     check_reshard,
     check_select,
     check_set,
@@ -85,6 +86,8 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
             check_set(state, stmt)
         case ir.Reshard():
             check_reshard(state, stmt)
+        case ir.Neighbours():
+            check_neighbours(state, stmt)
         case ir.Compute():
             _compute(state, stmt)
         case ir.Communicate():

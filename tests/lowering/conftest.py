@@ -155,6 +155,7 @@ class _Place:
 
     shape: tuple[tuple[int, int], ...]
     offsets: Any
+    sizes: tuple[int, ...]
     accumulator: np.dtype | None = None
     zigzag: int = 1
 
@@ -168,6 +169,9 @@ class _Place:
         size, stretch = self.shape[factor]
         return [self.offsets[factor] + step for step in range(0, size, stretch)]
 
+    def parts(self, factor: int) -> int:
+        return -(-self.sizes[factor] // self.size(factor))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
@@ -180,11 +184,16 @@ class _Case:
     made: dict[_Part, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     def rebound(self, part: _Part, offsets: Any, operands: Sequence[Any]) -> Any:
-        return self.rule.rebind(self.eqn, operands, _Place(part.shape, offsets))
+        return self.rule.rebind(
+            self.eqn, operands, _Place(part.shape, offsets, self.rule.sizes)
+        )
 
     def cut(self, part: _Part) -> list[Any]:
         maps = zip(self.operands, self.rule.operands, strict=True)
-        return [_cut(value, dims, part) for value, dims in maps]
+        return [
+            _cut(_windows(value, dims, part, self.rule), dims, part)
+            for value, dims in maps
+        ]
 
 
 def _run_parts(cases: Sequence[_Case]) -> None:
@@ -230,7 +239,10 @@ def _check_sizes(
     for dims, value in zip(maps, values, strict=True):
         assert len(dims) == np.ndim(value)
         for dim, size in zip(dims, np.shape(value), strict=True):
-            assert dim is None or sizes[dim.factor] * dim.scale == size
+            if dim is not None and dim.reads is not None:
+                assert dim.reads.size == size
+            elif dim is not None:
+                assert sizes[dim.factor] * dim.scale == size
 
 
 def _chunkings(size: int) -> Iterator[tuple[int, ...]]:
@@ -357,8 +369,22 @@ def _cut(value: Any, dims: Dims, part: _Part) -> Any:
     return value[tuple(_slice(dim, part) for dim in dims)]
 
 
+def _windows(value: Any, dims: Dims, part: _Part, rule: DimRule) -> Any:
+    """A value with the windows of `part`, and anything where it has no element."""
+    for number, dim in enumerate(dims):
+        if dim is None or dim.reads is None:
+            continue
+        start, size = part.parts[dim.factor]
+        if size == rule.sizes[dim.factor]:
+            continue
+        first = dim.reads.start(start, size)
+        places = np.arange(first, first + dim.reads.window(size))
+        value = np.take(value, places % dim.reads.size, number)
+    return value
+
+
 def _slice(dim: FactorDim | None, part: _Part) -> slice:
-    if dim is None:
+    if dim is None or dim.reads is not None:
         return slice(None)
     start, size = part.parts[dim.factor]
     return slice(start * dim.scale, (start + size) * dim.scale)

@@ -188,6 +188,7 @@ class _Part:
     accumulator, zigzag = None, 1
 
     def __init__(self, rule: DimRule, cut: set[int]) -> None:
+        self.whole = rule.sizes
         self.sizes = [
             size // 2 if factor in cut else size
             for factor, size in enumerate(rule.sizes)
@@ -195,6 +196,9 @@ class _Part:
 
     def size(self, factor: int) -> int:
         return self.sizes[factor]
+
+    def parts(self, factor: int) -> int:
+        return self.whole[factor] // self.sizes[factor]
 
     def positions(self, factor: int) -> Any:
         return jnp.arange(self.sizes[factor])

@@ -68,6 +68,9 @@ class _Tail:
     def size(self, factor: int) -> int:
         return self.steps[factor]
 
+    def parts(self, factor: int) -> int:
+        return -(-self.sizes[factor] // self.steps[factor])
+
     def positions(self, factor: int) -> Any:
         start = self.sizes[factor] - self.steps[factor]
         return start + jnp.arange(self.steps[factor], dtype=jnp.int32)

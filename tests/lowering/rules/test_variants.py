@@ -45,6 +45,9 @@ class _Half:
     def size(self, factor: int) -> int:
         return self.sizes[factor] // 2
 
+    def parts(self, factor: int) -> int:
+        return -(-self.sizes[factor] // self.size(factor))
+
     def positions(self, factor: int) -> Any:
         half = self.sizes[factor] // 2
         return self.start(half) + jnp.arange(half, dtype=jnp.int32)

@@ -146,6 +146,9 @@ class _Steps:
             len(self.starts(factor)) if factor in self.at else self.rule.sizes[factor]
         )
 
+    def parts(self, factor: int) -> int:
+        return self.rule.sizes[factor] // self.size(factor)
+
     def starts(self, factor: int) -> list[int]:
         return self.at[factor]
 

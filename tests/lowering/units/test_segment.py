@@ -197,31 +197,32 @@ def test_every_pass_is_dumped_in_order(
     paths = dumped(tmp_path)
     assert [re.sub(r"\.\d+\.", ".", path.name, count=1) for path in paths] == [
         "f.00_build.txt",
-        "f.01_pad_uneven.txt",
-        "f.02_choose_pipelines.txt",
-        "f.03_propagate_layouts.txt",
-        "f.04_carry_partial_sums.txt",
-        "f.05_delay_reductions.txt",
-        "f.06_convert_to_communications.txt",
-        "f.07_split_all_reduces.txt",
-        "f.08_leave_idle_marks.txt",
-        "f.09_combine_small.txt",
-        "f.10_stack_less.txt",
-        "f.11_compute_late.txt",
-        "f.12_lower_streams.txt",
-        "f.13_order_by_steps.txt",
-        "f.14_choose_cycles.txt",
-        "f.15_choose_transfers.txt",
-        "f.16_leave_to_xla.txt",
-        "f.17_segment.txt",
-        "f.18_receive_early.txt",
-        "f.19_insert_deallocations.txt",
-        "f.20_choose_permutes.txt",
+        "f.01_block_scans.txt",
+        "f.02_pad_uneven.txt",
+        "f.03_choose_pipelines.txt",
+        "f.04_propagate_layouts.txt",
+        "f.05_carry_partial_sums.txt",
+        "f.06_delay_reductions.txt",
+        "f.07_convert_to_communications.txt",
+        "f.08_split_all_reduces.txt",
+        "f.09_leave_idle_marks.txt",
+        "f.10_combine_small.txt",
+        "f.11_stack_less.txt",
+        "f.12_compute_late.txt",
+        "f.13_lower_streams.txt",
+        "f.14_order_by_steps.txt",
+        "f.15_choose_cycles.txt",
+        "f.16_choose_transfers.txt",
+        "f.17_leave_to_xla.txt",
+        "f.18_segment.txt",
+        "f.19_receive_early.txt",
+        "f.20_insert_deallocations.txt",
+        "f.21_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
-    assert "Reshard(" in texts[3]
-    assert "AllGather(" not in texts[3]
-    assert "AllGather(" in texts[6]
+    assert "Reshard(" in texts[4]
+    assert "AllGather(" not in texts[4]
+    assert "AllGather(" in texts[7]
     assert all(text.startswith("program f") for text in texts)
 
 

@@ -1,0 +1,282 @@
+"""Shifts along a dim as one equation each, where JAX has a chain of slices and pads.
+
+`jnp.pad(x, (1, 0))[:-1]` is 257 rows on the way from 256 to 256, which no mesh divides.
+It is one `pad` by 1 and by -1, and `jnp.roll` is one `rotate`.  XLA simplifies such
+chains as well, once all is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jhost._jax import Atom, aval_of, new_eqn
+from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
+from jhost.lowering.rules.dim_rule import shape_of
+from jhost.lowering.rules.rotate import rotate_p
+
+_Fill: TypeAlias = Var | Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shifted:
+    """`source[start:stop]` along a dim, with so many `fill` before and after it."""
+
+    source: Var
+    dim: int
+    start: int
+    stop: int
+    before: int = 0
+    after: int = 0
+    fill: _Fill | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a slice of its source."""
+        return not (self.before or self.after)
+
+
+def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
+    """`flat`, with one equation for each chain of slices and pads that can be one."""
+    writer = _Writer()
+    eqns = [writer.equation(each) for eqn in flat.eqns for each in _as_slices(eqn)]
+    if len(eqns) == len(flat.eqns) and all(map(operator.is_, eqns, flat.eqns)):
+        return flat
+    return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.shifted: dict[Var, _Shifted] = {}
+        self.fills: dict[Var, _Fill] = {}
+        self.makers: dict[Var, JaxprEqn] = {}
+
+    def equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation, or the one that does what it and those before it do."""
+        name = eqn.primitive.name
+        if name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
+            self.fills[eqn.outvars[0]] = eqn.invars[0]
+        elif name == "convert_element_type":
+            self.makers[eqn.outvars[0]] = eqn
+        elif name == "concatenate":
+            return self.concatenation(eqn)
+        elif name in ("slice", "pad"):
+            return self.moved(eqn)
+        return eqn
+
+    def moved(self, eqn: JaxprEqn) -> JaxprEqn:
+        """A slice or a pad, of what was shifted before as well if it can be."""
+        operand, out = eqn.invars[0], eqn.outvars[0]
+        if isinstance(operand, Literal):
+            return eqn
+        alone = _alone(eqn, operand)
+        if alone is None:
+            return eqn
+        self.shifted[out] = alone
+        before = self.shifted.get(operand)
+        if before is None or before.dim != alone.dim:
+            return eqn
+        joined = self.after(before, alone)
+        return eqn if joined is None else self.written(joined, eqn)
+
+    def after(self, before: _Shifted, then: _Shifted) -> _Shifted | None:
+        """One shift of what `before` shifts, or None where it takes more."""
+        size = before.stop - before.start
+        first = max(then.start - before.before, 0)
+        last = min(then.stop - before.before, size)
+        if first >= last:
+            return None
+        kept_before = max(before.before - then.start, 0)
+        kept_after = max(then.stop - before.before - size, 0)
+        fill = before.fill if kept_before or kept_after else then.fill
+        if not then.is_cut and not self.same(fill, then.fill):
+            return None
+        return dataclasses.replace(
+            before,
+            start=before.start + first,
+            stop=before.start + last,
+            before=then.before + kept_before,
+            after=then.after + kept_after,
+            fill=fill,
+        )
+
+    def concatenation(self, eqn: JaxprEqn) -> JaxprEqn:
+        dim, parts = eqn.params["dimension"], list(eqn.invars)
+        cuts = [self.cut(part, dim) for part in parts]
+        if len(cuts) == 2 and (start := _seam(*cuts)) is not None:
+            source = cuts[0].source if cuts[0] else None
+            assert source is not None
+            params = {"dim": dim, "start": start}
+            return new_eqn(rotate_p, [source] * 2, eqn.outvars, params, like=eqn)
+        shifted = self.filled(eqn, cuts)
+        if shifted is None:
+            return eqn
+        self.shifted[eqn.outvars[0]] = shifted
+        # Of an array and fills it is one equation already.
+        is_one = any(shifted.source is part for part in parts)
+        return eqn if is_one else self.written(shifted, eqn)
+
+    def cut(self, part: Any, dim: int) -> _Shifted | None:
+        """A part of a concatenation as a slice of something, if it is no fill."""
+        if isinstance(part, Literal) or part in self.fills:
+            return None
+        shifted = self.shifted.get(part)
+        if shifted and shifted.is_cut and shifted.dim == dim:
+            return shifted
+        return _Shifted(source=part, dim=dim, start=0, stop=shape_of(part)[dim])
+
+    def filled(self, eqn: JaxprEqn, cuts: Sequence[_Shifted | None]) -> _Shifted | None:
+        """A concatenation of one slice and of one value in many places."""
+        dim, parts = eqn.params["dimension"], eqn.invars
+        places = [n for n, cut in enumerate(cuts) if cut is not None]
+        fills = [
+            self.fills.get(part) for n, part in enumerate(parts) if n not in places
+        ]
+        if len(places) != 1 or not fills or None in fills:
+            return None
+        if not all(self.same(fill, fills[0]) for fill in fills):
+            return None
+        (place,) = places
+        cut = cuts[place]
+        assert cut is not None
+        sizes = [shape_of(part)[dim] for part in parts]
+        return dataclasses.replace(
+            cut,
+            before=sum(sizes[:place]),
+            after=sum(sizes[place + 1 :]),
+            fill=fills[0],
+        )
+
+    def same(self, one: _Fill | None, other: _Fill | None) -> bool:
+        """Whether two scalars are known to be one, of one dtype."""
+        return one is other or self.known(one) == self.known(other)
+
+    def known(self, fill: _Fill | None) -> object:
+        """The value of a scalar and its dtype, or the variable that it is."""
+        if isinstance(fill, Var) and fill in self.makers:
+            (operand,) = self.makers[fill].invars
+            dtype = aval_of(fill).dtype
+        else:
+            operand, dtype = fill, None
+        if not isinstance(operand, Literal):
+            return fill
+        value = np.asarray(operand.val, aval_of(operand).dtype)
+        return str(dtype or value.dtype), value.astype(dtype or value.dtype).tobytes()
+
+    def written(self, shifted: _Shifted, eqn: JaxprEqn) -> JaxprEqn:
+        """The equation that makes `shifted`, if it is one slice or one pad."""
+        source, dim = shifted.source, shifted.dim
+        shape = shape_of(source)
+        left = shape[dim] - shifted.stop
+        if shifted.is_cut:
+            starts = [shifted.start if d == dim else 0 for d in range(len(shape))]
+            limits = [shifted.stop if d == dim else n for d, n in enumerate(shape)]
+            made = _slice(eqn, source, eqn.outvars[0], starts, limits)
+        elif (shifted.before and shifted.start) or (shifted.after and left):
+            return eqn  # a pad cuts at an end, or adds there
+        else:
+            widths = shifted.before - shifted.start, shifted.after - left, 0
+            config = [widths if d == dim else (0, 0, 0) for d in range(len(shape))]
+            params = {"padding_config": tuple(config)}
+            assert shifted.fill is not None
+            ins = [source, shifted.fill]
+            made = new_eqn(lax.pad_p, ins, eqn.outvars, params, like=eqn)
+        self.shifted[eqn.outvars[0]] = shifted
+        return made
+
+
+def _alone(eqn: JaxprEqn, source: Var) -> _Shifted | None:
+    """A slice or a pad along one dim, step by step."""
+    shape = shape_of(source)
+    if eqn.primitive.name == "slice":
+        if any(n != 1 for n in eqn.params["strides"] or ()):
+            return None
+        starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+        ends = [*zip(starts, limits, strict=True)]
+        cut = [d for d, end in enumerate(ends) if end != (0, shape[d])]
+        if len(cut) != 1:
+            return None
+        (dim,) = cut
+        start, stop = ends[dim]
+        return _Shifted(source=source, dim=dim, start=int(start), stop=int(stop))
+    config = eqn.params["padding_config"]
+    padded = [d for d, widths in enumerate(config) if any(widths)]
+    if len(padded) != 1 or config[padded[0]][2]:
+        return None
+    (dim,) = padded
+    low, high, _ = map(int, config[dim])
+    return _Shifted(
+        source=source,
+        dim=dim,
+        start=max(-low, 0),
+        stop=shape[dim] - max(-high, 0),
+        before=max(low, 0),
+        after=max(high, 0),
+        fill=eqn.invars[1],
+    )
+
+
+def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
+    """Where an array begins that two slices of it are, put together the other way."""
+    if first is None or second is None or first.source is not second.source:
+        return None
+    size = shape_of(first.source)[first.dim]
+    if second.start or first.stop != size or second.stop != first.start:
+        return None
+    return first.start
+
+
+# --- Slices under other names ------------------------------------------------------ #
+
+
+def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """An equation as static slices, if it is one or makes nothing else."""
+    if eqn.primitive.name == "split":
+        return [*_pieces(eqn)]
+    places = eqn.invars[1:]
+    known = all(isinstance(place, Literal) for place in places)
+    if eqn.primitive.name == "dynamic_slice" and known:
+        return [_at_known_place(eqn)]
+    return [eqn]
+
+
+def _pieces(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """A slice for each result of a split."""
+    dim, shape = eqn.params["axis"], shape_of(eqn.invars[0])
+    start = 0
+    for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        starts, limits = [0] * len(shape), list(shape)
+        starts[dim], limits[dim] = start, start + size
+        start += size
+        yield _slice(eqn, eqn.invars[0], out, starts, limits)
+
+
+def _at_known_place(eqn: JaxprEqn) -> JaxprEqn:
+    """A slice at places that are numbers, as the static slice that it is."""
+    places = eqn.invars[1:]
+    shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
+    # What begins too late begins as late as it can.
+    starts = [
+        min(max(int(place.val), 0), size - cut)
+        for place, size, cut in zip(places, shape, sizes, strict=True)
+        if isinstance(place, Literal)
+    ]
+    limits = [start + cut for start, cut in zip(starts, sizes, strict=True)]
+    return _slice(eqn, eqn.invars[0], eqn.outvars[0], starts, limits)
+
+
+def _slice(
+    eqn: JaxprEqn, source: Atom, out: Var, starts: Sequence[int], limits: Sequence[int]
+) -> JaxprEqn:
+    params = {
+        "start_indices": tuple(starts),
+        "limit_indices": tuple(limits),
+        "strides": None,
+    }
+    return new_eqn(lax.slice_p, [source], [out], params, like=eqn)

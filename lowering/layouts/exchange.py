@@ -1,0 +1,137 @@
+"""Turn a `Neighbours` into permutes of what is needed, and put windows together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.index import Constant, Index, linear_rank
+from jhost.lowering.ir.layout import axes_size
+from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.layouts.halo import Piece, plan_halo
+from jhost.lowering.rules.halo import edge_p, window_p
+from jhost.lowering.units.make import unit_of
+
+
+class Exchange:
+    """Writes the statements of one program; what was sent once is not sent again."""
+
+    def __init__(self, mesh: dict[str, int], names: FreshNames) -> None:
+        self.mesh = mesh
+        self.names = names
+        self.sent: dict[Any, ir.Buffer] = {}
+
+    def statements(self, stmt: ir.Neighbours) -> list[ir.Stmt]:
+        part = stmt.source.shape[stmt.dim]
+        devices = axes_size(stmt.axes, self.mesh)
+        halo = plan_halo(stmt.reads, stmt.count, part, devices)
+        made: list[ir.Stmt] = []
+        pieces = [self.piece(stmt, piece, made) for piece in halo.pieces]
+        if not pieces:  # nothing is read: any part will do
+            first = (0,) * devices
+            size = min(part, halo.window)
+            own = Piece(
+                distance=0, mirrored=False, size=size, starts=first, places=first
+            )
+            return self.with_pieces(stmt, [self.piece(stmt, own, made)], [first], made)
+        places = [piece.places for piece in halo.pieces]
+        return self.with_pieces(stmt, pieces, places, made)
+
+    def with_pieces(
+        self,
+        stmt: ir.Neighbours,
+        pieces: list[ir.Buffer],
+        places: list[tuple[int, ...]],
+        made: list[ir.Stmt],
+    ) -> list[ir.Stmt]:
+        params = {
+            "dim": stmt.dim,
+            "size": stmt.out.shape[stmt.dim],
+            "places": tuple(places),
+        }
+        return [*made, self.compute("window", window_p, pieces, stmt.out, stmt, params)]
+
+    def piece(
+        self, stmt: ir.Neighbours, piece: Piece, made: list[ir.Stmt]
+    ) -> ir.Buffer:
+        """What a device has of a piece, its own or received."""
+        key = stmt.source.name, stmt.dim, stmt.axes, piece.distance, piece.mirrored
+        key = (*key, piece.size, piece.starts)
+        if key not in self.sent:
+            edge = self.edge(stmt, piece, made)
+            self.sent[key] = (
+                edge if piece.stays else self.moved(stmt, piece, edge, made)
+            )
+        return self.sent[key]
+
+    def edge(self, stmt: ir.Neighbours, piece: Piece, made: list[ir.Stmt]) -> ir.Buffer:
+        """The part of a device's part that it sends, or keeps."""
+        source = stmt.source
+        if piece.size == source.shape[stmt.dim]:
+            return source
+        shape = list(source.shape)
+        shape[stmt.dim] = piece.size
+        name = self.names.fresh(f"{source.name}_edge")
+        out = dataclasses.replace(source, name=name, shape=tuple(shape))
+        if len(set(piece.starts)) == 1:
+            made.append(
+                ir.Select(
+                    out=out,
+                    source=source,
+                    dim=stmt.dim,
+                    index=Constant(piece.starts[0]),
+                    size=Constant(piece.size),
+                )
+            )
+            return out
+        params = {"dim": stmt.dim, "size": piece.size, "starts": piece.starts}
+        made.append(self.compute("edge", edge_p, [source], out, stmt, params))
+        return out
+
+    def moved(
+        self,
+        stmt: ir.Neighbours,
+        piece: Piece,
+        edge: ir.Buffer,
+        made: list[ir.Stmt],
+    ) -> ir.Buffer:
+        name = self.names.fresh(f"{stmt.source.name}_beside")
+        out = dataclasses.replace(edge, name=name)
+        communicate = ir.Communicate(
+            name=self.names.fresh("c"),
+            kind="CollectivePermute",
+            out=out,
+            source=edge,
+            axes=stmt.axes,
+            shift=self.shift(stmt, piece),
+        )
+        made += [communicate, ir.Wait(communication=communicate.name)]
+        return out
+
+    def shift(self, stmt: ir.Neighbours, piece: Piece) -> Index:
+        """How much further on the device is that a device sends to."""
+        if piece.mirrored:
+            return Constant(piece.distance) - linear_rank(stmt.axes, self.mesh) * 2
+        return Constant(axes_size(stmt.axes, self.mesh) - piece.distance)
+
+    def compute(
+        self,
+        name: str,
+        primitive: Any,
+        ins: list[ir.Buffer],
+        out: ir.Buffer,
+        stmt: ir.Neighbours,
+        params: dict[str, Any],
+    ) -> ir.Compute:
+        unit = unit_of(
+            name,
+            lambda *values: primitive.bind(*values, **params)[0],
+            *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins),
+        )
+        (unit_eqn,) = unit.eqns
+        unit_eqn = dataclasses.replace(unit_eqn, axes=(stmt.axes,))
+        unit = dataclasses.replace(unit, eqns=(unit_eqn,))
+        return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))

@@ -1,0 +1,111 @@
+"""What each device needs of its neighbours' parts of a dim that is read in windows.
+
+Whatever the windows are, device r needs some elements of device s.  Pairs that are as
+far from each other make one permute.  Where windows are as far apart as parts are, all
+devices need the same elements of the neighbour at that distance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jhost.lowering.rules.reads import Reads
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a device's part that others need, of `size` elements.
+
+    Device r gets it from the device at `distance`: `r + distance`, or `distance - r` if
+    it is `mirrored`, modulo the number of devices.  `starts` has for each device where
+    its stretch begins that it sends, and `places` where in its window it puts what it
+    gets.  A device that needs nothing puts it behind the window.
+    """
+
+    distance: int
+    mirrored: bool
+    size: int
+    starts: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is a device's own."""
+        return self.distance == 0 and not self.mirrored
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Halo:
+    """The pieces of which windows of `window` elements are made."""
+
+    window: int
+    pieces: tuple[Piece, ...]
+
+    def is_own(self, part: int) -> bool:
+        """Whether the windows are the parts themselves."""
+        return self.window == part and all(
+            piece.stays and set(piece.starts) == set(piece.places) == {0}
+            for piece in self.pieces
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_halo(reads: Reads, count: int, part: int, devices: int) -> Halo:
+    """How each of `devices` gets the window of its `count` steps, out of such parts."""
+    found: dict[int, dict[int, range]] = {}
+    for device in range(devices):
+        needed = reads.needed(device * count, count)
+        for other in range(needed.start // part, -(-needed.stop // part)):
+            own = range(other * part, (other + 1) * part)
+            shared = range(max(own.start, needed.start), min(own.stop, needed.stop))
+            if shared:
+                distance = other + device if reads.stride < 0 else other - device
+                found.setdefault(distance % devices, {})[device] = shared
+    pieces = [
+        _piece(distance, found[distance], reads, count, part, devices)
+        for distance in sorted(found)
+    ]
+    return Halo(window=reads.window(count), pieces=tuple(pieces))
+
+
+def _piece(
+    distance: int,
+    shared: Mapping[int, range],
+    reads: Reads,
+    count: int,
+    part: int,
+    devices: int,
+) -> Piece:
+    """What moves over one distance, where these elements are shared by receiver."""
+    mirrored, window = reads.stride < 0, reads.window(count)
+    size = max(map(len, shared.values()))
+
+    def sender(device: int) -> int:
+        return (distance - device if mirrored else distance + device) % devices
+
+    def place(device: int, start: int) -> int:
+        return sender(device) * part + start - reads.start(device * count, count)
+
+    starts = {d: each.start - sender(d) * part for d, each in shared.items()}
+    ends = {d: each.stop - sender(d) * part for d, each in shared.items()}
+    start = max(0, max(ends.values()) - size)
+    alike = start <= min(starts.values())
+    sent = {sender(d): min(each, part - size) for d, each in starts.items()}
+    if alike:
+        sent = dict.fromkeys(range(devices), start)
+    placed = {d: place(d, sent[sender(d)]) for d in shared}
+    # As far apart as parts are, no two pieces have a place in common.  Those that need
+    # nothing then get as much as others, and never read it.
+    regular = abs(reads.stride) * count == part * reads.dilation
+    others = window
+    if alike and regular and len(set(placed.values())) == 1:
+        others = next(iter(placed.values()))
+    return Piece(
+        distance=distance,
+        mirrored=mirrored,
+        size=size,
+        starts=tuple(sent.get(device, 0) for device in range(devices)),
+        places=tuple(placed.get(device, others) for device in range(devices)),
+    )

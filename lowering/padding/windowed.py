@@ -1,0 +1,187 @@
+"""Which dims to pad so that what is read in windows comes in equal parts.
+
+`x[1:] - x[:-1]` of 256 rows has 255, which no mesh divides.  With one row of padding
+each device has its part of them, and needs one row of a neighbour's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from jhost._jax import NO_LINE, source_line
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.layout import axes_size
+from jhost.lowering.ir.marks import ShardMark
+from jhost.lowering.ir.operation import operand_maps
+from jhost.lowering.ir.program import Program
+from jhost.lowering.padding.region import PadRequest
+
+_Dim: TypeAlias = tuple[int, str, int]
+"""A dim of a value: the program by its id, the value's name, and which dim it is."""
+
+_Axes: TypeAlias = tuple[str, ...]
+
+ReachedAxes: TypeAlias = Mapping[_Dim, set[_Axes]]
+"""By dim, the axes that may come to lie on it, each as a mark has them."""
+
+
+def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
+    """For each program, by its id, the dims that its windows want to be padded."""
+    wanted = [
+        wish
+        for each in programs(program)
+        for stmt in each.body
+        if isinstance(stmt, ir.Compute)
+        for wish in _windowed(each, stmt)
+    ]
+    mesh = dict(program.mesh.shape)
+    uneven = [w for w in wanted if any(w.size % n for n in _sizes(mesh.values()))]
+    if not uneven:  # as in most programs
+        return {}
+    reached = reached_axes(program)
+    requests: dict[int, list[PadRequest]] = {}
+    for wish in uneven:
+        for axes in sorted(reached.get(wish.dim, ())):
+            devices = axes_size(axes, mesh)
+            # More than twice as much would cost more than it saves.
+            if wish.size % devices and wish.size >= devices:
+                request = PadRequest(
+                    buffer=wish.dim[1],
+                    dim=wish.dim[2],
+                    axes=axes,
+                    devices=devices,
+                    where=wish.where,
+                )
+                requests.setdefault(wish.dim[0], []).append(request)
+    return requests
+
+
+def _sizes(sizes: Iterable[int]) -> list[int]:
+    return [n for n in sizes if n > 1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wish:
+    dim: _Dim
+    size: int
+    where: str
+
+
+def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_Wish]:
+    """The dims that a computation reads in windows, and those that they make."""
+    (unit_eqn,) = stmt.unit.eqns
+    rule = unit_eqn.rule
+    if not rule.windowed:
+        return
+    line = source_line(unit_eqn.eqn)
+    where = "" if line == NO_LINE else line
+    maps = (*operand_maps(stmt), *rule.results)
+    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+        for dim, mapped in enumerate(dims):
+            if mapped is not None and mapped.factor in rule.windowed:
+                key = id(program), buffer.name, dim
+                yield _Wish(key, buffer.shape[dim], where)
+
+
+# --- Where axes may come ------------------------------------------------------------ #
+
+
+def reached_axes(program: Program) -> ReachedAxes:
+    """The axes that users put on some dim and that follow factors to others."""
+    beside: dict[_Dim, set[_Dim]] = {}
+    reached: dict[_Dim, set[_Axes]] = {}
+    queue: deque[tuple[_Dim, _Axes]] = deque()
+    for each in programs(program):
+        for dims in _alike(each):
+            first, *others = dims
+            for other in others:
+                beside.setdefault(first, set()).add(other)
+                beside.setdefault(other, set()).add(first)
+        for mark in each.marks:
+            if isinstance(mark, ShardMark):
+                queue += [
+                    ((id(each), mark.buffer, dim), axes)
+                    for dim, axes in enumerate(mark.spec)
+                    if axes
+                ]
+    while queue:
+        dim, axes = queue.popleft()
+        if axes not in reached.setdefault(dim, set()):
+            reached[dim].add(axes)
+            queue += [(other, axes) for other in beside.get(dim, ())]
+    return reached
+
+
+def _alike(program: Program) -> Iterator[list[_Dim]]:
+    """Groups of dims that an axis may lie on together."""
+    for stmt in program.body:
+        if isinstance(stmt, ir.Compute):
+            yield from _by_factor(program, stmt)
+        elif isinstance(stmt, ir.Set):
+            yield from _pairs(program, stmt.source, program, stmt.out)
+        elif isinstance(stmt, CONTROL_FLOW):
+            yield from _across(program, stmt)
+
+
+def _by_factor(program: Program, stmt: ir.Compute) -> Iterator[list[_Dim]]:
+    (unit_eqn,) = stmt.unit.eqns
+    found: dict[int, list[_Dim]] = {}
+    maps = (*operand_maps(stmt), *unit_eqn.rule.results)
+    for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
+        for dim, mapped in enumerate(dims):
+            if mapped is not None:
+                key = id(program), buffer.name, dim
+                found.setdefault(mapped.factor, []).append(key)
+    yield from found.values()
+
+
+def _across(program: Program, stmt: ir.ControlFlow) -> Iterator[list[_Dim]]:
+    """Dims inside of bodies and outside of them; stacked values have one more there."""
+    match stmt:
+        case ir.Scan(body=body):
+            whole = len(stmt.consts) + len(stmt.carry)
+            for n, (buffer, param) in enumerate(
+                zip(stmt.ins, body.params, strict=True)
+            ):
+                yield from _pairs(program, buffer, body, param, int(n >= whole))
+            for n, (buffer, made) in enumerate(
+                zip(stmt.outs, body.results, strict=True)
+            ):
+                stacked = int(n >= len(stmt.carried))
+                yield from _pairs(program, buffer, body, made, stacked)
+            carried = body.params[len(stmt.consts) : whole]
+            for param, made in zip(carried, body.results, strict=False):
+                yield from _pairs(body, param, body, made)
+        case ir.While(body=body):
+            params = body.params[len(stmt.consts) :]
+            ends = zip(stmt.carry, stmt.carried, params, body.results, strict=True)
+            for buffer, out, param, made in ends:
+                yield from _pairs(program, buffer, body, param)
+                yield from _pairs(program, out, body, made)
+                yield from _pairs(body, param, body, made)
+            for buffer, param in zip(stmt.consts, body.params, strict=False):
+                yield from _pairs(program, buffer, body, param)
+        case ir.Cond():
+            for branch in stmt.branches:
+                for buffer, param in zip(stmt.operands, branch.params, strict=True):
+                    yield from _pairs(program, buffer, branch, param)
+                for buffer, made in zip(stmt.outs, branch.results, strict=True):
+                    yield from _pairs(program, buffer, branch, made)
+
+
+def _pairs(
+    outside: Program,
+    buffer: ir.Buffer,
+    inside: Program,
+    other: ir.Buffer,
+    stacked: int = 0,
+) -> Iterator[list[_Dim]]:
+    for dim in range(len(other.shape)):
+        yield [
+            (id(outside), buffer.name, dim + stacked),
+            (id(inside), other.name, dim),
+        ]

@@ -1,0 +1,153 @@
+"""The dim rule of convolutions: sums over windows of dims, and over features."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.contract import rebind_product
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    FactorDim,
+    Place,
+    Rebind,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reducers import Reducer, sum_of
+from jhost.lowering.rules.windows import (
+    is_whole,
+    reading_dim,
+    window_of,
+    without_padding,
+)
+
+
+class _Maps:
+    """The maps of a convolution's operands and result, while they are written down."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self.eqn = eqn
+        self.factors = Factors()
+        self.shapes = tuple(shape_of(v) for v in (*eqn.invars, *eqn.outvars))
+        self.specs = eqn.params["dimension_numbers"]
+        self.maps: tuple[dict[int, FactorDim], ...] = ({}, {}, {})
+        self.reducer: Reducer = sum_of(aval_of(eqn.outvars[0]).dtype)
+
+    def size(self, value: int, place: int) -> int:
+        """The size of a dim, by its place in the numbers."""
+        return self.shapes[value][self.specs[value][place]]
+
+    def put(self, value: int, place: int, mapped: FactorDim) -> None:
+        self.maps[value][self.specs[value][place]] = mapped
+
+    def rule(self, rebind: Rebind) -> DimRule:
+        lhs, rhs, out = (
+            [mapped.get(dim) for dim in range(len(shape))]
+            for mapped, shape in zip(self.maps, self.shapes, strict=True)
+        )
+        return self.factors.rule([lhs, rhs], [out], rebind)
+
+
+# Places in the numbers of the operands and the result: two features, then space.
+_LHS, _RHS, _OUT = range(3)
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
+    """Batch, features or groups of them, and space, which is read in windows."""
+    maps, groups = _Maps(eqn), None
+    features, batches = (
+        eqn.params[name] for name in ("feature_group_count", "batch_group_count")
+    )
+    if features == batches == 1:
+        _features_together(maps)
+    else:
+        groups = _in_groups(maps, features, batches)
+    if batches == 1:
+        batch = FactorDim(maps.factors.new(maps.size(_LHS, 0)))
+        maps.put(_LHS, 0, batch)
+        maps.put(_OUT, 0, batch)
+    spaces = [_space(maps, space) for space in range(len(maps.specs[_LHS]) - 2)]
+    made = maps.rule(_rebind(spaces, maps.specs[_LHS][2:], groups))
+    return dataclasses.replace(made, counted=made.windowed)
+
+
+def _features_together(maps: _Maps) -> None:
+    """Features of the left are summed over, those of the kernel are the result's."""
+    contracted = FactorDim(maps.factors.new(maps.size(_LHS, 1), maps.reducer))
+    maps.put(_LHS, 1, contracted)
+    maps.put(_RHS, 1, contracted)
+    free = FactorDim(maps.factors.new(maps.size(_RHS, 0)))
+    maps.put(_RHS, 0, free)
+    maps.put(_OUT, 1, free)
+
+
+def _in_groups(maps: _Maps, features: int, batches: int) -> int | None:
+    """The factor of groups, each a convolution of its own side by side with others."""
+    count = max(features, batches)
+    factor = maps.factors.new(count)
+    # Groups of the left's features, or of its batch.
+    left = 1 if features > 1 else 0
+    for value, place in ((_LHS, left), (_RHS, 0), (_OUT, 1)):
+        maps.put(value, place, FactorDim(factor, maps.size(value, place) // count))
+    return factor
+
+
+def _space(maps: _Maps, space: int) -> FactorDim | None:
+    """How a dim of the left follows positions of the result, or of the kernel.
+
+    The kernel of a derivative is as large as the result was.  Its positions are summed
+    over then.
+    """
+    params, place = maps.eqn.params, space + 2
+    sizes = [maps.size(value, place) for value in (_LHS, _RHS, _OUT)]
+    if not all(sizes):
+        return None
+    strides = params["window_strides"][space], params["rhs_dilation"][space]
+    by_kernel = sizes[_RHS] > sizes[_OUT]
+    stride, apart = strides[::-1] if by_kernel else strides
+    count, other = (sizes[_RHS], sizes[_OUT])[:: 1 if by_kernel else -1]
+    reads = Reads(
+        size=sizes[_LHS],
+        first=-params["padding"][space][0],
+        stride=stride,
+        extent=(other - 1) * apart + 1,
+        dilation=params["lhs_dilation"][space],
+        steps=(0, count),
+    )
+    factor = maps.factors.new(count, maps.reducer if by_kernel else None)
+    maps.put(_RHS if by_kernel else _OUT, place, FactorDim(factor))
+    mapped = reading_dim(factor, reads, count)
+    maps.put(_LHS, place, mapped)
+    return mapped
+
+
+def _rebind(
+    spaces: Sequence[FactorDim | None], dims: Sequence[int], groups: int | None
+) -> Rebind:
+    by_dim = dict(zip(dims, spaces, strict=True))
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        (x, kernel), params = args, dict(eqn.params)
+        padding, dilation = [*params["padding"]], [*params["lhs_dilation"]]
+        x = without_padding(x, [by_dim.get(dim) for dim in range(x.ndim)], place)
+        for space, (dim, mapped) in enumerate(zip(dims, spaces, strict=True)):
+            if not is_whole(mapped, place):
+                assert mapped is not None
+                x = window_of(x, dim, mapped, place, x.dtype.type(0))
+                padding[space], dilation[space] = (0, 0), 1
+        if groups is not None:
+            grouped = params["feature_group_count"] > 1
+            name = "feature_group_count" if grouped else "batch_group_count"
+            params[name] = place.size(groups)
+        params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
+        return rebind_product(eqn.replace(params=params), [x, kernel], place)
+
+    return rebind

@@ -1,0 +1,178 @@
+"""Dim rules of windows that slide over dims: reductions, and their derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Place,
+    Rebind,
+    bind,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reducers import Reducer, identity
+from jhost.lowering.rules.windows import (
+    is_whole,
+    reading,
+    window_of,
+    without_padding,
+)
+
+_REDUCERS: dict[str, Reducer] = {
+    "reduce_window_max": "max",
+    "reduce_window_min": "min",
+    "reduce_window_sum": "sum",
+}
+
+
+@rule("reduce_window", *_REDUCERS, "select_and_gather_add")
+def windows(eqn: JaxprEqn) -> DimRule:
+    """A dim that a window slides over is read in windows."""
+    (first, *_), result = eqn.invars, shape_of(eqn.outvars[0])
+    factors = Factors()
+    pairs = [
+        reading(factors, reads_of(eqn, dim, size), result[dim])
+        for dim, size in enumerate(shape_of(first))
+    ]
+    operand, out = zip(*pairs, strict=True) if pairs else ((), ())
+    # Initial values are scalars.
+    operands = [operand if shape_of(v) else () for v in eqn.invars]
+    made = factors.rule(
+        operands, [out] * len(eqn.outvars), _rebind(operand, _fills(eqn))
+    )
+    return dataclasses.replace(made, counted=made.windowed)
+
+
+def reads_of(eqn: JaxprEqn, dim: int, size: int) -> Reads:
+    """What a window reads that slides over a dim."""
+    params = eqn.params
+    apart = params["window_dilation"][dim]
+    return Reads(
+        size=size,
+        first=-params["padding"][dim][0],
+        stride=params["window_strides"][dim],
+        extent=(params["window_dimensions"][dim] - 1) * apart + 1,
+        dilation=params["base_dilation"][dim],
+        steps=(0, shape_of(eqn.outvars[0])[dim]),
+    )
+
+
+def _fills(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What each operand has where its padding is, out of the operands."""
+    name = eqn.primitive.name
+    if name == "reduce_window":
+        return lambda args: args[len(args) // 2 :]
+    dtypes = [aval_of(v).dtype for v in eqn.invars]
+    if name == "select_and_gather_add":
+        extreme = "max" if eqn.params["select_prim"].name == "ge" else "min"
+        fills = [np.zeros((), dtypes[0])[()], identity(extreme, dtypes[1])]
+    else:
+        fills = [identity(_REDUCERS[name], dtypes[0])]
+    return lambda args: fills
+
+
+def _rebind(dims: Dims, fills_of: Callable[[Sequence[Any]], Sequence[Any]]) -> Rebind:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        fills = fills_of(args)
+        padding, dilation = [*eqn.params["padding"]], [*eqn.params["base_dilation"]]
+        operands = [without_padding(x, dims, place) for x in args[: len(fills)]]
+        for dim, mapped in enumerate(dims):
+            if not is_whole(mapped, place):
+                assert mapped is not None
+                padding[dim], dilation[dim] = (0, 0), 1
+                operands = [
+                    window_of(x, dim, mapped, place, fill)
+                    for x, fill in zip(operands, fills, strict=True)
+                ]
+        changed = {"padding": tuple(padding), "base_dilation": tuple(dilation)}
+        return bind(eqn, [*operands, *args[len(fills) :]], **changed)
+
+    return rebind
+
+
+# --- Back to what a maximum came from ---------------------------------------- #
+
+
+@rule("select_and_scatter_add")
+def scattered(eqn: JaxprEqn) -> DimRule:
+    """A step of a dim's factor is what lies between the starts of two windows.
+
+    It reads the windows that reach it, and the values that these hand back.
+    """
+    source, operand = (shape_of(v) for v in eqn.invars)
+    factors = Factors()
+    maps = [
+        _handed_back(factors, eqn, dim, steps, size)
+        for dim, (steps, size) in enumerate(zip(source, operand, strict=True))
+    ]
+    values, windows, results = zip(*maps, strict=True) if maps else ((), (), ())
+    rebind = _rebind_scattered(values, windows)
+    made = factors.rule([values, windows], [results], rebind)
+    return dataclasses.replace(made, counted=made.windowed)
+
+
+def _handed_back(
+    factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
+) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
+    """How the values, the windows and the result of one dim follow a factor."""
+    names = "window_dimensions", "window_strides", "padding"
+    extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
+    if size != stride * count or not size:
+        return None, None, None
+    # The windows that reach the places from `stride * i` on, counted from the i-th.
+    first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
+    factor = factors.new(count)
+    reached = Reads(size=count, first=first, extent=last - first + 1, steps=(0, count))
+    read = Reads(
+        size=size,
+        first=first * stride - low,
+        stride=stride,
+        extent=(last - first) * stride + extent,
+        steps=(0, count),
+    )
+    if read.first == 0 and read.extent <= stride:  # of its own elements
+        return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
+    values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
+    return values, windows, FactorDim(factor, stride)
+
+
+def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        prim, dtype = eqn.params["select_prim"].name, aval_of(eqn.invars[1]).dtype
+        nothing = identity("max" if prim == "ge" else "min", dtype)
+        source = without_padding(args[0], values, place)
+        operand = without_padding(args[1], windows, place)
+        padding, starts = [*eqn.params["padding"]], [0] * operand.ndim
+        for dim, (value, window) in enumerate(zip(values, windows, strict=True)):
+            if is_whole(window, place):
+                continue
+            assert value is not None
+            assert window is not None
+            assert window.reads is not None
+            source = window_of(source, dim, value, place, source.dtype.type(0))
+            operand = window_of(operand, dim, window, place, nothing)
+            padding[dim], starts[dim] = (0, 0), -window.reads.first
+        (made,) = bind(eqn, [source, operand], padding=tuple(padding))
+        sizes = [
+            made.shape[dim]
+            if window is None
+            else place.size(window.factor) * eqn.params["window_strides"][dim]
+            for dim, window in enumerate(windows)
+        ]
+        limits = [start + size for start, size in zip(starts, sizes, strict=True)]
+        return [lax.slice(made, starts, limits)]
+
+    return rebind

@@ -1,0 +1,68 @@
+"""Dims that are read with an offset: each step of a factor reads a window of elements.
+
+Step i of `y[i] = x[i + 1]`, of a convolution, or of a reversal reads elements that need
+not stand in the same part of the dim.  A device then needs a few of its neighbours'
+elements as well, the *halo*: its window is what all of its steps read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Which elements of a dim the steps of a factor read.
+
+    Step i reads the `extent` places from `first + stride * i` on.  Between each two
+    elements are `dilation - 1` empty places, and none is an element before the first or
+    behind the last one.
+
+    Attributes:
+        size: the elements of the dim, without padding.
+        first: the first place that step 0 reads.
+        stride: how much further the next step begins; negative in a reversal.
+        extent: how many places a step reads.
+        dilation: how many places an element takes, itself included.
+        steps: the first of the steps that read anything, and the one behind the last.
+    """
+
+    size: int
+    first: int
+    steps: tuple[int, int]
+    stride: int = 1
+    extent: int = 1
+    dilation: int = 1
+
+    @property
+    def count(self) -> int:
+        """The steps up to the last that reads anything."""
+        return self.steps[1]
+
+    def reach(self, count: int) -> int:
+        """How many places `count` steps in a row read."""
+        return abs(self.stride) * (count - 1) + self.extent
+
+    def window(self, count: int) -> int:
+        """How many elements `count` steps in a row read at most, wherever they begin"""
+        return (self.reach(count) + self.dilation - 2) // self.dilation + 1
+
+    def place(self, step: Any, count: int) -> Any:
+        """The first place that `count` steps from `step` on read."""
+        lowest = step if self.stride > 0 else step + (count - 1)
+        return self.first + self.stride * lowest
+
+    def start(self, step: Any, count: int) -> Any:
+        """The first element of the window of `count` steps from `step` on."""
+        return self.place(step, count) // self.dilation
+
+    def needed(self, step: int, count: int) -> range:
+        """The elements that `count` steps from `step` on read."""
+        first, end = max(step, self.steps[0]), min(step + count, self.steps[1])
+        if first >= end:
+            return range(0)
+        place = self.place(first, end - first)
+        last = place + self.reach(end - first) - 1
+        start = max(-(-place // self.dilation), 0)
+        return range(start, min(last // self.dilation + 1, self.size))

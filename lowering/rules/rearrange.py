@@ -1,0 +1,278 @@
+"""Dim rules of what grows, shrinks, shifts or reverses dims: slices and their like.
+
+An element of the result is one of an operand at another place, or none.  So a part of
+the result reads a window of the operand, which is as long and stands somewhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors, along, first_step
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    FactorDim,
+    Place,
+    bind,
+    part_shape,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reducers import Reducer, identity, sum_of
+from jhost.lowering.rules.rows import can_be_summed
+from jhost.lowering.rules.windows import (
+    has_windows,
+    is_whole,
+    part_of_whole,
+    reading,
+    window_of,
+    without_padding,
+)
+
+_MOST_PIECES = 8
+"""So many operands of a concatenation are put together on each device."""
+
+
+def _one_operand(
+    eqn: JaxprEqn, reads: dict[int, Reads], others: Sequence[Any] = ()
+) -> DimRule:
+    """The rule where an element of the result is one of the first operand.
+
+    `reads` has the dims along which it stands elsewhere.
+    """
+    operand, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    factors = Factors()
+    pairs = [
+        reading(factors, reads[dim], result[dim])
+        if dim in reads
+        else (FactorDim(factors.new(size)),) * 2
+        for dim, size in enumerate(operand)
+    ]
+    operands, results = zip(*pairs, strict=True) if pairs else ((), ())
+    made = factors.rule([operands, *others], [results])
+    return dataclasses.replace(made, counted=made.windowed)
+
+
+@rule("slice")
+def slice(eqn: JaxprEqn) -> DimRule:
+    """Dims of which something is left out are read with an offset."""
+    shapes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
+    cut = [dim for dim, (size, left) in enumerate(shapes) if size != left]
+    if not has_windows(eqn):
+        return along(eqn, cut, sizes="limit_indices")
+    if any(map(functools.partial(_is_small, eqn), cut)):
+        return small_slice(eqn, cut)
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"]
+    result = shape_of(eqn.outvars[0])
+    made = _one_operand(
+        eqn,
+        {
+            dim: Reads(
+                size=shape_of(eqn.invars[0])[dim],
+                first=starts[dim],
+                stride=strides[dim] if strides else 1,
+                steps=(0, result[dim]),
+            )
+            for dim in cut
+        },
+    )
+    return dataclasses.replace(made, rebind=_slice_part(made))
+
+
+def _is_small(eqn: JaxprEqn, dim: int) -> bool:
+    """Whether so little is left of a dim that devices add up what each has of it."""
+    size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
+    return 8 * left <= size and can_be_summed(aval_of(eqn.invars[0]).dtype)
+
+
+def small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
+    """A slice with little left of a dim: what each device has of it, and no more.
+
+    The sum over the devices is the slice.  Other dims of which something is left out
+    stay whole.
+    """
+    shape, starts = shape_of(eqn.invars[0]), eqn.params["start_indices"]
+    small = {dim for dim in cut if _is_small(eqn, dim)}
+    whole = [dim for dim in cut if dim not in small]
+    reducer = sum_of(aval_of(eqn.invars[0]).dtype)
+    factors = Factors()
+    dims = [
+        None
+        if dim in whole
+        else FactorDim(factors.new(size, reducer if dim in small else None))
+        for dim, size in enumerate(shape)
+    ]
+    results = [None if dim in small else mapped for dim, mapped in enumerate(dims)]
+    made = factors.rule([dims], [results])
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        (x,), starts_here = args, list(starts)
+        limits = list(eqn.params["limit_indices"])
+        for dim, mapped in enumerate(dims):
+            if mapped is None:
+                continue
+            if dim not in small:
+                limits[dim] = x.shape[dim]
+            elif place.size(mapped.factor) != shape[dim]:
+                first = starts[dim] - first_step(place, mapped.factor)
+                x = _what_is_there(x, dim, first, limits[dim] - starts[dim], reducer)
+                starts_here[dim], limits[dim] = 0, limits[dim] - starts[dim]
+        return [lax.slice(x, starts_here, limits, eqn.params["strides"])]
+
+    picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
+    return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)
+
+
+def _what_is_there(x: Any, dim: int, start: Any, size: int, reducer: Reducer) -> Any:
+    """`size` elements of a dim, from `start` on, neutral where `x` has none."""
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (size, size, 0)
+    x = lax.pad(x, identity(reducer, x.dtype), config)
+    start = lax.clamp(
+        np.int32(0), start + np.int32(size), np.int32(x.shape[dim] - size)
+    )
+    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+
+
+def _slice_part(made: DimRule) -> Any:
+    (dims,), (results,) = made.operands, made.results
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        (x,), starts = args, list(eqn.params["start_indices"])
+        strides = list(eqn.params["strides"] or (1,) * len(starts))
+        sizes = part_shape(results, shape_of(eqn.outvars[0]), place)
+        for dim, mapped in enumerate(dims):
+            if not is_whole(mapped, place):
+                assert mapped is not None
+                x = window_of(x, dim, mapped, place)
+                starts[dim] = 0
+        limits = [
+            start + (size - 1) * stride + 1 if size else start
+            for start, size, stride in zip(starts, sizes, strides, strict=True)
+        ]
+        return [lax.slice(x, starts, limits, strides)]
+
+    return rebind
+
+
+@rule("rev")
+def rev(eqn: JaxprEqn) -> DimRule:
+    """Reversed dims are read from their other end."""
+    shape, reversed_dims = shape_of(eqn.invars[0]), eqn.params["dimensions"]
+    if not has_windows(eqn):
+        return along(eqn, reversed_dims)
+    reads = {
+        dim: Reads(
+            size=shape[dim], first=shape[dim] - 1, stride=-1, steps=(0, shape[dim])
+        )
+        for dim in reversed_dims
+    }
+    made = _one_operand(eqn, reads)
+    (dims,) = made.operands
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        x = without_padding(args[0], dims, place)
+        for dim, mapped in enumerate(dims):
+            if not is_whole(mapped, place):
+                assert mapped is not None
+                x = window_of(x, dim, mapped, place)
+        return bind(eqn, [x])
+
+    return dataclasses.replace(made, rebind=rebind)
+
+
+@rule("pad")
+def pad(eqn: JaxprEqn) -> DimRule:
+    """Padded dims are read with an offset; there is nothing where the padding is."""
+    config, shape = eqn.params["padding_config"], shape_of(eqn.invars[0])
+    padded = [dim for dim, widths in enumerate(config) if any(widths)]
+    if not has_windows(eqn):
+        return along(eqn, padded)
+    result = shape_of(eqn.outvars[0])
+    reads = {
+        dim: Reads(
+            size=shape[dim],
+            first=-config[dim][0],
+            dilation=config[dim][2] + 1,
+            steps=(0, result[dim]),
+        )
+        for dim in padded
+    }
+    made = _one_operand(eqn, reads, others=[()])
+    dims, _ = made.operands
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        x, value = args
+        x, widths = without_padding(x, dims, place), list(config)
+        for dim, mapped in enumerate(dims):
+            if not is_whole(mapped, place):
+                assert mapped is not None
+                x = window_of(x, dim, mapped, place, value)
+                widths[dim] = (0, 0, 0)
+        return bind(eqn, [x, value], padding_config=tuple(widths))
+
+    return dataclasses.replace(made, rebind=rebind)
+
+
+# --- Concatenations --------------------------------------------------------------- #
+
+
+@rule("concatenate")
+def concatenate(eqn: JaxprEqn) -> DimRule:
+    """Each operand is read with an offset, but for small ones, which are whole."""
+    dim, shapes = eqn.params["dimension"], [shape_of(v) for v in eqn.invars]
+    sizes = [shape[dim] for shape in shapes]
+    total = sum(sizes)
+    if not has_windows(eqn) or len(sizes) > _MOST_PIECES or not total:
+        return along(eqn, (dim,))
+    ends = [*itertools.accumulate(sizes)]
+    factors = Factors()
+    dims = factors.dims(shapes[0], whole=(dim,))
+    factor = factors.new(total)
+    reads = [
+        Reads(size=size, first=size - end, steps=(end - size, end))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+    def with_dim(mapped: FactorDim | None) -> list[FactorDim | None]:
+        return [*dims[:dim], mapped, *dims[dim + 1 :]]
+
+    pieces = [FactorDim(factor, reads=each) for each in reads]
+    operands = [
+        with_dim(piece if 4 * size > total else None)
+        for piece, size in zip(pieces, sizes, strict=True)
+    ]
+    made = factors.rule(operands, [with_dim(FactorDim(factor))])
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        if place.parts(factor) == 1 and place.size(factor) == total:
+            pairs = zip(args, sizes, strict=True)
+            return bind(eqn, [lax.slice_in_dim(x, 0, n, axis=dim) for x, n in pairs])
+        windows = [
+            (part_of_whole if mapped[dim] is None else window_of)(x, dim, piece, place)
+            for x, mapped, piece in zip(args, operands, pieces, strict=True)
+        ]
+        return [_chosen(windows, dim, ends, place.positions(factor))]
+
+    counted = frozenset({factor})
+    return dataclasses.replace(made, rebind=rebind, counted=counted)
+
+
+def _chosen(windows: Sequence[Any], dim: int, ends: Sequence[int], places: Any) -> Any:
+    """Of several values the one whose piece each place along a dim is in."""
+    *others, chosen = windows
+    places = lax.broadcast_in_dim(places, chosen.shape, (dim,))
+    # From the last on: before the end of each piece comes that piece.
+    for window, end in reversed([*zip(others, ends[:-1], strict=True)]):
+        chosen = lax.select(lax.lt(places, lax.full_like(places, end)), window, chosen)
+    return chosen

@@ -1,0 +1,76 @@
+"""A dim whose elements go round: `jnp.roll` by a number that is known.
+
+JAX writes it as a concatenation of two slices, neither of which can come in equal
+parts.  `frontend/shifts.py` writes it as one equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import define_primitive
+from jhost.lowering.rules.building import Factors
+from jhost.lowering.rules.dim_rule import (
+    DimRule,
+    Dims,
+    FactorDim,
+    Place,
+    bind,
+    rule,
+    shape_of,
+)
+from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.windows import window_of
+
+
+def _rotated(x: jax.Array, _: jax.Array, *, dim: int, start: int) -> list[jax.Array]:
+    size = x.shape[dim]
+    first = lax.slice_in_dim(x, start, size, axis=dim)
+    return [lax.concatenate([first, lax.slice_in_dim(x, 0, start, axis=dim)], dim)]
+
+
+rotate_p = define_primitive("rotate", _rotated)
+"""Both operands are one array: what stands in `dim` from `start` on, then the rest."""
+
+
+@rule("rotate")
+def rotate(eqn: JaxprEqn) -> DimRule:
+    """The operand is read from `start` on, and once more for what comes round."""
+    shape, dim, start = shape_of(eqn.invars[0]), eqn.params["dim"], eqn.params["start"]
+    size = shape[dim]
+    factors = Factors()
+    dims = factors.dims(shape)
+    seam = size - start
+    reads = (
+        Reads(size=size, first=start, steps=(0, seam)),
+        Reads(size=size, first=-seam, steps=(seam, size)),
+    )
+
+    def read(mapped: FactorDim | None, reads: Reads) -> FactorDim:
+        assert mapped is not None
+        return dataclasses.replace(mapped, reads=reads)
+
+    windows = [read(dims[dim], each) for each in reads]
+    operands: list[Dims] = [(*dims[:dim], w, *dims[dim + 1 :]) for w in windows]
+    made = factors.rule(operands, [dims])
+    factor = windows[0].factor
+
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+        if place.parts(factor) == 1 and place.size(factor) == size:
+            x = lax.slice_in_dim(args[0], 0, size, axis=dim)
+            return bind(eqn, [x, x])
+        first, rest = (
+            window_of(x, dim, mapped, place)
+            for x, mapped in zip(args, windows, strict=True)
+        )
+        places = place.positions(factor)
+        places = lax.broadcast_in_dim(places, first.shape, (dim,))
+        return [lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)]
+
+    return dataclasses.replace(made, rebind=rebind, counted=made.windowed)

@@ -1,0 +1,136 @@
+"""Windows of dims as rules map them, and as devices hold them.
+
+A part that reads windows gets the elements of its own window, with anything where the
+whole has none.  What the whole has there, such as padding, is put in its place here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jhost._jax import aval_of
+from jhost.lowering.rules.building import Factors, first_step
+from jhost.lowering.rules.dim_rule import FactorDim, Place
+from jhost.lowering.rules.reads import Reads
+
+_MOST = np.iinfo(np.int32).max
+
+
+def reading(
+    factors: Factors, reads: Reads, count: int
+) -> tuple[FactorDim | None, FactorDim | None]:
+    """How a dim that is read in windows follows a new factor of `count` steps.
+
+    And how a dim does that has an element a step.  Both are whole where there is
+    nothing to read or to give.
+    """
+    if not 0 < count <= _MOST or not 0 < reads.size <= _MOST:
+        return None, None
+    factor = factors.new(count)
+    return reading_dim(factor, reads, count), FactorDim(factor)
+
+
+def reading_dim(factor: int, reads: Reads, count: int) -> FactorDim:
+    """How a dim that is read in windows follows a factor of `count` steps."""
+    inside = reads.first >= 0 and reads.first + reads.extent <= reads.stride
+    if inside and reads.dilation == 1 and reads.size == reads.stride * count:
+        return FactorDim(factor, reads.stride)  # each step reads its own elements
+    return FactorDim(factor, reads=reads)
+
+
+def has_windows(eqn: JaxprEqn) -> bool:
+    """Whether elements can be left out of its values and put in: random keys cannot"""
+    dtypes = (aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars))
+    return not any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes)
+
+
+def is_whole(mapped: FactorDim | None, place: Place) -> bool:
+    """Whether all steps are here, and no others, so that the equation fits as it is."""
+    if mapped is None or mapped.reads is None:
+        return True
+    return place.parts(mapped.factor) == 1 and _all_steps(mapped, place)
+
+
+def _all_steps(mapped: FactorDim, place: Place) -> bool:
+    """Whether there are as many steps as without padding."""
+    assert mapped.reads is not None
+    return place.size(mapped.factor) == mapped.reads.count
+
+
+def without_padding(x: Any, dims: Sequence[FactorDim | None], place: Place) -> Any:
+    """`x` less the padding of dims that are read in windows, where they are whole."""
+    for dim, mapped in enumerate(dims):
+        if mapped is not None and mapped.reads is not None and is_whole(mapped, place):
+            x = lax.slice_in_dim(x, 0, mapped.reads.size, axis=dim)
+    return x
+
+
+def window_of(
+    x: Any, dim: int, mapped: FactorDim, place: Place, fill: Any = None
+) -> Any:
+    """The places that the steps here read along a dim, in order.
+
+    `fill` stands where there is no element; without one, anything does.
+    """
+    reads, count = mapped.reads, place.size(mapped.factor)
+    assert reads is not None
+    value = lax.full((), 0, x.dtype) if fill is None else fill
+    if place.parts(mapped.factor) == 1:
+        start = reads.start(0, count)
+        x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
+        x = _padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
+    elif fill is not None and _leaves(reads, count, place.parts(mapped.factor)):
+        start = reads.start(first_step(place, mapped.factor), count)
+        number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
+        inside = lax.bitwise_and(number >= 0, number < np.int32(reads.size))
+        x = lax.select(inside, x, lax.broadcast(value, x.shape))
+    return x if reads.dilation == 1 else _dilated(x, dim, mapped, place, value)
+
+
+def _leaves(reads: Reads, count: int, parts: int) -> bool:
+    """Whether the window of some part is not all in the dim."""
+    starts = [reads.start(step, count) for step in (0, (parts - 1) * count)]
+    return min(starts) < 0 or max(starts) + reads.window(count) > reads.size
+
+
+def _dilated(x: Any, dim: int, mapped: FactorDim, place: Place, value: Any) -> Any:
+    """Elements with empty places between them, from the first that is read on."""
+    reads, count = mapped.reads, place.size(mapped.factor)
+    assert reads is not None
+    x = _padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
+    first = reads.place(first_step(place, mapped.factor), count)
+    if place.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
+        first = reads.place(0, count)
+    into = first % reads.dilation
+    return lax.dynamic_slice_in_dim(x, into, reads.reach(count), axis=dim)
+
+
+def part_of_whole(x: Any, dim: int, mapped: FactorDim, place: Place) -> Any:
+    """The window of the steps here, of a dim that every device has whole."""
+    reads, count = mapped.reads, place.size(mapped.factor)
+    assert reads is not None
+    assert reads.dilation == 1
+    length = reads.window(count)
+    zero = lax.full((), 0, x.dtype)
+    x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
+    x = _padded(x, dim, zero, (length, length))
+    start = reads.start(first_step(place, mapped.factor), count)
+    # Beyond either end is nothing that is read.
+    start = lax.clamp(np.int32(0), start + np.int32(length), np.int32(x.shape[dim]))
+    return lax.dynamic_slice_in_dim(x, start, length, axis=dim)
+
+
+def _padded(
+    x: Any, dim: int, value: Any, widths: tuple[int, int], interior: int = 0
+) -> Any:
+    """`x` with so many more elements at both ends of a dim, or with fewer."""
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (*widths, interior)
+    return lax.pad(x, value, config)

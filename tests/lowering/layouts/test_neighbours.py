@@ -1,0 +1,292 @@
+"""Dims that are read in windows: each device gets what it needs of its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.ir.bodies import statements
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate
+from tests.lowering.hand_built import integers, mesh_of
+from tests.lowering.on_mesh import communications, exact, on, program_of, tp
+from tests.lowering.traced import interpreted
+
+Array: TypeAlias = jax.Array
+ROWS, SEQUENCE = P("tp"), P(None, "tp")
+
+
+def received(program: Program) -> int:
+    """The elements that each device receives by permutes, and by nothing else."""
+    found = [s for s in statements(program) if isinstance(s, Communicate)]
+    assert {stmt.kind for stmt in found} <= {"CollectivePermute"}
+    return sum(int(np.prod(stmt.out.shape)) for stmt in found)
+
+
+# --- How much moves ----------------------------------------------------------------- #
+
+
+def _rows(fun: Callable[[Array], Any], out: P = ROWS, devices: int = 4) -> int:
+    """What a function of 16 rows of 3 receives, which gives what it should."""
+    return received(exact(fun, integers(16, 3), **tp(devices, (ROWS,), out)))
+
+
+@pytest.mark.parametrize(
+    ("fun", "rows"),
+    [
+        (lambda x: jnp.roll(x, 1, 0), 1),
+        (lambda x: jnp.roll(x, 6, 0), 4),
+        (lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1], 1),
+        (lambda x: jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]), 1),
+        (lambda x: jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0))), 1),
+        (lambda x: x[::2], 0),
+        (lambda x: lax.pad(x, 7.0, ((0, 1, 1), (0, 0, 0))), 0),
+        (lambda x: x[::-1], 4),
+        (lambda x: x[:8], 4),
+        (lambda x: jnp.pad(x, ((5, 0), (0, 0)))[:-5], 4),
+    ],
+    ids=[
+        "roll", "roll by more than a part", "shift", "next", "difference", "stride",
+        "spread out", "reversal", "half", "shift by more than a part",
+    ],
+)  # fmt: skip
+def test_rows_of_neighbours_are_all_that_moves(
+    fun: Callable[[Array], Array], rows: int
+) -> None:
+    assert _rows(fun) == rows * 3
+
+
+def test_a_device_of_one_row_gets_rows_of_several_others() -> None:
+    def mean(x: Array) -> Array:
+        return lax.reduce_window(x, 0, lax.add, (3, 1), (1, 1), "SAME")
+
+    program = exact(mean, integers(4, 3), **tp(4, (ROWS,), ROWS))
+    assert received(program) == 2 * 3
+
+
+def test_halos_of_two_dims_hold_the_corners() -> None:
+    def smooth(x: Array) -> Array:
+        return lax.reduce_window(x, 0, lax.add, (3, 3), (1, 1), "SAME")
+
+    settings = on({"a": 2, "b": 2}, (P("b", "a"),), P("b", "a"))
+    # A row of the one neighbour, and of the other a column of what is then there.
+    assert received(exact(smooth, integers(8, 8), **settings)) == 4 + 6
+
+
+def test_rows_over_two_axes_in_any_order_have_the_same_neighbours() -> None:
+    def shift(x: Array) -> Array:
+        return jnp.roll(x, 1, 0)
+
+    settings = on({"a": 2, "b": 2}, (P(("b", "a")),), P(("b", "a")))
+    program = exact(shift, integers(16, 3), **settings)
+    assert received(program) == 3
+
+
+def _convolution(
+    padding: tuple[int, int], **more: Any
+) -> Callable[[Array, Array], Array]:
+    numbers = ("NTC", "TIO", "NTC")
+    return lambda x, k: lax.conv_general_dilated(
+        x, k, more.pop("window_strides", (1,)), [padding], dimension_numbers=numbers,
+        **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("padding", "kernel", "more", "places"),
+    [
+        ((3, 0), (4, 6, 5), {}, 3),
+        ((3, 0), (4, 1, 6), {"feature_group_count": 6}, 3),
+        ((6, 0), (4, 6, 5), {"rhs_dilation": (2,)}, 6),
+        ((1, 1), (4, 6, 5), {"window_strides": (2,)}, 2),
+        ((2, 2), (4, 6, 5), {"lhs_dilation": (2,)}, 2),
+        ((11, 0), (12, 6, 5), {}, 11),
+    ],
+    ids=["causal", "depthwise", "dilated", "strided", "transposed", "wide"],
+)
+def test_convolutions_get_the_edges_of_their_neighbours(
+    padding: tuple[int, int], kernel: Any, more: dict[str, Any], places: int
+) -> None:
+    fun, x = _convolution(padding, **more), integers(2, 16, 6)
+    program = exact(fun, x, integers(*kernel), **tp(4, (SEQUENCE, P()), SEQUENCE))
+    assert received(program) == 2 * places * 6
+
+
+def test_the_gradient_of_a_kernel_is_a_sum_over_devices() -> None:
+    conv = _convolution((3, 0))
+
+    def gradients(x: Array, kernel: Array, given: Array) -> Any:
+        return jax.vjp(conv, x, kernel)[1](given)
+
+    shapes = (2, 64, 6), (4, 6, 6), (2, 64, 6)
+    args = [jnp.asarray(integers(*shape), jnp.float32) for shape in shapes]
+    ins = SEQUENCE, P(), SEQUENCE
+    program = exact(gradients, *args, **tp(4, ins, (SEQUENCE, P())))
+    # Positions before a device's own for the kernel's, and behind them for the other.
+    assert sorted(communications(program)) == [
+        "AllReduce tp sum",
+        "CollectivePermute tp",
+        "CollectivePermute tp",
+    ]
+
+
+@pytest.mark.parametrize(("window", "stride", "edges"), [(2, 2, 0), (3, 2, 4)])
+def test_a_maximum_hands_back_to_its_own_part(
+    window: int, stride: int, edges: int
+) -> None:
+    def pool(x: Array) -> Array:
+        return lax.reduce_window(
+            x, -np.inf, lax.max, (1, window, 1), (1, stride, 1), "SAME"
+        )
+
+    def back(x: Array, given: Array) -> Array:
+        return jax.vjp(pool, x)[1](given)[0]
+
+    x, given = (jnp.asarray(integers(3, n, 2), jnp.float32) for n in (32, 16))
+    program = exact(back, x, given, **tp(4, (SEQUENCE, SEQUENCE), SEQUENCE))
+    assert received(program) == edges * 3 * 2
+
+
+# --- In other programs -------------------------------------------------------------- #
+
+
+def test_a_difference_goes_back_to_neighbours() -> None:
+    def loss(x: Array) -> Array:
+        return ((x[1:] - x[:-1]) ** 2).sum()
+
+    x = jnp.asarray(integers(16, 3), jnp.float32)
+    program = exact(jax.grad(loss), x, **tp(4, (ROWS,), ROWS))
+    assert received(program) == 2 * 3
+
+
+def test_a_scan_moves_one_row_an_iteration() -> None:
+    def steps(x: Array) -> Array:
+        def step(x: Array, _: None) -> tuple[Array, None]:
+            return jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0))), None
+
+        return lax.scan(step, x, None, length=3)[0]
+
+    assert _rows(steps) == 3
+
+
+def test_a_small_slice_is_the_sum_of_what_each_device_has() -> None:
+    program = exact(lambda x: x[5:7] * 2, integers(16, 3), **tp(4, (ROWS,), P()))
+    assert communications(program) == ["AllReduce tp sum"]
+
+
+def test_a_split_of_a_sharded_dim_moves_parts() -> None:
+    def f(x: Array) -> tuple[Array, ...]:
+        return tuple(jnp.split(x, 2, 0))
+
+    assert _rows(f, (ROWS, ROWS)) <= 2 * 6 * 3
+
+
+def test_a_stream_ends_at_what_is_read_in_windows() -> None:
+    def f(x: Array, w: Array) -> Array:
+        x = jhost.stream(x, 0, chunks=4, pipeline="p2p")
+        return jnp.roll(x @ w, 1, 0) + 1
+
+    exact(f, integers(16, 4), integers(4, 4), **tp(4, (ROWS, P(None, "tp")), ROWS))
+
+
+# --- At random ---------------------------------------------------------------------- #
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chain of steps along dim 0 of an array, which comes and goes sharded."""
+
+    mesh: dict[str, int]
+    axes: tuple[str, ...]
+    rows: int
+    steps: tuple[tuple[str, int, int], ...]
+
+    def function(self, x: Array) -> Array:
+        for name, a, b in self.steps:
+            x = _STEPS[name](x, a, b)
+        more = -x.shape[0] % 8  # results divide
+        return lax.pad(x, 0.0, ((0, more, 0), (0, 0, 0)))
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "mesh": mesh_of(**self.mesh),
+            "in_shardings": (P(self.axes),),
+            "out_shardings": P(self.axes),
+        }
+
+
+def _windows(x: Array, width: int, stride: int) -> Array:
+    sizes, strides = (1 + width % 5, 1), (1 + stride % 3, 1)
+    return lax.reduce_window(x, 0.0, lax.add, sizes, strides, "SAME")
+
+
+def _convolved(x: Array, width: int, stride: int) -> Array:
+    kernel = jnp.arange(1 + width % 6, dtype=x.dtype)[:, None, None] - 2
+    out = lax.conv_general_dilated(
+        x.T[:, :, None], kernel, (1 + stride % 2,), [(width % 4, 3)],
+        lhs_dilation=(1 + width % 2,), rhs_dilation=(1 + stride % 3,),
+        dimension_numbers=("NTC", "TIO", "NTC"),
+    )  # fmt: skip
+    return out[:, :, 0].T
+
+
+_STEPS: dict[str, Callable[[Array, int, int], Array]] = {
+    "roll": lambda x, a, b: jnp.roll(x, a - b, 0),
+    "slice": lambda x, a, b: x[a % 3 : max(len(x) - b % 5, a % 3 + 1)],
+    "stride": lambda x, a, b: x[a % 2 :: 1 + b % 3] if len(x) > 2 else x,
+    "pad": lambda x, a, b: (
+        lax.pad(x, float(a), ((a % 7 - 2, b, a % 2), (0, 0, 0))) if len(x) > 2 else x
+    ),
+    "rev": lambda x, a, b: x[::-1] + a,
+    "twice": lambda x, a, b: jnp.concatenate([x * a, x[: b % 4], x]),
+    "difference": lambda x, a, b: x[1:] * a - x[:-1] if len(x) > 1 else x,
+    "tail": lambda x, a, b: x[-1 - a % 2 :] * b + x[:1],
+    "windows": _windows,
+    "convolved": _convolved,
+    "scaled": lambda x, a, b: x * (jnp.arange(len(x), dtype=x.dtype) % 3 - a)[:, None],
+}
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    mesh, axes = draw(
+        st.sampled_from(
+            [
+                ({"a": 4}, ("a",)),
+                ({"a": 8}, ("a",)),
+                ({"a": 2, "b": 2}, ("b", "a")),
+                ({"a": 2, "b": 2}, ("b",)),
+            ]
+        )
+    )
+    number = st.integers(0, 9)
+    step = st.tuples(st.sampled_from(sorted(_STEPS)), number, number)
+    steps = draw(st.lists(step, min_size=1, max_size=3))
+    return Case(mesh, axes, draw(st.sampled_from([8, 16, 40])), tuple(steps))
+
+
+@given(_cases())
+def test_chains_of_windows_are_exact(case: Case) -> None:
+    x = integers(case.rows, 2)
+    kinds = Counter(
+        stmt.kind
+        for stmt in statements(program_of(case.function, x, **case.settings()))
+        if isinstance(stmt, Communicate)
+    )
+    for kind in kinds:
+        hypothesis.event(kind)
+    given = interpreted(case.function, **case.settings())(x)
+    chex.assert_trees_all_equal(np.asarray(given), np.asarray(case.function(x)))

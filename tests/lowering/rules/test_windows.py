@@ -1,0 +1,100 @@
+"""The dim rules of what reads windows of dims, in parts that begin anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from jhost.lowering.frontend.inline_calls import inline_calls
+from jhost.lowering.frontend.shifts import with_shifts
+from jhost.lowering.rules.table import rule_of
+from tests.lowering.hand_built import integers
+
+CheckRule: TypeAlias = Callable[..., set[str]]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: lax.slice(x, (1,), (8,), (3,)),
+        lambda x: lax.slice(x, (1,), (9,), (2,)),
+        lambda x: lax.slice(x, (7,), (8,)),
+        lambda x: lax.pad(x, 2.0, ((-2, 3, 0),)),
+        lambda x: lax.pad(x, 2.0, ((1, -1, 2),)),
+        lambda x: lax.rev(x, (0,)),
+        lambda x: lax.concatenate([x, x[:1], 2 * x], 0),
+        lambda x: lax.reduce_window(
+            x, 0.0, lax.add, (3,), (2,), ((2, 1),), (2,), (2,)
+        ),
+        lambda x: lax.reduce_window(x, 1.0, lax.mul, (3,), (1,), "SAME"),
+    ],
+    ids=[
+        "stride", "own stride", "small", "cut and padded", "spread out", "rev",
+        "concatenate", "windows with gaps", "any reduction",
+    ],
+)  # fmt: skip
+def test_one_dim(fun: Callable[[Any], Any], check_rule: CheckRule) -> None:
+    check_rule(fun, integers(9))
+
+
+@pytest.mark.parametrize(
+    ("padding", "more"),
+    [
+        ((3, 1), {}),
+        ((1, 2), {"lhs_dilation": (2,), "window_strides": (3,)}),
+        ((-1, 4), {"rhs_dilation": (2,), "feature_group_count": 2}),
+        ((0, 5), {"batch_group_count": 2, "window_strides": (2,)}),
+    ],
+    ids=["padded", "transposed", "groups of features", "groups of batches"],
+)
+def test_convolutions(
+    padding: tuple[int, int], more: dict[str, Any], check_rule: CheckRule
+) -> None:
+    params = {"window_strides": (1,), **more}
+    channels = 4 // params.get("feature_group_count", 1)
+
+    def convolved(x: Any, kernel: Any) -> Any:
+        return lax.conv_general_dilated(x, kernel, padding=[padding], **params)
+
+    check_rule(convolved, integers(2, 4, 6), integers(4, channels, 3))
+
+
+def test_a_kernel_as_large_as_the_operand_is_summed_over(check_rule: CheckRule) -> None:
+    def convolved(x: Any, kernel: Any) -> Any:
+        return lax.conv_general_dilated(x, kernel, (1,), [(2, 0)])
+
+    check_rule(convolved, integers(1, 2, 6), integers(1, 2, 6))
+    eqn = jax.make_jaxpr(convolved)(integers(1, 2, 6), integers(1, 2, 6)).jaxpr.eqns[0]
+    rule = rule_of(eqn)
+    (factor,) = rule.windowed
+    assert rule.reducers[factor] == "sum"
+
+
+@pytest.mark.parametrize(("window", "stride"), [(3, 2), (2, 3)])
+def test_what_a_maximum_hands_back(
+    window: int, stride: int, check_rule: CheckRule
+) -> None:
+    def pool(x: Any) -> Any:
+        return lax.reduce_window(
+            x, -np.inf, lax.max, (window,), (stride,), [(0, max(window - stride, 0))]
+        )
+
+    x = integers(6)
+    check_rule(lambda x, given: jax.vjp(pool, x)[1](given)[0], x, pool(x))
+
+
+def test_a_rotation_reads_before_and_behind_the_seam() -> None:
+    closed = jax.make_jaxpr(lambda x: lax.concatenate([x[5:], x[:5]], 0))(integers(8))
+    (eqn,) = with_shifts(inline_calls(closed)).eqns
+    first, rest = (dims[0] for dims in rule_of(eqn).operands)
+    assert first is not None
+    assert rest is not None
+    assert first.reads is not None
+    assert rest.reads is not None
+    assert (first.reads.first, first.reads.steps) == (5, (0, 3))
+    assert (rest.reads.first, rest.reads.steps) == (-3, (3, 8))
