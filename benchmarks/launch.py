@@ -1,7 +1,7 @@
 """Several processes of one machine, each with its share of the devices.
 
 The command that was called starts itself again for each, and waits for all. When one
-fails, or time is up, the others are ended: they may be waiting in a collective for ever.
+fails, or time is up, the others are ended: they may wait in a collective for ever.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def start(
         seconds: when to end them; None for never.
 
     Returns:
-        The exit status: that of the first process that failed, 124 if time was up, or 0.
+        The exit status: of the first process that failed, 124 if time was up, or 0.
 
     Raises:
         ValueError: the devices cannot be shared equally.

@@ -57,8 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="how many variants of each test to try (0: all; default: 3 in a run of all "
-        "tests, and all of a file or a folder that is named)",
+        help="how many variants of each test to try (0: all; default: 3 in a run of "
+        "all tests, and all of a file or a folder that is named)",
     )
     group.addoption(
         "--all-newest",
@@ -112,9 +112,9 @@ def pytest_configure_node(node: Any) -> None:
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
 # does is checked with the oldest as well, by the tests of rules, of the frontend, of
 # emission and interpretation, and of whole programs.
-NEWEST = (
-    "cost", "ir", "layouts", "loops", "padding", "schedule", "streams", "units", "verify"
-)  # fmt: skip
+NEWEST = frozenset(
+    "cost ir layouts loops padding schedule streams units verify".split()
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked

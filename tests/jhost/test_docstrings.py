@@ -101,7 +101,7 @@ def test_layers_show_their_arguments() -> None:
 
 
 def blocks() -> dict[str, str]:
-    """The part of the reference for each module; what `jhost` itself has comes first."""
+    """The part of the reference for each module; that of `jhost` comes first."""
     text = (Path(__file__).parents[2] / "docs/api.md").read_text()
     first, *others = text.split(".. automodule:: ")
     return {"jhost": first} | {part.split()[0]: part for part in others}

@@ -130,7 +130,7 @@ def _joined_or_started(
 def _most_seconds(arguments: argparse.Namespace) -> float | None:
     """When processes are ended that have not ended in time by themselves.
 
-    They look at the time between two arms, so one that hangs in a collective never does.
+    They look at the time between two arms; one that hangs in a collective never does.
     """
     limit: float | None = arguments.time_limit
     return None if limit is None else limit + _GRACE_S
