@@ -30,6 +30,7 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.schedule.order import Way, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
+from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
@@ -133,7 +134,9 @@ class ChooseTransfers(EachProgram):
         """
         assert self.rates is not None
         before, after = (
-            predict(Segment().apply(each), self.rates, in_body=True).total
+            predict(
+                ScheduleLoops().apply(Segment().apply(each)), self.rates, in_body=True
+            ).total
             for each in (program, other)
         )
         return after < _GAIN * before

@@ -35,7 +35,7 @@ from jhost.lowering.ir.index import Index, LoopIndex, Rank, evaluate
 from jhost.lowering.ir.machine import Machine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
+from jhost.lowering.ir.stages import Turn, set_aside, turns
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -139,6 +139,8 @@ class _Emitter(Machine):
                 self.order.synchronize(self.stream_key(stream))
             case ir.For():
                 self.loop(stmt)
+            case ir.NextStage():
+                pass  # a loop's body comes stage by stage
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
@@ -285,7 +287,7 @@ class _Emitter(Machine):
         # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
-        for turn in turns(stmt, self.memory):
+        for turn in turns(stmt):
             with self.iteration(stmt, turn.iteration):
                 self.turn(turn, own[turn.iteration])
         self.order.depth -= 1
@@ -311,7 +313,3 @@ class _Emitter(Machine):
         values = call_control_flow(stmt, [self.read(b) for b in stmt.ins], run)
         for buffer, value in zip(stmt.outs, values, strict=True):
             self.write(buffer, value)
-
-    def memory(self, name: str) -> int | None:
-        """The memory that a name stands for, if it exists."""
-        return id(self.views[name].memory) if name in self.views else None

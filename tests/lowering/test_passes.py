@@ -90,7 +90,7 @@ def test_the_passes_stand_in_order() -> None:
         "choose_transfers",
         "leave_to_xla",
         "segment",
-        "receive_early",
+        "schedule_loops",
         "insert_deallocations",
         "choose_permutes",
     ]

@@ -214,7 +214,7 @@ def test_every_pass_is_dumped_in_order(
         "f.15_choose_transfers.txt",
         "f.16_leave_to_xla.txt",
         "f.17_segment.txt",
-        "f.18_receive_early.txt",
+        "f.18_schedule_loops.txt",
         "f.19_insert_deallocations.txt",
         "f.20_choose_permutes.txt",
     ]
