@@ -14,7 +14,7 @@ from jax import lax
 Values: TypeAlias = tuple[Any, ...]
 
 
-class Barriers:
+class EmittedBarriers:
     """The barriers of a program so far: what each accumulator's value has become.
 
     By identity: that is the value itself, what a barrier made of it, or None once

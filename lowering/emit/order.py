@@ -15,12 +15,12 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.emit.barriers import Barriers, Values, distinct
+from jhost.lowering.emit.barriers import EmittedBarriers, Values, distinct
 from jhost.lowering.ir.machine import Machine, StreamKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class InFlight:
+class IssuedTransfer:
     """What a communication brings, and the tokens of its stream when it was issued."""
 
     results: Values
@@ -36,13 +36,13 @@ class Order:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.barriers = Barriers()
+        self.barriers = EmittedBarriers()
         self.chains: dict[StreamKey, Values] = {}
         # XLA:GPU has one compute queue: steps on other streams come in turn as well.
         self.last_compute: Values = ()
         # The last work outside of loops, where no stream orders it.
         self.last_work: Values = ()
-        self.in_flight: dict[str, InFlight] = {}
+        self.in_flight: dict[str, IssuedTransfer] = {}
         # By identity of a value that is read outside of loops: what it is read behind.
         self.apart: dict[int, tuple[Any, Values]] = {}
         self.depth = 0
@@ -118,7 +118,9 @@ class Order:
 
     def issued(self, name: str, result: Any) -> None:
         """The communication is under way; its stream goes on."""
-        self.in_flight[name] = InFlight((result,), () if self.depth else self.chain)
+        self.in_flight[name] = IssuedTransfer(
+            (result,), () if self.depth else self.chain
+        )
 
     def wait(self, name: str) -> None:
         """The current stream goes on when the communication has ended.

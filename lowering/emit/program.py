@@ -19,7 +19,7 @@ from jhost import errors
 from jhost.lowering.emit.buffers import Memory, View, new_view
 from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
-from jhost.lowering.emit.order import InFlight, Order
+from jhost.lowering.emit.order import IssuedTransfer, Order
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.signs import (
     never_negative_zero,
@@ -76,8 +76,8 @@ class _Own:
     """What one iteration of a loop has made, and what it has in flight."""
 
     views: dict[str, View] = dataclasses.field(default_factory=dict[str, View])
-    in_flight: dict[str, InFlight] = dataclasses.field(
-        default_factory=dict[str, InFlight]
+    in_flight: dict[str, IssuedTransfer] = dataclasses.field(
+        default_factory=dict[str, IssuedTransfer]
     )
 
 
