@@ -1,9 +1,10 @@
 """When transfers in loops over chunks are issued, and when they are waited for.
 
 It is the rule of `order.py`, in an iteration.  A transfer is issued as soon as its
-source is there.  So an iteration that needs two values which were there before it began
-has the second on its way while it works on the first.  Where transfers stand together,
-all are issued before one is waited for.
+source is there, and what makes the source goes before work that nothing waits for.  It
+is waited for right before its first reader.  So an iteration that needs two values which
+were there before it began has the second on its way while it works on the first, and
+what it sends goes while it adds up the gradient of a weight.
 
 Then iterations are staggered: see `stages.py`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 from jhost.lowering.ir import statements as ir
@@ -78,19 +80,45 @@ class _Stretch:
         return self.waiting_late(self.issued_early())
 
     def issued_early(self) -> list[ir.Stmt]:
-        """Each transfer behind the last statement that it needs."""
+        """Each transfer, and what makes its source, behind the last that it needs."""
         ordered: list[ir.Stmt] = []
+        urgent = self.sources()
         for stmt in self.stmts:
             place = len(ordered)
             if isinstance(stmt, ir.Communicate):
                 # Transfers keep their order: the first is needed first.
-                place = _behind(ordered, lambda before, c=stmt: self.holds(before, c))
+                place = _behind(ordered, stmt, self.holds_transfer)
+            elif stmt in urgent:
+                place = _behind(ordered, stmt, partial(self.holds_source, urgent))
             self.insert(ordered, place, stmt)
         return ordered
 
-    def holds(self, before: ir.Stmt, stmt: ir.Communicate) -> bool:
+    def sources(self) -> list[ir.Stmt]:
+        """The computations of which something is sent."""
+        found: list[ir.Stmt] = []
+        wanted: set[str] = set()
+        for stmt in reversed(self.stmts):
+            reads, writes = self.touched(stmt)
+            if isinstance(stmt, ir.Communicate):
+                wanted |= reads
+            elif isinstance(stmt, ir.Compute) and wanted & writes:
+                found.append(stmt)
+                wanted |= reads
+        return found
+
+    def holds_transfer(self, before: ir.Stmt, stmt: ir.Stmt) -> bool:
         """Whether a transfer cannot be issued ahead of a statement."""
         return isinstance(before, ir.Communicate) or self.needs(before, stmt)
+
+    def holds_source(
+        self, urgent: Sequence[ir.Stmt], before: ir.Stmt, stmt: ir.Stmt
+    ) -> bool:
+        """Whether what makes a source cannot be computed ahead of a statement.
+
+        Nor is it computed ahead of a wait: what stands before that hides what comes.
+        """
+        moves = isinstance(before, ir.Communicate | ir.Wait)
+        return moves or before in urgent or self.needs(before, stmt)
 
     def insert(self, ordered: list[ir.Stmt], place: int, stmt: ir.Stmt) -> None:
         """Put a statement there, behind the aliases that it goes through."""
@@ -147,6 +175,11 @@ class _Stretch:
         }
 
 
-def _behind(stmts: Sequence[ir.Stmt], holds: Callable[[ir.Stmt], bool]) -> int:
-    """The place right behind the last statement that holds something back."""
-    return max((n + 1 for n, stmt in enumerate(stmts) if holds(stmt)), default=0)
+def _behind(
+    stmts: Sequence[ir.Stmt],
+    stmt: ir.Stmt,
+    holds: Callable[[ir.Stmt, ir.Stmt], bool],
+) -> int:
+    """The place for a statement right behind the last that holds it back."""
+    places = (n + 1 for n, before in enumerate(stmts) if holds(before, stmt))
+    return max(places, default=0)
