@@ -2,9 +2,9 @@
 
 It is the rule of `order.py`, in an iteration.  A transfer is issued as soon as its
 source is there, and what makes the source goes before work that nothing waits for.  It
-is waited for right before its first reader.  So an iteration that needs two values which
-were there before it began has the second on its way while it works on the first, and
-what it sends goes while it adds up the gradient of a weight.
+is waited for right before its first reader.  So of two values that were there before
+the iteration began, the second is on its way while the first is worked on.  What is
+sent goes while the gradient of a weight is added up.
 
 Then iterations are staggered: see `stages.py`.
 """
