@@ -24,15 +24,15 @@ from jhost.lowering.layouts.convert_to_communications import ConvertToCommunicat
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.combine_small import CombineSmall
-from jhost.lowering.loops.hoist_receives import ReceiveEarly
 from jhost.lowering.loops.leave_idle_marks import LeaveIdleMarks
 from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
-from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.padding.block_scans import BlockScans
 from jhost.lowering.padding.pad_uneven import PadUneven
+from jhost.lowering.schedule.compute_late import ComputeLate
+from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
@@ -110,7 +110,7 @@ def passes(
         transfers,
         LeaveToXla(transfers.between),
         Segment(),
-        ReceiveEarly(),
+        ScheduleLoops(),
     )
     return Passes(
         before_choice=(BlockScans(), PadUneven()),

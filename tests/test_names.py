@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OTHERWISE = {"compute_late", "receive_early"}
-"""Passes that stand in modules of another name so far; none may come to these."""
 
 
 @functools.cache
@@ -54,5 +52,5 @@ def test_a_pass_its_class_and_its_module_are_called_the_same() -> None:
     found = [*passes()]
     for module, cls, name in found:
         assert cls == "".join(word.capitalize() for word in name.split("_"))
-        assert module == name or name in OTHERWISE, (module, name)
+        assert module == name, (module, name)
     assert len(found) > 10

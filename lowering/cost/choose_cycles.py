@@ -19,6 +19,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of
+from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.schedule.with_cycle import with_cycle
 from jhost.lowering.units.segment import Segment
 
@@ -66,7 +67,10 @@ class ChooseCycles(EachProgram):
         rates = self.transfers.rates
         assert rates is not None
         before, after = (
-            predict(Segment().apply(self.transfers.apply(each)), rates).total
+            predict(
+                ScheduleLoops().apply(Segment().apply(self.transfers.apply(each))),
+                rates,
+            ).total
             for each in (program, other)
         )
         return after < _GAIN * before

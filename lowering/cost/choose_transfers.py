@@ -30,6 +30,7 @@ from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.schedule.order import Way, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
+from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
@@ -136,8 +137,8 @@ class _Weighed:
 
     def seconds(self, rates: Rates) -> float:
         if self.known is None:
-            segmented = Segment().apply(self.program)
-            self.known = predict(segmented, rates, in_body=True).total
+            scheduled = ScheduleLoops().apply(Segment().apply(self.program))
+            self.known = predict(scheduled, rates, in_body=True).total
         return self.known
 
 

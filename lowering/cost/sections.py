@@ -22,8 +22,8 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
 from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
-from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.stack_less import StackLess
+from jhost.lowering.schedule.compute_late import ComputeLate
 
 _LAYERS = 3
 """From so many marks alike on, one in the middle speaks for all."""

@@ -34,8 +34,8 @@ from jhost.lowering.ir.machine import Machine, StreamKey
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Prediction
+from jhost.lowering.ir.stages import set_aside, turns
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.loops.software_pipeline import set_aside, turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class _Unrolled(Machine):
         # Stages of an iteration are apart: what it has made waits here in between.
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
-        for turn in turns(loop, self.places.memory):
+        for turn in turns(loop):
             i = self.at[LoopIndex(loop.index)] = turn.iteration
             aliases, writers, in_flight = own[i]
             with (

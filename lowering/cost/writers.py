@@ -48,12 +48,6 @@ class Writers:
         found = self.aliases.get(name)
         return found[0] if found else (name,)
 
-    def memory(self, name: str) -> object | None:
-        """The memory that a name stands for, if anything has been written to it."""
-        if name in self.aliases:
-            return self.aliases[name][0][0]
-        return name if name in self.writers else None
-
     def makers(self, buffer: ir.Buffer) -> frozenset[int]:
         """The tasks that wrote what `buffer` holds, or a part of it."""
         return frozenset(self.written(self.of(buffer.name)).values())

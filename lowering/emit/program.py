@@ -18,7 +18,7 @@ from jhost import errors
 from jhost.lowering.emit.buffers import Memory, View
 from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
-from jhost.lowering.emit.order import Order, Values
+from jhost.lowering.emit.order import IssuedTransfer, Order
 from jhost.lowering.emit.shard_map import shard_map
 from jhost.lowering.emit.signs import (
     never_negative_zero,
@@ -31,7 +31,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
-from jhost.lowering.loops.software_pipeline import Turn, set_aside, turns
+from jhost.lowering.ir.stages import Turn, set_aside, turns
 from jhost.lowering.units.evaluate import evaluate_unit
 
 Emitted: TypeAlias = Callable[..., tuple[jax.Array, ...]]
@@ -72,7 +72,9 @@ class _Own:
     """What one iteration of a loop has made, and what it has in flight."""
 
     views: dict[str, View] = dataclasses.field(default_factory=dict[str, View])
-    in_flight: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    in_flight: dict[str, IssuedTransfer] = dataclasses.field(
+        default_factory=dict[str, IssuedTransfer]
+    )
 
 
 class _Emitter(Views):
@@ -133,6 +135,8 @@ class _Emitter(Views):
                 self.order.synchronize(self.stream_key(stream))
             case ir.For():
                 self.loop(stmt)
+            case ir.NextStage():
+                pass  # a loop's body comes stage by stage
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
@@ -144,9 +148,13 @@ class _Emitter(Views):
         parts = {n for n, buffer in enumerate(stmt.ins) if self.is_part(buffer)}
         chosen = sorted(tied(stmt.unit, made, parts))
         placed = self.placed_at_once(stmt.outs)
-        ins, bases = self.order.before_compute(ins, chosen, [m.base for m in placed])
-        for memory, base in zip(placed, bases, strict=True):
-            memory.base = base
+        # What they are put into has to be complete by then as well.
+        waiting = [*(ins[n] for n in chosen), *(memory.base for memory in placed)]
+        tied_values = iter(self.order.before_compute(waiting))
+        for number in chosen:
+            ins[number] = next(tied_values)
+        for memory in placed:
+            memory.base = next(tied_values)
         ins = self.order.leaving(ins)
         # Not widened here: XLA then writes what is narrow, and widens it where it adds.
         # With this, ring attention over 32,768 tokens on two devices moves 0.4 GB to
@@ -194,7 +202,8 @@ class _Emitter(Views):
         held = [self.held(stmt, stmt.outs[number]) for number in numbers]
         new = combine(stmt, held, [outs[number] for number in numbers])
         for number, old, value in zip(numbers, held, new, strict=True):
-            self.order.accumulated(old, value)
+            if self.order.active:
+                self.order.barriers.accumulated(old, value)
             found[number] = value
         return found
 
@@ -203,12 +212,12 @@ class _Emitter(Views):
         view = self.views[accumulator.name]
         if view.memory.fresh(view.region):
             return None
-        return self.order.latest(view.held())
+        return self.order.barriers.latest(view.held())
 
     # --- Communication -------------------------------------------------------- #
 
     def communicate(self, stmt: ir.Communicate) -> None:
-        (source,) = self.order.before_communication([self.read(stmt.source)])
+        source = self.order.before_communication(self.read(stmt.source))
         shift = 0 if stmt.shift is None else self.value(stmt.shift)
         value = communicate(stmt, source, self.ranks, shift)
         unsure = stmt.source.name not in self.never_negative
@@ -218,7 +227,7 @@ class _Emitter(Views):
         if not self.order.depth:
             # Kept by the memory, since other names may reach it later.
             self.views[stmt.out.name].memory.received = True
-        self.order.issued(stmt.name, [value])
+        self.order.issued(stmt.name, value)
 
     # --- Control -------------------------------------------------------------- #
 
@@ -230,7 +239,7 @@ class _Emitter(Views):
         # across iterations.
         self.order.depth += 1
         own = [_Own() for _ in range(stmt.extent)]
-        for turn in turns(stmt, self.memory):
+        for turn in turns(stmt):
             with self.iteration(stmt, turn.iteration):
                 self.turn(turn, own[turn.iteration])
         self.order.depth -= 1

@@ -33,6 +33,7 @@ from jhost.lowering.ir.index import Index
 from jhost.lowering.ir.machine import Machine, stream_key_text
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.stages import set_aside, turns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,18 @@ def interpret(
         return tuple(joined(*each, ranks, mesh) for each in results), interpreter.trace
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Iteration:
+    """What an iteration of a loop has made so far."""
+
+    memories: dict[str, ArrayMemory] = dataclasses.field(
+        default_factory=dict[str, ArrayMemory]
+    )
+    aliases: dict[str, ArrayView] = dataclasses.field(
+        default_factory=dict[str, ArrayView]
+    )
+
+
 class _Interpreter(Machine):
     def __init__(self, program: Program, mesh: Mesh) -> None:
         super().__init__(program.mesh.shape)
@@ -76,6 +89,7 @@ class _Interpreter(Machine):
         self.mesh = mesh
         self.memories: dict[str, ArrayMemory] = {}
         self.aliases: dict[str, ArrayView] = {}
+        self.iterations: list[_Iteration] = []
         self.trace: list[Record] = []
 
     def run(self, args: Sequence[OnDevices]) -> list[OnDevices]:
@@ -89,16 +103,18 @@ class _Interpreter(Machine):
         for stmt in body:
             text = statement_text(stmt, {*self.memories, *self.aliases})
             self.statement(stmt)
-            if not isinstance(stmt, ir.For):
+            if not isinstance(stmt, ir.For | ir.NextStage):
                 self.record(text)
 
     def record(self, text: str) -> None:
+        # Iterations that were begun hold memory while others have their turn.
+        held = (self.memories, *(each.memories for each in self.iterations))
         self.trace.append(
             Record(
                 stream=stream_key_text(self.current),
                 text=text,
                 indices=tuple(self.loops.items()),
-                live_bytes=sum(m.values[0].nbytes for m in self.memories.values()),
+                live_bytes=sum(m.values[0].nbytes for h in held for m in h.values()),
             )
         )
 
@@ -125,10 +141,10 @@ class _Interpreter(Machine):
                 self.switch(stmt)
             case ir.Synchronize():
                 pass  # statements run one after the other
-            case ir.For(extent=extent):
-                for number in range(extent):
-                    with self.iteration(stmt, number):
-                        self.scoped(stmt.body)
+            case ir.For():
+                self.loop(stmt)
+            case ir.NextStage():
+                pass  # a loop's body comes stage by stage
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
 
@@ -210,12 +226,20 @@ class _Interpreter(Machine):
 
     # --- Control -------------------------------------------------------------- #
 
-    def scoped(self, body: Sequence[ir.Stmt]) -> None:
-        """Run `body`; what it defines ends with it."""
-        memories, aliases = set(self.memories), set(self.aliases)
-        self.body(body)
-        self.memories = {n: m for n, m in self.memories.items() if n in memories}
-        self.aliases = {n: a for n, a in self.aliases.items() if n in aliases}
+    def loop(self, stmt: ir.For) -> None:
+        """The stages of all iterations; what an iteration defines ends with it."""
+        own = [_Iteration() for _ in range(stmt.extent)]
+        self.iterations += own
+        for turn in turns(stmt):
+            made = own[turn.iteration]
+            with (
+                self.iteration(stmt, turn.iteration),
+                set_aside(self.memories, made.memories),
+                set_aside(self.aliases, made.aliases),
+            ):
+                self.body(turn.body)
+            if turn.last:
+                self.iterations.remove(made)
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:
         ins = list(map(self.read, stmt.ins))

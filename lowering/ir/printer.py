@@ -104,8 +104,10 @@ def statement_text(stmt: ir.Stmt, known: Collection[str]) -> str:
             return f"SetCurrentStream({stream_text(stream)})"
         case ir.Synchronize(stream=stream):
             return f"Synchronize({stream_text(stream)})"
-        case ir.For(index=index, extent=extent):
-            return f"for {index} in range({extent}):"
+        case ir.For():
+            return _loop_text(stmt)
+        case ir.NextStage():
+            return "NextStage()"
         case ir.Scan() | ir.While() | ir.Cond():
             return _control_text(stmt, known)
 
@@ -162,6 +164,12 @@ def _compute_text(stmt: ir.Compute, known: Collection[str]) -> str:
     devices = max((each.zigzag for each in stmt.unit.eqns), default=1)
     order = f" in zigzag order over {devices}" if devices > 1 else ""
     return f"{target} {call}{chunk}{order}"
+
+
+def _loop_text(loop: ir.For) -> str:
+    stages = " ".join(f"{iteration}.{stage}" for iteration, stage in loop.order)
+    order = f" in stages {stages}" if stages else ""
+    return f"for {loop.index} in range({loop.extent}){order}:"
 
 
 def _control_text(stmt: ir.ControlFlow, known: Collection[str]) -> str:

@@ -273,11 +273,26 @@ class Synchronize:
 
 @node
 class For:
-    """Run `body` with `index` = 0 .. extent - 1."""
+    """Run `body` with `index` = 0 .. extent - 1.
+
+    Where `NextStage` cuts the body into stages, `order` has all of them, each by its
+    iteration and its number, in the order in which they are issued.  Without it they
+    are issued iteration by iteration.
+    """
 
     index: str
     extent: int
     body: tuple[Stmt, ...]
+    order: tuple[tuple[int, int], ...] = ()
+
+
+@node
+class NextStage:
+    """The border between two stages of a loop's body.
+
+    What stands before it may be issued in one iteration, then something in another
+    iteration, and then what stands behind it.
+    """
 
 
 # --- Control flow of the user's ----------------------------------------------- #
@@ -384,6 +399,7 @@ Stmt: TypeAlias = (
     | SetCurrentStream
     | Synchronize
     | For
+    | NextStage
     | Scan
     | While
     | Cond

@@ -19,7 +19,7 @@ from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
-from jhost.lowering.loops.beside import Unchunked, WaitingSums
+from jhost.lowering.loops.beside import Unchunked
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
 from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.gather_again import gathers_again
@@ -31,6 +31,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
+from jhost.lowering.schedule.waiting_sums import WaitingSums
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import unit_of
 

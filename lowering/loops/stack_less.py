@@ -23,7 +23,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.ir.statements import Buffer, Dim, Scan, Stmt
-from jhost.lowering.loops.compute_again import (
+from jhost.lowering.schedule.compute_again import (
     Cheap,
     is_cheap,
     made_by,

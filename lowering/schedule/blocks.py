@@ -77,7 +77,7 @@ class StatementBlocks:
             alias = isinstance(stmt, ir.Select)
             writes |= {stmt.out.name} if alias else self._names(written)
         return StatementBlock(
-            tuple(stmts), frozenset(reads), frozenset(writes), _contracts(stmts)
+            tuple(stmts), frozenset(reads), frozenset(writes), contracts(stmts)
         )
 
     def _names(self, buffers: Iterable[ir.Buffer]) -> set[str]:
@@ -186,7 +186,8 @@ def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
             stmts = []
 
 
-def _contracts(stmts: Sequence[ir.Stmt]) -> bool:
+def contracts(stmts: Sequence[ir.Stmt]) -> bool:
+    """Whether some statement has a matmul, or another kernel that sums products."""
     return any(
         isinstance(stmt, ir.Compute)
         and any(eqn.rule.contracts for eqn in stmt.unit.eqns)

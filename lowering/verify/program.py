@@ -28,6 +28,7 @@ from jhost.lowering.verify.communication import (
     check_wait,
 )
 from jhost.lowering.verify.control_flow import check_control_flow
+from jhost.lowering.verify.loops import check_loop
 from jhost.lowering.verify.memory import (
     check_allocate,
     check_deallocate,
@@ -100,7 +101,9 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
         case ir.Synchronize():
             state.check_used(stmt.stream)
         case ir.For():
-            _for(state, stmt)
+            check_loop(state, stmt, _body)
+        case ir.NextStage():
+            _outside_of_loops(state)
         case ir.Scan() | ir.While() | ir.Cond():
             check_control_flow(state, stmt)
             for body in stmt.bodies:
@@ -149,6 +152,11 @@ def _check_not_partial(state: State, buffer: ir.Buffer, what: str) -> None:
             f"{buffer.name}: {type_text(buffer)}",
             "partial values live only inside a program",
         )
+
+
+def _outside_of_loops(state: State) -> None:
+    """Of a border between stages; a loop's body comes stage by stage."""
+    state.fail("a loop around", "none", "the body of a loop has stages")
 
 
 # --- Computation -------------------------------------------------------------- #
@@ -227,18 +235,3 @@ def _fail_type(
         f"{buffer.dtype}{list(shape)}",
         "a buffer has the type of its variable in the unit",
     )
-
-
-# --- Control ------------------------------------------------------------------ #
-
-
-def _for(state: State, stmt: ir.For) -> None:
-    if stmt.index in state.loops:
-        state.fail("a new index", stmt.index, "nested loops have indices of their own")
-    before = state.current
-    for value in range(stmt.extent):
-        with state.iteration(stmt, value), state.scope():
-            _body(state, stmt.body)
-    # The body has left another statement there, for messages.
-    state.stmt = stmt
-    state.check_restored(before, "the loop")

@@ -80,6 +80,33 @@ class Scope:
     )
 
 
+@dataclasses.dataclass(slots=True)
+class Staged:
+    """A loop in stages: its iteration at hand, and what all so far have touched.
+
+    Of each touch it has the iteration, and whether it was a write.
+    """
+
+    iteration: int = 0
+    touched: dict[int, list[tuple[int, bool, KnownBuffer]]] = dataclasses.field(
+        default_factory=dict[int, list[tuple[int, bool, KnownBuffer]]]
+    )
+    """By identity of the memory."""
+
+    def ahead(self, known: KnownBuffer, writes: bool) -> list[int]:
+        """The later iterations that were there before, where the order matters."""
+        before = self.touched.setdefault(id(known.root), [])
+        found = [
+            iteration
+            for iteration, wrote, other in before
+            if iteration > self.iteration
+            and (writes or wrote)
+            and overlap(known.region, other.region)
+        ]
+        before.append((self.iteration, writes, known))
+        return found
+
+
 class State(Machine):
     """The program so far; `fail` raises with the statement and iteration at hand."""
 
@@ -97,6 +124,7 @@ class State(Machine):
         )
         self.used_streams = {DEFAULT_STREAM}
         self.types = types
+        self.staged: list[Staged] = []
 
     # --- Errors --------------------------------------------------------------- #
 
@@ -208,6 +236,7 @@ class State(Machine):
     def read(self, buffer: ir.Buffer) -> KnownBuffer:
         """Check a read of `buffer`."""
         known = self.look_up(buffer)
+        self.touch(known, writes=False)
         for name, flight in self.in_flight.items():
             if any(_clash(known, other) for other in flight.writes):
                 self.fail(
@@ -229,6 +258,7 @@ class State(Machine):
             self.check_shape(buffer, shape)
             self.define(buffer, shape, Root(name=buffer.name))
         known = self.look_up(buffer)
+        self.touch(known, writes=True)
         self._check_writable(known)
         self._check_written_shape(known, shape)
         self._check_single_write(known)
@@ -279,25 +309,40 @@ class State(Machine):
                 )
         self.scopes[-1].alias_writes.append(known)
 
+    def touch(self, known: KnownBuffer, *, writes: bool) -> None:
+        """Note it, and check that no later iteration had its turn there before."""
+        if not self.staged:
+            return
+        for ahead in self.staged[-1].ahead(known, writes):
+            self.fail(
+                f"{known.buffer.name} before what iteration {ahead} does there",
+                "a stage of that iteration before this one",
+                "stages are issued out of order where they share no memory",
+            )
+
     # --- Scopes --------------------------------------------------------------- #
 
     @contextmanager
-    def scope(self) -> Generator[None]:
-        """What is defined inside ends with it."""
-        self.scopes.append(Scope())
+    def scope(self, scope: Scope, *, ends: bool) -> Generator[None]:
+        """What is defined inside is of `scope`, which `ends` behind it or goes on."""
+        self.scopes.append(scope)
         yield
-        # What is wrong at the end is no statement's fault.
-        self.stmt = None
-        self.check_ended()
-        for name in self.scopes.pop().names:
-            del self.known[name]
+        if ends:
+            # What is wrong at the end is no statement's fault.
+            self.stmt = None
+            self.check_ended()
+            for name in scope.names:
+                del self.known[name]
+        self.scopes.pop()
 
     def check_ended(self) -> None:
         """Nothing that ends with this scope is in flight or leaks."""
-        names = set(self.scopes[-1].names)
+        # Iterations that are under way as well have memory of the same names.
+        made = [self.known[name] for name in self.scopes[-1].names]
+        ended = {id(known.root) for known in made if not known.is_alias}
         for communication, flight in self.in_flight.items():
             if used := [
-                k for k in (*flight.reads, *flight.writes) if k.root.name in names
+                k for k in (*flight.reads, *flight.writes) if id(k.root) in ended
             ]:
                 self.fail(
                     f"a Wait({communication})",

@@ -38,9 +38,9 @@ from jhost.lowering.layouts.convert_to_communications import (
 from jhost.lowering.layouts.delay_reductions import DelayReductions
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.loops.lower_streams import LowerStreams
-from jhost.lowering.loops.sink_cheap import ComputeLate
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.pipeline import Pass, passes, run_passes
+from jhost.lowering.schedule.compute_late import ComputeLate
 from jhost.lowering.units.insert_deallocations import InsertDeallocations
 from jhost.lowering.units.segment import Segment
 from jhost.lowering.verify.program import verify
@@ -91,7 +91,7 @@ def test_the_passes_stand_in_order() -> None:
         "choose_transfers",
         "leave_to_xla",
         "segment",
-        "receive_early",
+        "schedule_loops",
         "insert_deallocations",
         "choose_permutes",
     ]

@@ -215,7 +215,7 @@ def test_every_pass_is_dumped_in_order(
         "f.16_choose_transfers.txt",
         "f.17_leave_to_xla.txt",
         "f.18_segment.txt",
-        "f.19_receive_early.txt",
+        "f.19_schedule_loops.txt",
         "f.20_insert_deallocations.txt",
         "f.21_choose_permutes.txt",
     ]

@@ -18,7 +18,7 @@ from jhost._annotate import Pipeline
 from jhost.lowering.ir.bodies import statements
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Allocate, Scan
-from jhost.lowering.loops.compute_again import with_copies
+from jhost.lowering.schedule.compute_again import with_copies
 from jhost.lowering.verify.program import verify
 from tests.lowering.hand_built import mesh_of
 from tests.lowering.traced import array, asked, check

@@ -1,4 +1,4 @@
-"""What a loop receives is issued before its work; what it makes itself is not."""
+"""In loops a transfer is issued as soon as its source is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jhost
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait
-from jhost.lowering.loops.hoist_receives import ReceiveEarly
+from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.traced import array, loops
 
@@ -62,8 +62,22 @@ def test_what_an_iteration_makes_is_sent_when_it_is_made(pipeline: str) -> None:
     assert order(loop) == ["communicate", "wait", "compute", "communicate", "wait"]
 
 
+def test_sums_that_nothing_waits_for_stand_beside_what_is_sent() -> None:
+    """The gradient of x is sent before that of w, which is written first, is made."""
+
+    def backward(x: Array, w: Array, dy: Array) -> tuple[Array, Array]:
+        dy = jhost.stream(dy, 0)
+        return jnp.swapaxes(x, 0, 1) @ dy, dy @ jnp.swapaxes(w, 0, 1)
+
+    args = array(32, 4), array(4, 16, seed=1), array(32, 16, seed=2)
+    specs = (ROWS, COLUMNS, COLUMNS), (COLUMNS, ROWS)
+    (loop,) = loops(lowered(backward, "p2p", *specs, *args))
+    received, sent = ["communicate", "compute"], ["communicate", "wait", "compute"]
+    assert order(loop) == [*received, *sent, "wait"]
+
+
 def test_doing_it_twice_changes_nothing() -> None:
     specs = (ROWS, COLUMNS, ROWS), ROWS
     args = array(32, 4), array(4, 16, seed=1), array(32, 4, seed=2)
     once = lowered(weight_gradient, "p2p", *specs, *args)
-    assert str(ReceiveEarly().apply(once)) == str(once)
+    assert str(ScheduleLoops().apply(once)) == str(once)

@@ -5,76 +5,59 @@ queue for computations.  If each iteration were issued whole, what it computes b
 communication would wait for all that the iteration before computes after its own.  Then
 nothing would be left to run beside either communication.
 
-So a loop is cut into stages.  A cut is where a communication is waited for and nothing
-was computed since it was sent.  Iterations are staggered: one is a stage ahead of the
-next, whose work hides the communication between two stages.
+So a loop is cut into stages.  A cut is where a communication is waited for that has no
+work beside it in its own iteration.  Iterations are staggered: one is a stage ahead of
+the next, whose work hides the communication between two stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
-
-MemoryOf: TypeAlias = Callable[[str], Hashable | None]
-"""The memory that a name stands for outside of the loop; None if it is new in it."""
+from jhost.lowering.schedule.blocks import contracts
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Turn:
-    """A stage of one iteration, the `last` of it or not."""
+def in_stages(loop: ir.For, memory: Mapping[str, Hashable]) -> ir.For:
+    """`loop` cut into stages, with their order, where that hides something.
 
-    iteration: int
-    body: tuple[ir.Stmt, ...]
-    last: bool
+    `memory` has what each name stands for that is there before the loop.
+    """
+    stages = _stages(loop, memory)
+    order = [*_staggered(loop, len(stages))]
+    if order == sorted(order):
+        return loop
+    body = [stmt for stage in stages for stmt in (ir.NextStage(), *stage)][1:]
+    return dataclasses.replace(loop, body=tuple(body), order=tuple(order))
 
 
-def turns(loop: ir.For, memory: MemoryOf) -> list[Turn]:
-    """The stages of all iterations of `loop`, in the order to issue them in."""
-    cut = _stages(loop, memory)
+def _staggered(loop: ir.For, stages: int) -> Iterator[tuple[int, int]]:
+    """Each iteration a stage ahead of the next, on one stream one after another."""
     starts: list[int] = []
     free: dict[int, int] = {}
     for iteration in range(loop.extent):
-        # Those on one stream come after one another, the others a stage apart.
-        stream = _stream(loop, iteration) if len(cut) > 1 else 0
+        stream = _stream(loop, iteration) if stages > 1 else 0
         begin = max(free.get(stream, 0), starts[-1] + 1 if starts else 0)
         starts.append(begin)
-        free[stream] = begin + len(cut)
+        free[stream] = begin + stages
     places = [
         (starts[iteration] + stage, stage, iteration)
         for iteration in range(loop.extent)
-        for stage in range(len(cut))
+        for stage in range(stages)
     ]
     # Early stages first: what they send then runs beside the late ones of others.
-    return [
-        Turn(iteration, cut[stage], stage == len(cut) - 1)
-        for _, stage, iteration in sorted(places)
-    ]
-
-
-@contextmanager
-def set_aside(names: dict[Any, Any], own: dict[Any, Any]) -> Generator[None]:
-    """Adds an iteration's `own` to `names` for a while; then `own` has the new ones.
-
-    The stages of an iteration are apart, and other iterations use the same names.
-    """
-    outside = set(names)
-    names.update(own)
-    yield
-    own.clear()
-    own.update((name, names.pop(name)) for name in names.keys() - outside)
+    for _, stage, iteration in sorted(places):
+        yield iteration, stage
 
 
 # --- Stages ----------------------------------------------------------------------- #
 
 
-def _stages(loop: ir.For, memory: MemoryOf) -> list[tuple[ir.Stmt, ...]]:
+def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt, ...]]:
     """The body, cut where iterations can be staggered."""
     if not _takes_turns(loop):
         return [loop.body]
@@ -110,7 +93,7 @@ def _stream(loop: ir.For, iteration: int) -> int:
 
 
 def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
-    """Before each wait for what was just sent, with computations before and after."""
+    """Before waits for what has no work beside it, between two computations."""
     # Behind the last computation nothing is left that a cut could hide.
     last = max(
         (i for i, stmt in enumerate(work) if isinstance(stmt, ir.Compute)), default=0
@@ -121,7 +104,8 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
     for number, stmt in enumerate(work[:last]):
         match stmt:
             case ir.Compute():
-                sent, computed = set(), True
+                sent = set() if contracts([stmt]) else sent
+                computed = True
             case ir.Communicate(name=name):
                 sent.add(name)
             case ir.Wait(communication=name) if name in sent and computed:
@@ -138,7 +122,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 class _Touches:
     """The memory from outside that the statements of a loop's body touch."""
 
-    def __init__(self, loop: ir.For, memory: MemoryOf) -> None:
+    def __init__(self, loop: ir.For, memory: Mapping[str, Hashable]) -> None:
         self.loop = loop
         self.memory = memory
         self.aliases = Aliases(loop.body)
@@ -175,7 +159,7 @@ class _Touches:
         alias = None
         for alias in self.aliases.through(name):
             name = alias.source.name
-        return self.memory(name), alias
+        return self.memory.get(name), alias
 
     def differs(self, aliases: set[ir.Select | None]) -> bool:
         """Whether all is touched in one place, which moves on with the loop."""

@@ -228,7 +228,7 @@ def _with_copies(
             body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)
-        # `sink_cheap.py` then puts it where it is first read.
+        # `compute_late.py` then puts it where it is first read.
         late.add(out.name)
         body.append(renamed(stmt, {n: copies[n] for n in copied}, out))
     return dataclasses.replace(program, body=tuple(body)), late

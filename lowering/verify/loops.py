@@ -1,0 +1,85 @@
+"""Verification of loops over chunks, whose iterations may be issued in stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from jhost.lowering.ir.stages import Turn, set_aside, stages_of, turns
+from jhost.lowering.ir.statements import For, Stmt
+from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, Staged, State
+
+
+@dataclasses.dataclass(slots=True)
+class _UnderWay:
+    """What an iteration has made, and what it has in flight."""
+
+    scope: Scope = dataclasses.field(default_factory=Scope)
+    known: dict[str, KnownBuffer] = dataclasses.field(
+        default_factory=dict[str, KnownBuffer]
+    )
+    in_flight: dict[str, InFlight] = dataclasses.field(
+        default_factory=dict[str, InFlight]
+    )
+
+
+def check_loop(
+    state: State, stmt: For, check_body: Callable[[State, Sequence[Stmt]], None]
+) -> None:
+    """The stages of all iterations, as they are issued."""
+    if stmt.index in state.loops:
+        state.fail("a new index", stmt.index, "nested loops have indices of their own")
+    _check_order(state, stmt)
+    before = state.current
+    iterations = [_UnderWay() for _ in range(stmt.extent)]
+    staged = Staged()
+    if stmt.order:
+        state.staged.append(staged)
+    for turn in turns(stmt):
+        staged.iteration = turn.iteration
+        own = iterations[turn.iteration]
+        with (
+            state.iteration(stmt, turn.iteration),
+            set_aside(state.known, own.known),
+            _in_flight(state, f"{stmt.index} = {turn.iteration}", turn, own),
+            state.scope(own.scope, ends=turn.last),
+        ):
+            check_body(state, turn.body)
+        # The body has left another statement there, for messages.
+        state.stmt = stmt
+        state.check_restored(before, "the loop")
+    if stmt.order:
+        state.staged.pop()
+
+
+def _check_order(state: State, stmt: For) -> None:
+    """Each stage of each iteration comes once, behind those before it."""
+    stages = range(len(stages_of(stmt)))
+    for iteration in range(stmt.extent) if stmt.order else ():
+        found = [stage for number, stage in stmt.order if number == iteration]
+        if found != [*stages]:
+            state.fail(
+                f"stages {[*stages]} of iteration {iteration} in order",
+                f"{found}",
+                "an iteration goes through all stages of its loop",
+            )
+    if stmt.order and len(stmt.order) != stmt.extent * len(stages):
+        state.fail(
+            f"stages of {stmt.extent} iterations",
+            f"{len(stmt.order)} in all",
+            "an iteration goes through all stages of its loop",
+        )
+
+
+@contextmanager
+def _in_flight(state: State, place: str, turn: Turn, own: _UnderWay) -> Generator[None]:
+    """What `own` has in flight has its plain names; between stages also its `place`."""
+    for name in own.in_flight:
+        state.in_flight[name] = state.in_flight.pop(f"{name} of {place}")
+    before = state.in_flight.keys() - own.in_flight.keys()
+    yield
+    names = [] if turn.last else [n for n in state.in_flight if n not in before]
+    own.in_flight = {name: state.in_flight.pop(name) for name in names}
+    for name, flight in own.in_flight.items():
+        state.in_flight[f"{name} of {place}"] = flight

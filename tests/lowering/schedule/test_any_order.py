@@ -1,0 +1,92 @@
+"""Whatever goes by which lane, and however many are under way: the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.ir.bodies import programs
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Wait
+from jhost.lowering.schedule import order
+from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.permutes import is_made_of_permutes
+from tests import sums
+from tests.lowering.on_mesh import exact, on
+from tests.lowering.outside import gradients_of, layer, operands
+
+WAYS: Sequence[Way | None] = (*get_args(Way), None)
+
+
+def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Rows stay where they are."""
+    for w in weights:
+        x = jhost.shard(layer(x, w), P(("dp", "fsdp")))
+    return x
+
+
+def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, w: (jax.checkpoint(layers)(x, w, w.T), None), x, w)[0]
+
+
+def lanes(ways: Sequence[Way | None]) -> Callable[..., Way | None]:
+    """A lane for each transfer by its name, the ways in turn; None leaves it alone."""
+
+    def way(stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
+        chosen = ways[sum(stmt.name.encode()) % len(ways)]
+        made = chosen != "permutes" or is_made_of_permutes(stmt, mesh)
+        return chosen if made else "collective"
+
+    return way
+
+
+def most_gathers(program: Program) -> int:
+    """The most gathers of weights that are under way at a time in straight lines."""
+    most = 0
+    for each in programs(program):
+        under_way: set[str] = set()
+        for stmt in each.body:
+            match stmt:
+                case Communicate(kind="AllGather", name=name):
+                    under_way.add(name)
+                case Wait(communication=name):
+                    under_way.discard(name)
+                case _:
+                    pass
+            most = max(most, len(under_way))
+    return most
+
+
+@given(
+    f=st.sampled_from([layers, scanned]),
+    axes=st.sampled_from(
+        [{"dp": 2, "fsdp": 2}, {"dp": 1, "fsdp": 4}, {"dp": 4, "fsdp": 1}]
+    ),
+    count=st.integers(1, 4),
+    window=st.integers(1, 4),
+    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
+)
+@settings(max_examples=8, deadline=None)
+def test_any_lanes_and_any_window(
+    f: Any, axes: dict[str, int], count: int, window: int, ways: list[Way | None]
+) -> None:
+    x, *weights = operands(8, count, 4)
+    specs = P(("dp", "fsdp")), *[P("fsdp")] * count
+    if f is scanned:
+        weights, specs = [jnp.stack(weights)], (specs[0], P(None, "fsdp"))
+    with (
+        sums.moving("collective"),
+        mock.patch.object(ChooseTransfers, "way", staticmethod(lanes(ways))),
+        mock.patch.object(order, "_WINDOW", window),
+    ):
+        program = exact(gradients_of(f), x, *weights, **on(axes, specs, specs))
+    assert most_gathers(program) <= max(window, 1)
