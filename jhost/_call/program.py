@@ -312,7 +312,8 @@ def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
     params = [name or other.format(number) for number, name in enumerate(names)]
     paths = () if derived else result_paths(call_jaxpr)
     results = [path or None for path in paths] or [None] * len(call_jaxpr.out_avals)
-    return DisplayNames(params, results, _VARIABLES[config.role])
+    paths = frozenset(filter(None, names))
+    return DisplayNames(params, results, _VARIABLES[config.role], paths)
 
 
 _VARIABLES: Mapping[Role, Variables] = {

@@ -15,6 +15,7 @@ from typing import ClassVar
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, Scan
@@ -73,8 +74,13 @@ class ChooseCycles(EachProgram):
 
 
 def _said(cycle: Cycle) -> Note:
-    early = [each.stmt.out.name for each in cycle.early]
-    late = [each.stmt.out.name for each in cycle.late]
+    early, late = (
+        [display_name(cycle.scan.body, name) for name in dict.fromkeys(names)]
+        for names in (
+            [each.stmt.out.name for each in cycle.early],
+            [each.stmt.out.name for each in cycle.late],
+        )
+    )
     said = [f"{', '.join(early)} gathered an iteration early"] * bool(early)
     said += [f"{', '.join(late)} summed an iteration late"] * bool(late)
     where = cycle.scan.where
