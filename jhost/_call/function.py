@@ -25,7 +25,7 @@ from jhost._call.program import host_program
 from jhost._call.residuals import settle_residuals
 from jhost._call.settings import Options, Settings, check, check_names
 from jhost._call.source import CallKey, Source, inside
-from jhost._call.whole import for_devices
+from jhost._call.whole import for_devices, note
 from jhost._jax import (
     TracedCall,
     def_split,
@@ -344,7 +344,8 @@ class JitFunction(Generic[P, R]):
         """
         key = self._source.settled(key, args, kwargs)
         traced = self._source.trace(key, args, kwargs)
-        if self._source.left_whole(key, traced):
+        if whole := self._source.left_whole(key, traced):
+            note(whole, self._source.config(key))
             fun = for_devices(self._fun, traced.jaxpr, key[0])
             if embedded:  # the program around has no shardings of this function
                 fun = jax.jit(

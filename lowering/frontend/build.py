@@ -75,6 +75,8 @@ def build(
         builder.equation(eqn)
     for pieces in flat.barriers:
         builder.barrier(pieces)
+    for eqn in flat.dropped:
+        builder.remark_dropped(eqn)
     results = builder.results(flat.outvars, result_names)
     raise_problems(f"jhost.shard in {name}", builder.problems)
     return Program(
@@ -178,6 +180,13 @@ class _Builder(Markers):
             ),
             is_body=True,
         )
+
+    def remark_dropped(self, eqn: JaxprEqn) -> None:
+        text = (
+            "jhost.stream marks nothing here, because nothing reads its result: write "
+            "x = jhost.stream(x, ...)"
+        )
+        self.remarks.append(Note(form=text, where=source_line(eqn)))
 
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name
