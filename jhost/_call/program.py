@@ -31,6 +31,7 @@ from jhost._primitives import stream_p
 from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames
+from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
@@ -203,6 +204,27 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     every = _passes(config, strict, unmet)
     program = _lower(call_jaxpr, config, every.before_choice)
     return Planned(_settings(config, unmet).applied_to(program), every)
+
+
+@cached_by_jaxpr
+def unpipelined_program(call_jaxpr: Any, config: Config) -> Program:
+    """The program without any loop over chunks, and with transfers where they are read.
+
+    It is what predictions are compared with, and has layouts of its own.
+    """
+    config = dataclasses.replace(
+        program_config(config), chunks="auto", pipeline="off", tunings=()
+    )
+    every = _passes(config, strict=False)
+    program = _asking(call_jaxpr, config)
+    marks = [
+        dataclasses.replace(mark, pipeline="off", chunks=None, wished=())
+        if isinstance(mark, StreamChoice)
+        else mark
+        for mark in all_marks(program)
+    ]
+    with _lowering_of(call_jaxpr):
+        return run_passes(with_marks(program, marks), every.all)
 
 
 @cached_by_jaxpr

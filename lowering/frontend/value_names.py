@@ -135,6 +135,13 @@ def _title_of(eqn: JaxprEqn, names: ValueNames) -> str:
     return names.titles[eqn.invars[0]]
 
 
+def described(eqn: JaxprEqn) -> str:
+    """What an equation makes, by the user's expression or else by its title."""
+    position = user_position(eqn)
+    text = expression(position) if position else ""
+    return _in_words(eqn, text, position) if position and text else title(eqn)
+
+
 def _in_words(eqn: JaxprEqn, text: str, position: Position) -> str:
     gradient = "a gradient in " if is_transposed(eqn) else ""
     return f"{gradient}`{text}` at {_place(position)}"
