@@ -1,4 +1,4 @@
-"""`python -m jhost COMMAND`: what jhost does from a shell."""
+"""`jhost COMMAND`, or `python -m jhost COMMAND`: what jhost does from a shell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jhost._commands import bench, calibrate, demo, doctor, explain
+from jhost._commands import bench, calibrate, demo, doctor, explain, profile, tune
 from jhost._version import __version__
 
 
@@ -18,11 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Bad arguments end the process with 2, as always with `argparse`.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m jhost", description="Overlapped sharded JAX programs."
+        prog="jhost", description="Overlapped sharded JAX programs."
     )
     parser.add_argument("--version", action="version", version=f"jhost {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (demo, doctor, calibrate, explain, bench):
+    for command in (demo, doctor, calibrate, explain, tune, profile, bench):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,9 @@ def jit(
     return JitFunction(f, settings=settings)
 
 
-def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    f: Callable[..., Any], *args: Any, detail: bool = False, **kwargs: Any
+) -> Explanation:
     """What jhost makes of a function on these arguments, and why.
 
     Args:
@@ -137,14 +140,17 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             not: a training step, say, plain or under `jax.jit`.
         *args: arrays of the shapes and dtypes that `f` takes, or `jax.ShapeDtypeStruct`
             in their place.
-        **kwargs: likewise.
+        detail: whether it prints all that it has, and not a screen of it.
+        **kwargs: likewise, of the shapes and dtypes that `f` takes; a `detail` of the
+            function's own goes by position.
 
     Returns:
-        The streams with the pipeline and chunk count of each and the reason, the
-        communications with their bytes, and what was not pipelined.  If the function
-        calls jhost functions, `programs` has an explanation of each program that jhost
-        makes in it, forward and backward.  `bodies` has those of loops' bodies.
-        Prints well, is a page in notebooks and by `save`; its fields are for tools.
+        What prints as a screen: the predicted time with and without jhost, what is
+        hidden and what is not, what to change first, the streams, the transfers with
+        what hides them, and the layouts.  With `detail`, in notebooks and by `save`
+        there is all of it, program by program.  If the function calls jhost functions,
+        `programs` has an explanation of each program that jhost makes in it, forward
+        and backward.  `bodies` has those of loops' bodies.  Fields are for tools.
 
     Raises:
         ArgumentError: `f` is no function, or calls no jhost function.
@@ -163,8 +169,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise errors.ArgumentError(f"jhost.explain takes a function, but got {f!r}.")
     if isinstance(getattr(f, "__func__", f), JitFunction):
         f, args = as_jhost_function("explain", f, args)
-        return f.lower(*args, **kwargs).explain()
-    return explain_around(f, args, kwargs)
+        return f.lower(*args, **kwargs).explain(detail=detail)
+    explanation = explain_around(f, args, kwargs)
+    return dataclasses.replace(explanation, detailed=detail)
 
 
 def check_kwargs(name: str, kwargs: Any) -> None:

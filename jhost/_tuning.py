@@ -134,6 +134,11 @@ class TunedProgram:
     @property
     def title(self) -> str:
         """Which it is."""
+        if not self.streams:
+            return (
+                f"{self.name}: nothing to tune; no mark leaves its chunks or pipeline "
+                "open, or nothing moves between devices"
+            )
         return f"{self.name}: {counted(len(self.streams), 'stream')} tuned"
 
 

@@ -252,7 +252,8 @@ def _equal_share(
     if len(chosen) < count:
         raise errors.OptionError(
             f"jhost.distributed.make_mesh got {product}, which are {count} devices, "
-            f"but there are {len(devices)}."
+            f"but there are {len(devices)}. JAX_PLATFORMS=cpu "
+            f"JAX_NUM_CPU_DEVICES={count} makes as many of any CPU."
         )
     if len(set(of_each.values())) > 1:
         shares = ", ".join(f"{n} of process {p}" for p, n in sorted(of_each.items()))

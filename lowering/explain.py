@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -22,11 +22,19 @@ from jhost._page import (
 )
 from jhost._text import bytes_text, counted, seconds_text
 from jhost.lowering.cost.leave_to_xla import left_to_xla
+from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
 from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import LayoutReport, Note, PermuteReport, StreamReport
+from jhost.lowering.ir.reach import Reach
+from jhost.lowering.ir.remarks import (
+    LayoutReport,
+    Note,
+    PermuteReport,
+    Prediction,
+    StreamReport,
+)
 from jhost.lowering.steps import (
     CommunicationReport,
     Step,
@@ -35,11 +43,14 @@ from jhost.lowering.steps import (
     steps_of,
     takes_turns,
 )
+from jhost.lowering.summary import gain_lines, summary_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The answer of `jhost.explain`; `str` of it reads well.
+    """The answer of `jhost.explain`.
+
+    `str` of it is a screen with what matters most; `text` has all.
 
     Attributes:
         name: the function's, and what JAX derived of it.
@@ -58,6 +69,13 @@ class Explanation:
             rows are of one run.
         steps: what the program does in its order, the boxes of its picture; those of
             its bodies are among them.
+        predicted: what one run takes; None where nothing is known of the devices, or
+            nothing runs beside anything on them.
+        unpipelined: what it would take without any loop over chunks, and with each
+            transfer where it is needed.
+        devices: how many there are of what kind.
+        nothing_overlaps: whether nothing runs beside computation on them.
+        detailed: whether `str` has all.
     """
 
     name: str
@@ -73,15 +91,20 @@ class Explanation:
     bodies: tuple[Explanation, ...] = ()
     calls: int = 1
     steps: tuple[Step, ...] = ()
+    predicted: Prediction | None = None
+    unpipelined: Prediction | None = None
+    devices: str = ""
+    nothing_overlaps: bool = False
+    detailed: bool = False
 
     def __str__(self) -> str:
-        lines = [self.title]
-        for title, rows in _own_rows(self):
-            lines += [f"  {title}:", *(f"    {row}" for row in rows)]
-        inner = (*self.programs, *self.bodies)
-        lines += [f"  {line}" for each in inner for line in str(each).splitlines()]
-        lines += [f"  {line}" for line in self.schedule.splitlines()]
-        return "\n".join(lines)
+        return self.text if self.detailed else "\n".join(summary_lines(self))
+
+    @property
+    def text(self) -> str:
+        """All of it, program by program and body by body."""
+        head = [f"  {line}" for line in gain_lines(self)]
+        return "\n".join([self.title, *head, *_lines(self)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a page: the programs as boxes, what was predicted as bars.
@@ -101,10 +124,10 @@ class Explanation:
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     jhost.explain(f, jnp.ones(4)).save(pathlib.Path(folder) / "f.html")
         """
-        save_page(path, self.name, _page(self, self.steps))
+        save_page(path, self.name, _page(self, self.steps, gain_lines(self)))
 
     def _repr_html_(self) -> str:
-        return fragment(_page(self, self.steps))
+        return fragment(_page(self, self.steps, gain_lines(self)))
 
     @property
     def title(self) -> str:
@@ -115,13 +138,27 @@ class Explanation:
 
 _ROWS = {
     "streams": "streams",
-    "layouts": "layouts",
     "communications": "communications",
+    "layouts": "layouts",
     "permutes": "permutes",
     "notes": "notes",
     "XLA options": "options",
 }
 """The fields of an explanation that hold rows, by what stands above them."""
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    """All rows below the title, those of programs and bodies below theirs."""
+    for title, rows in _own_rows(explanation):
+        yield f"  {title}:"
+        for row in rows:
+            yield f"    {row}"
+            if isinstance(row, CommunicationReport):
+                yield f"      {row.detail}"
+    for each in (*explanation.programs, *explanation.bodies):
+        yield f"  {each.title}"
+        yield from (f"  {line}" for line in _lines(each))
+    yield from (f"  {line}" for line in explanation.schedule.splitlines())
 
 
 def _own_rows(explanation: Explanation) -> Iterator[tuple[str, list[Any]]]:
@@ -159,14 +196,39 @@ def joined(name: str, explanations: Sequence[Explanation]) -> Explanation:
         communications=rows("communications"),
         permutes=rows("permutes"),
         notes=rows("notes"),
-        options=rows("options"),
+        options=tuple(dict.fromkeys(rows("options"))),
         programs=tuple(explanations),
+        predicted=_summed(
+            each.predicted and each.predicted * each.calls for each in explanations
+        ),
+        unpipelined=_summed(
+            each.unpipelined and each.unpipelined * each.calls for each in explanations
+        ),
+        devices=explanations[0].devices if explanations else "",
+        nothing_overlaps=any(each.nothing_overlaps for each in explanations),
     )
 
 
-def explain_program(program: Program) -> Explanation:
+def _summed(predictions: Iterable[Prediction | None]) -> Prediction | None:
+    """The sum, if all are known."""
+    found = list(predictions)
+    known = [each for each in found if each is not None]
+    return sum(known, Prediction()) if known and len(known) == len(found) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The rates of the devices, if they are known, and how far each axis reaches."""
+
+    rates: Rates | None = None
+    reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
+
+
+def explain_program(
+    program: Program, known: DeviceFacts = DeviceFacts()
+) -> Explanation:
     """What `program` does, from its statements and from what its passes remarked."""
-    explained = _explained(program, program.name, 1)
+    explained = _explained(program, program.name, 1, known)
     left = left_to_xla(program)
     if left is None:
         return explained
@@ -177,9 +239,12 @@ def explain_program(program: Program) -> Explanation:
     )
 
 
-def _explained(program: Program, name: str, times: int) -> Explanation:
+def _explained(
+    program: Program, name: str, times: int, known: DeviceFacts, is_body: bool = False
+) -> Explanation:
     """What a program does, or a body that is run so many `times`."""
-    remarks, steps = displayed_remarks(program), steps_of(program, times)
+    remarks = displayed_remarks(program)
+    steps = steps_of(program, times, known.rates, known.reach, is_body=is_body)
     return Explanation(
         name=name,
         loops=count_loops(program),
@@ -188,17 +253,17 @@ def _explained(program: Program, name: str, times: int) -> Explanation:
         communications=tuple(communications_in(steps)),
         permutes=tuple(r for r in remarks if isinstance(r, PermuteReport)),
         notes=tuple(str(r) for r in remarks if isinstance(r, Note)),
-        bodies=tuple(_bodies(program, times)),
+        bodies=tuple(_bodies(program, times, known)),
         steps=steps,
     )
 
 
-def _bodies(program: Program, times: int) -> Iterator[Explanation]:
+def _bodies(program: Program, times: int, known: DeviceFacts) -> Iterator[Explanation]:
     """Each body in a program that has something to say."""
     for stmt in program.body:
         if isinstance(stmt, CONTROL_FLOW):
             for name, body, often in named_bodies(stmt, times):
-                found = _explained(body, name, often)
+                found = _explained(body, name, often, known, is_body=True)
                 if found.loops or any(
                     getattr(found, field) for field in _ROWS.values()
                 ):
@@ -225,10 +290,13 @@ def puts(program: Program) -> bool:
 # --- The page ---------------------------------------------------------------------- #
 
 
-def _page(explanation: Explanation, steps: Sequence[Step]) -> Element:
+def _page(
+    explanation: Explanation, steps: Sequence[Step], head: Iterable[str] = ()
+) -> Element:
     """An explanation below its title, with the boxes of `steps`."""
     return fold(
         explanation.title,
+        *(element("p", line) for line in head),
         *([_boxes(steps)] if steps else []),
         *(part for rows in _own_rows(explanation) for part in _rows(*rows)),
         *(_page(program, program.steps) for program in explanation.programs),
@@ -281,4 +349,4 @@ def _layout_cells(row: LayoutReport) -> list[str]:
 
 
 def _received_bar(row: CommunicationReport) -> Bar:
-    return Bar("", (("communication", row.bytes),), str(row))
+    return Bar("", (("communication", row.bytes),), f"{row}; {row.detail}")

@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from jhost._jax import NO_LINE, aval_of, source_line
-from jhost._text import bytes_text, counted
+from jhost._text import bytes_text, counted, seconds_text
+from jhost.lowering.cost.exposed import transfer_times
+from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.reach import Lane, Reach, lane_of
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.ir.unit_printer import aval_text, type_text
+from jhost.lowering.places import places_of
 from jhost.lowering.rules.collectives import WrittenCollective, written_in
 from jhost.lowering.rules.dim_rule import shape_of
 
@@ -35,8 +39,15 @@ class CommunicationReport:
         written: whether the user wrote it, in a `jax.shard_map`; of a ragged one
             `bytes` is the most that there is room for.
         where: the line of that `jax.shard_map`, if it is known.
+        lane: what moves it between GPUs: copy engines ("copies"), kernels of NCCL's
+            in a host ("collectives"), or the network between hosts.
         beside: how many matmuls, and other kernels that sum products, stand between
             where it is issued and where it is waited for, outside a loop over chunks.
+        behind: the work that it is issued behind; empty in a loop over chunks.
+        before: the work that it is waited for before, likewise.
+        between: the work that stands between the two, likewise.
+        seconds: what it is predicted to take in all; None if nothing is predicted.
+        exposed: in how many of those nothing computes on the device.
     """
 
     kind: str
@@ -47,18 +58,51 @@ class CommunicationReport:
     times: int = 1
     written: bool = False
     where: str = ""
+    lane: Lane = "collectives"
     beside: int = 0
+    behind: str = ""
+    before: str = ""
+    between: tuple[str, ...] = ()
+    seconds: float | None = None
+    exposed: float | None = None
 
     def __str__(self) -> str:
-        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
-        chunks = f", beside {counted(self.beside, 'matmul')}" if self.beside else chunks
-        chunks = ", as written" if self.written else chunks
         times = f", {self.times} times" if self.times > 1 else ""
         most = "at most " if self.kind == "RaggedAllToAll" else ""
         return (
             f"{self.kind} of {self.value} over {', '.join(self.axes)}: "
-            f"{most}{bytes_text(self.bytes)} a device{chunks}{times}"
+            f"{most}{bytes_text(self.bytes)} a device{self.how}{times}"
         ) + (f" [{self.where}]" if self.where else "")
+
+    @property
+    def how(self) -> str:
+        """What hides it, as far as the program says."""
+        if self.written:
+            return ", as written"
+        if self.beside:
+            return f", beside {counted(self.beside, 'matmul')}"
+        return f" in {self.chunks} chunks" if self.chunks > 1 else ", not in a loop"
+
+    @property
+    def detail(self) -> str:
+        """Its lane, its time and its place among the work of the program."""
+        said = [f"lane: {self.lane}"]
+        if self.seconds is not None:
+            exposed = seconds_text(self.exposed) if self.exposed else "none"
+            said.append(f"takes {seconds_text(self.seconds)}, {exposed} of it exposed")
+        if self.chunks > 1:
+            said.append("in a loop, among the work on other chunks")
+        if self.behind:
+            said += [f"issued behind {self.behind}", f"waited for before {self.before}"]
+            between = _folded(self.between) or "nothing"
+            said.append(f"between: {between}")
+        return "; ".join(said)
+
+
+def _folded(texts: Iterable[str]) -> str:
+    """Each once, with how often it is there."""
+    counts = Counter(texts)
+    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +122,21 @@ class Step:
     steps: tuple[Step, ...] = ()
 
 
-def steps_of(program: Program, times: int) -> tuple[Step, ...]:
-    """The steps of a program, or of a body that is run so many `times`."""
-    return tuple(_steps(program, program.body, Fraction(1), times))
+def steps_of(
+    program: Program,
+    times: int,
+    rates: Rates | None = None,
+    reach: Mapping[str, Reach] | None = None,
+    *,
+    is_body: bool = False,
+) -> tuple[Step, ...]:
+    """The steps of a program, or of a body that is run so many `times`.
+
+    Transfers have their predicted times where there are `rates`.  `reach` says how far
+    apart the devices along each axis lie.
+    """
+    walk = _Reporter(program, times, rates, reach or {}, is_body)
+    return tuple(walk.steps(program.body, Fraction(1)))
 
 
 def communications_in(steps: Iterable[Step]) -> Iterator[CommunicationReport]:
@@ -119,28 +175,64 @@ def takes_turns(loop: ir.For) -> bool:
     return inner or (ordering[0] and not all(ordering))
 
 
-def _steps(
-    program: Program, body: Sequence[ir.Stmt], repeats: Fraction, times: int
-) -> Iterator[Step]:
-    """What statements do that are so many of their first chunk, so many `times`."""
-    beside = _beside(body) if body is program.body else {}
-    for stmt in body:
-        match stmt:
-            case ir.Compute():
-                yield _computation(program, stmt)
-                yield from _written_in(program, stmt, times)
-            case ir.Communicate(name=name):
-                among = beside.get(name, 0)
-                yield _communication(program, stmt, repeats, times, among)
-            case ir.For():
-                worth = repeats * _chunks_worth(stmt)
-                inner = tuple(_steps(program, stmt.body, worth, times))
-                yield from _around(_loop_text(stmt), inner)
-            case ir.Scan() | ir.While() | ir.Cond():
-                for name, inner, often in named_bodies(stmt, times):
-                    yield from _around(name, steps_of(inner, often))
-            case _:
-                pass
+class _Reporter:
+    """A program, or a body that is run so many times, and what is known of it."""
+
+    def __init__(
+        self,
+        program: Program,
+        times: int,
+        rates: Rates | None,
+        reach: Mapping[str, Reach],
+        is_body: bool,
+    ) -> None:
+        self.program, self.times, self.rates, self.reach = program, times, rates, reach
+        self.mesh = dict(program.mesh.shape)
+        self.places = places_of(program)
+        self.seconds = transfer_times(program, rates, in_body=is_body) if rates else {}
+
+    def steps(self, body: Sequence[ir.Stmt], repeats: Fraction) -> Iterator[Step]:
+        """What statements do that are so many of their first chunk."""
+        for stmt in body:
+            match stmt:
+                case ir.Compute():
+                    yield _computation(self.program, stmt)
+                    yield from _written_in(self.program, stmt, self.times)
+                case ir.Communicate():
+                    yield self.communication(stmt, repeats)
+                case ir.For():
+                    worth = repeats * _chunks_worth(stmt)
+                    inner = tuple(self.steps(stmt.body, worth))
+                    yield from _around(_loop_text(stmt), inner)
+                case ir.Scan() | ir.While() | ir.Cond():
+                    for name, inner, often in named_bodies(stmt, self.times):
+                        yield from _around(name, self.inside(inner, often))
+                case _:
+                    pass
+
+    def inside(self, body: Program, times: int) -> tuple[Step, ...]:
+        return steps_of(body, times, self.rates, self.reach, is_body=True)
+
+    def communication(self, stmt: ir.Communicate, repeats: Fraction) -> Step:
+        report = CommunicationReport(
+            kind=stmt.kind,
+            axes=stmt.axes,
+            value=display_name(self.program, stmt.source.name),
+            bytes=int(_received(stmt, self.mesh) * repeats) * self.times,
+            chunks=math.ceil(repeats),
+            times=self.times,
+            lane=lane_of(stmt, self.reach),
+        )
+        if place := self.places.get(stmt.name):
+            report = dataclasses.replace(report, **place._asdict())
+        if time := self.seconds.get(stmt.name):
+            report = dataclasses.replace(
+                report,
+                seconds=time.seconds * self.times,
+                exposed=time.exposed * self.times,
+            )
+        layout = f"{type_text(stmt.source)} -> {type_text(stmt.out)}"
+        return Step(text=str(report), layout=layout, communication=report)
 
 
 def _around(text: str, steps: tuple[Step, ...]) -> Iterator[Step]:
@@ -193,48 +285,6 @@ def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
     """Each once: several buffers may be parts of one value."""
     texts = [f"{display_name(program, b.name)}: {type_text(b)}" for b in buffers]
     return ", ".join(dict.fromkeys(texts))
-
-
-def _beside(body: Sequence[ir.Stmt]) -> dict[str, int]:
-    """For each communication, by name, the matmuls until it is waited for."""
-    matmuls = 0
-    issued: dict[str, int] = {}
-    found: dict[str, int] = {}
-    for stmt in body:
-        match stmt:
-            case ir.Communicate(name=name):
-                issued[name] = matmuls
-            case ir.Wait(communication=name) if name in issued:
-                found[name] = matmuls - issued[name]
-            case _:
-                matmuls += _matmuls(stmt)
-    return found
-
-
-def _matmuls(stmt: ir.Stmt) -> int:
-    """The contractions of a statement, all iterations of a loop counted."""
-    if isinstance(stmt, ir.For):
-        return stmt.extent * sum(map(_matmuls, stmt.body))
-    if not isinstance(stmt, ir.Compute):
-        return 0
-    return sum(eqn.rule.contracts for eqn in stmt.unit.eqns)
-
-
-def _communication(
-    program: Program, stmt: ir.Communicate, repeats: Fraction, times: int, beside: int
-) -> Step:
-    mesh = dict(program.mesh.shape)
-    report = CommunicationReport(
-        kind=stmt.kind,
-        axes=stmt.axes,
-        value=display_name(program, stmt.source.name),
-        bytes=int(_received(stmt, mesh) * repeats) * times,
-        chunks=math.ceil(repeats),
-        times=times,
-        beside=beside,
-    )
-    layout = f"{type_text(stmt.source)} -> {type_text(stmt.out)}"
-    return Step(text=str(report), layout=layout, communication=report)
 
 
 def _chunks_worth(loop: ir.For) -> Fraction:

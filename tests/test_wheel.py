@@ -116,6 +116,12 @@ def test_the_wheel_needs_jax_and_what_that_needs(wheel: zipfile.ZipFile) -> None
     assert always == ["jax<0.13,>=0.10", "numpy", "scipy"]
 
 
+def test_the_wheel_has_a_command(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    name = next(name for name in names if name.endswith("/entry_points.txt"))
+    assert b"jhost = jhost.__main__:main" in wheel.read(name)
+
+
 def test_the_folders_at_the_top_are_inside_jhost() -> None:
     assert program.Program.__module__ == "jhost.lowering.ir.program"
     for name in ("lowering", "runtime"):

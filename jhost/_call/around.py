@@ -14,7 +14,7 @@ from jhost._call.arguments import name_of
 from jhost._call.config import Config, program_config
 from jhost._call.program import derived_program
 from jhost._call.stages import explained
-from jhost._call.whole import left_whole
+from jhost._call.whole import left_whole, noted
 from jhost._primitives import jhost_p
 from jhost.lowering.explain import Explanation, joined
 from jhost.lowering.ir.program import Program
@@ -46,13 +46,20 @@ def explain_around(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Explanation:
     """What jhost makes of each different call in `fun`."""
-    calls = calls_in(fun, args, kwargs)
-    if not calls:
+    with noted() as whole:
+        calls = calls_in(fun, args, kwargs)
+        if not calls and not whole and isinstance(fun, jax.stages.Wrapped):
+            # JAX may have traced it before, and then calls nothing in it again.
+            plain: Any = fun
+            calls = calls_in(plain.__wrapped__, args, kwargs)
+    if not calls and not whole:
         raise errors.ArgumentError(
             f"jhost.explain got {name_of(fun)}, which calls no jhost function on these "
             "arguments. Decorate it, or a function that it calls, with jhost.jit."
         )
-    return joined(name_of(fun), list(map(_explained, _different(calls))))
+    found = [*map(_explained, _different(calls))]
+    found += [explained(each, config, None) for each, config in whole]
+    return joined(name_of(fun), found)
 
 
 def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
@@ -68,7 +75,7 @@ def _different(calls: Sequence[InnerCall]) -> Iterable[InnerCall]:
 
 def _explained(call: InnerCall) -> Explanation:
     program = left_whole(call.call_jaxpr, call.config) or call.program()
-    explanation = explained(program, call.config)
+    explanation = explained(program, call.config, call.call_jaxpr)
     return dataclasses.replace(explanation, calls=call.times)
 
 

@@ -17,7 +17,7 @@ from jhost._call.given_shardings import CallKey
 from jhost._call.program import host_program
 from jhost._call.source import Source
 from jhost._call.tracing import inside
-from jhost._call.whole import for_devices
+from jhost._call.whole import for_devices, note
 from jhost._jax import TracedCall, is_linearized
 from jhost._primitives import jhost_p
 from jhost.lowering.emit.program import spec_of
@@ -52,7 +52,8 @@ def bind(
     """
     key = source.settled(key, args, kwargs)
     traced = source.trace(key, args, kwargs)
-    if source.left_whole(key, traced):
+    if whole := source.left_whole(key, traced):
+        note(whole, source.config(key))
         return _whole(source, key, traced, embedded)(*args, **kwargs)
     config = dataclasses.replace(
         source.config(key), embedded=embedded, compared=compared

@@ -31,6 +31,7 @@ from jhost._primitives import stream_p
 from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames
+from jhost.lowering.ir.bodies import all_marks, with_marks
 from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
@@ -212,6 +213,27 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
 
 
 @cached_by_jaxpr
+def unpipelined_program(call_jaxpr: Any, config: Config) -> Program:
+    """The program without any loop over chunks, and with transfers where they are read.
+
+    It is what predictions are compared with, and has layouts of its own.
+    """
+    config = dataclasses.replace(
+        program_config(config), chunks="auto", pipeline="off", tunings=()
+    )
+    every = _passes(config, strict=False)
+    program = _asking(call_jaxpr, config)
+    marks = [
+        dataclasses.replace(mark, pipeline="off", chunks=None, wished=())
+        if isinstance(mark, StreamChoice)
+        else mark
+        for mark in all_marks(program)
+    ]
+    with _lowering_of(call_jaxpr):
+        return run_passes(with_marks(program, marks), every.all)
+
+
+@cached_by_jaxpr
 def _warn_if_stale(call_jaxpr: Any, config: Config) -> None:
     """Says once of a program why none of its tunings holds for it."""
     program = planned(call_jaxpr, config).program
@@ -318,7 +340,8 @@ def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
     params = [name or other.format(number) for number, name in enumerate(names)]
     paths = () if derived else result_paths(call_jaxpr)
     results = [path or None for path in paths] or [None] * len(call_jaxpr.out_avals)
-    return DisplayNames(params, results, _VARIABLES[config.role])
+    paths = frozenset(filter(None, names))
+    return DisplayNames(params, results, _VARIABLES[config.role], paths)
 
 
 _VARIABLES: Mapping[Role, Variables] = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from jax.extend.core import Var
 
 from jhost._jax import Residual, Split, with_operand_names
-from jhost.lowering.frontend.value_names import value_names
+from jhost.lowering.frontend.value_names import ValueNames, value_names
 
 
 def with_names(split: Split) -> Split:
@@ -31,11 +30,10 @@ def with_names(split: Split) -> Split:
     )
 
 
-def _name(residual: Residual, split: Split, names: Mapping[Var, str]) -> str:
+def _name(residual: Residual, split: Split, names: ValueNames) -> str:
     if residual.given is not None:
         return split.names[residual.given]
     if residual.result is None:
         return "closed-over array"
     value = split.first.jaxpr.outvars[residual.result]
-    known = names.get(value) if isinstance(value, Var) else None
-    return f"{known} (kept from the forward)" if known else ""
+    return f"{names[value]} (kept from the forward)" if isinstance(value, Var) else ""

@@ -13,16 +13,20 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
+from jhost._call.program import unpipelined_program
 from jhost._call.whole import Whole
-from jhost._jax import take_over
-from jhost.lowering.explain import Explanation, explain_program
+from jhost._jax import communication_streams, take_over
+from jhost.lowering.cost.choose_permutes import by_permutes
+from jhost.lowering.cost.leave_to_xla import left_to_xla
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.explain import DeviceFacts, Explanation, explain_program, puts
 from jhost.lowering.interpret.program import Record
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.runtime.compiler_options import explained_refusals, options_report
 from jhost.runtime.devices import Devices, devices_of
 from jhost.runtime.mesh import AnyMesh
-from jhost.runtime.profile.schedule import Schedule, parse_schedule
+from jhost.runtime.profile.schedule import Schedule, parse_schedule, with_streams
 
 
 class Traced(jax.stages.Traced):
@@ -76,9 +80,14 @@ class Lowered(jax.stages.Lowered):
         """
         return _host_ir(self._program)
 
-    def explain(self) -> Explanation:
-        """What was pipelined, how and why; `jhost.explain` says more of it."""
-        return explained(self._program, self._config)
+    def explain(self, *, detail: bool = False) -> Explanation:
+        """What was pipelined, how and why; `jhost.explain` says more of it.
+
+        Args:
+            detail: whether the text has all, and not the screen that matters most.
+        """
+        explanation = explained(self._program, self._config, self._call_jaxpr)
+        return dataclasses.replace(explanation, detailed=detail)
 
     def interpret(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Record]]:
         """Runs the program statement by statement on its devices.
@@ -133,7 +142,12 @@ class Lowered(jax.stages.Lowered):
         options = dict(self._config.compiler_options) | (given or {})
         with explained_refusals(self._config.name, options):
             compiled = super().compile(given, **how)
-        return Compiled(compiled, program=self._program, config=self._config)
+        return Compiled(
+            compiled,
+            program=self._program,
+            config=self._config,
+            call_jaxpr=self._call_jaxpr,
+        )
 
 
 class Compiled(jax.stages.Compiled):
@@ -147,11 +161,17 @@ class Compiled(jax.stages.Compiled):
     """
 
     def __init__(
-        self, compiled: jax.stages.Compiled, *, program: Program | Whole, config: Config
+        self,
+        compiled: jax.stages.Compiled,
+        *,
+        program: Program | Whole,
+        config: Config,
+        call_jaxpr: Any,
     ) -> None:
         take_over(self, compiled)
         self._program = program
         self._config = config
+        self._call_jaxpr = call_jaxpr
         self._compare = functools.cache(functools.partial(_compare, program, config))
 
     @property
@@ -191,8 +211,9 @@ class Compiled(jax.stages.Compiled):
         """What XLA's schedule makes of the communications.
 
         Returns:
-            Each communication with its bytes, whether it is asynchronous, and the
-            kernels that XLA issues beside it; and all kernels.  Prints as a table; its
+            Each communication with its bytes, whether it is asynchronous, the kernels
+            that XLA issues beside it, and the stream that its runtime puts it on (with
+            JAX 0.12, compiled for GPUs); and all kernels.  Prints as a table; its
             fields are for tools.
 
         Raises:
@@ -205,16 +226,21 @@ class Compiled(jax.stages.Compiled):
             >>> print(f.lower(jnp.ones((4, 4))).compile().schedule())
             schedule: 0 communications, 2 matmuls, ...
         """
-        return parse_schedule(self.as_text() or "")
+        schedule = parse_schedule(self.as_text() or "")
+        return with_streams(schedule, communication_streams(self))
 
-    def explain(self) -> Explanation:
-        """What was pipelined, how and why, and what XLA's schedule makes of it."""
+    def explain(self, *, detail: bool = False) -> Explanation:
+        """What was pipelined, how and why, and what XLA's schedule makes of it.
+
+        Args:
+            detail: whether the text has all, and not the screen that matters most.
+        """
         try:
             schedule = str(self.schedule())
         except errors.ScheduleError:
             schedule = "schedule: the backend does not give it"
-        explanation = explained(self._program, self._config)
-        return dataclasses.replace(explanation, schedule=schedule)
+        explanation = explained(self._program, self._config, self._call_jaxpr)
+        return dataclasses.replace(explanation, schedule=schedule, detailed=detail)
 
 
 def _host_ir(program: Program | Whole) -> Program:
@@ -228,11 +254,13 @@ def _compare(program: Program | Whole, config: Config) -> None:
         compare(program, config)
 
 
-def explained(program: Program | Whole, config: Config) -> Explanation:
-    """What the passes say of `program`, and what XLA is told for its loops."""
+def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Explanation:
+    """What passes say of a jaxpr's `program`, and what XLA is told for its loops."""
     if isinstance(program, Whole):
         return _explained_whole(program, config)
-    explanation = explain_program(program)
+    devices = devices_of(config.mesh)
+    explanation = explain_program(program, _known(devices, program))
+    explanation = _with_times(explanation, program, config, call_jaxpr)
     loops = loops_of(program)
     options: tuple[str, ...] = ()
     if loops is not None:
@@ -240,12 +268,43 @@ def explained(program: Program | Whole, config: Config) -> Explanation:
     notes = (
         *explanation.notes,
         *_notes_of_nothing_marked(explanation, config),
-        *_notes_of_reach(program, devices_of(config.mesh)),
+        *_notes_of_reach(program, devices),
         *_notes_of_puts(explanation, config),
-        *_notes_of_rates(explanation, devices_of(config.mesh)),
+        *_notes_of_rates(explanation, devices),
     )
     return dataclasses.replace(
         explanation, name=config.title, notes=notes, options=options
+    )
+
+
+def _known(devices: Devices, program: Program) -> DeviceFacts:
+    """What predictions of a program go by: no rates where nothing could overlap."""
+    rates = rates_here(devices, puts(program))
+    return DeviceFacts(rates if rates and _overlaps(rates) else None, devices.reach)
+
+
+def _overlaps(rates: Rates) -> bool:
+    return rates.permute.beside_compute or rates.collective.beside_compute
+
+
+def _with_times(
+    explanation: Explanation, program: Program, config: Config, call_jaxpr: Any
+) -> Explanation:
+    """The explanation with what the program takes, and would without jhost."""
+    devices = devices_of(config.mesh)
+    if devices.count == 1 or left_to_xla(program):
+        return explanation
+    explanation = dataclasses.replace(
+        explanation, devices=f"{devices.count} x {devices.kind}"
+    )
+    rates = rates_here(devices, puts(program))
+    if rates is None or not _overlaps(rates):
+        return dataclasses.replace(explanation, nothing_overlaps=rates is not None)
+    plain = unpipelined_program(call_jaxpr, config)
+    (_, predicted), *_ = by_permutes(program, rates)
+    (_, unpipelined), *_ = by_permutes(plain, rates)
+    return dataclasses.replace(
+        explanation, predicted=predicted, unpipelined=unpipelined
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -74,6 +76,32 @@ class Whole:
             f"{self} There is no {what} of it; what jax.jit's stages have is there.",
             self.reasons,
         )
+
+
+_noted: ContextVar[list[tuple[Whole, Config]] | None] = ContextVar(
+    "_noted", default=None
+)
+
+
+@contextmanager
+def noted() -> Generator[list[tuple[Whole, Config]]]:
+    """Notes the functions that stay whole where they are called inside.
+
+    They leave no call of jhost's in what is traced.
+    """
+    found: list[tuple[Whole, Config]] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def note(whole: Whole, config: Config) -> None:
+    """Says that a function stays whole, where somebody asks."""
+    found = _noted.get()
+    if found is not None and (whole, config) not in found:
+        found.append((whole, config))
 
 
 def left_whole(jaxpr: Any, config: Config) -> Whole | None:

@@ -31,10 +31,10 @@ def add_command(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     devices = devices_here(None)
+    if devices[0].platform == "cpu":
+        print("Devices of one CPU share its cores: nothing can overlap there.")
     found = calibrate(keep=not arguments.no_keep)
     print(found)
     if arguments.json is not None:
         arguments.json.write_text(found.to_json())
-    if devices[0].platform == "cpu":
-        print("(Devices of one CPU share its cores: nothing can overlap there.)")
     return 0

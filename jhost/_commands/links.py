@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jhost._commands.findings import JAX, Problem, Report
+from jhost._text import bytes_text
 from jhost._timing import take_turns
 from jhost.lowering.ir.reach import WHERE, between_processes, laid_better
 from jhost.runtime.compiler_options import overlap_options, wanted_options
@@ -32,7 +33,9 @@ def examine_links(report: Report, devices: list[Any], here: Devices) -> None:
     }
     times = take_turns(copies, rounds=3)
     rates = {name: _LINK_BYTES / min(each) for name, each in times.items()}
-    report.facts["links"] = {n: f"{rate / 1e9:.0f} GB/s" for n, rate in rates.items()}
+    report.facts["links"] = {
+        name: f"{bytes_text(int(rate))}/s" for name, rate in rates.items()
+    }
     slow = [name for name, rate in rates.items() if rate < _SLOW_LINK]
     if here.platform == "gpu" and slow:
         report.problems.append(

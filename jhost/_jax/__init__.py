@@ -7,6 +7,7 @@ Nothing else in jhost imports `jax._src` or asks which JAX this is.
 - `linearization.py`, `partial_evaluation.py`, `split.py`: a call split in two.
 - `tracing.py`: functions traced as `jax.jit` does it.
 - `stages.py`: JAX's stages of compilation, extended.
+- `thunks.py`: what XLA's runtime makes of an executable.
 - `jaxprs.py`: what a traced program says of itself.
 - `eqns.py`, `scans.py`, `dead_code.py`: new equations and programs.
 - `typed.py`: programs on explicit meshes, without their types.
@@ -107,6 +108,7 @@ from jhost._jax.split import (
     Split as Split,
 )
 from jhost._jax.stages import take_over as take_over
+from jhost._jax.thunks import communication_streams as communication_streams
 from jhost._jax.tracing import (
     ArgNames as ArgNames,
     ArgNums as ArgNums,

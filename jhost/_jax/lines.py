@@ -54,8 +54,12 @@ class Position(NamedTuple):
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether JAX made an equation by transposing another, as for a gradient."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    """Whether JAX made an equation by transposing another, as for a gradient.
+
+    What a backward computes again stands in its scope, and is no gradient.
+    """
+    names = str(eqn.source_info.name_stack)
+    return "transpose(" in names.rpartition("rematted_computation")[2]
 
 
 def user_position(eqn: JaxprEqn) -> Position | None:

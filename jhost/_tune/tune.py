@@ -6,6 +6,7 @@ times of the slowest; process 0 looks into its cache for all.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -118,6 +119,8 @@ def tune(
     )
     if cache and jax.process_index() == 0:
         _tuning_cache.store(key, tuning)
+    if progress and not steps and jax.process_index() == 0:
+        print(f"jhost.tune: {tuning.programs[0].title}", file=sys.stderr)
     return tuning
 
 

@@ -10,15 +10,17 @@ may be slower than any that was measured, and a cycle is always taken.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_transfers import ChooseTransfers, is_large
 from jhost.lowering.cost.simulate import predict
-from jhost.lowering.ir.bodies import EachProgram
+from jhost.lowering.ir.bodies import EachProgram, statements
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Communicate, Scan
-from jhost.lowering.schedule.cycle import Cycle, cycle_of
+from jhost.lowering.ir.statements import Communicate, Scan, While
+from jhost.lowering.schedule.cycle import Cycle, cycle_of, stays_in_iteration
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.schedule.with_cycle import with_cycle
 from jhost.lowering.units.segment import Segment
@@ -42,6 +44,7 @@ class ChooseCycles(EachProgram):
             way = self.transfers.way(transfer, mesh)
             return way is not None and self.transfers.is_open(transfer)
 
+        notes = tuple(_said_of_others(program))
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
             if not isinstance(stmt, Scan):
@@ -49,7 +52,9 @@ class ChooseCycles(EachProgram):
             cycle = cycle_of(stmt, can_hide)
             if cycle is not None:
                 program = self.better(program, with_cycle(program, cycle), cycle)
-        return program
+        if not notes:
+            return program
+        return dataclasses.replace(program, remarks=(*program.remarks, *notes))
 
     def better(self, program: Program, other: Program, cycle: Cycle) -> Program:
         """The `other` program, with a note, if it is asked for or gains."""
@@ -77,11 +82,39 @@ class ChooseCycles(EachProgram):
 
 
 def _said(cycle: Cycle) -> Note:
-    early = [each.stmt.out.name for each in cycle.early]
-    late = [each.stmt.out.name for each in cycle.late]
+    early, late = (
+        [display_name(cycle.scan.body, name) for name in dict.fromkeys(names)]
+        for names in (
+            [each.stmt.out.name for each in cycle.early],
+            [each.stmt.out.name for each in cycle.late],
+        )
+    )
     said = [f"{', '.join(early)} gathered an iteration early"] * bool(early)
     said += [f"{', '.join(late)} summed an iteration late"] * bool(late)
     where = cycle.scan.where
     return Note(
         form=f"in the scan of {cycle.scan.length}: {' and '.join(said)}", where=where
     )
+
+
+def _said_of_others(program: Program) -> Iterator[Note]:
+    """Of loops whose transfers stay in their own iteration, that they do, and why."""
+    for stmt in program.body:
+        if isinstance(stmt, While) and any(map(_moves, stmt.bodies)):
+            form = (
+                "in a while loop every transfer stays in its own iteration: nothing "
+                "says which is the last"
+            )
+            yield Note(form=form, where=stmt.where)
+        if isinstance(stmt, Scan) and (stuck := stays_in_iteration(stmt, is_large)):
+            names = [display_name(stmt.body, each.source.name) for each in stuck]
+            values = ", ".join(dict.fromkeys(names))
+            form = (
+                f"in the scan of {stmt.length} {values} cannot move in another "
+                "iteration: each depends on the one before"
+            )
+            yield Note(form=form, where=stmt.where)
+
+
+def _moves(body: Program) -> bool:
+    return any(isinstance(stmt, Communicate) for stmt in statements(body))

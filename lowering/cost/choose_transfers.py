@@ -39,6 +39,12 @@ _GAIN = 0.99
 _LEAST = 1 << 20
 """Bytes below which any transfer takes its latency."""
 
+
+def is_large(stmt: Communicate) -> bool:
+    """Whether a transfer takes longer than its latency."""
+    return bytes_of(stmt.source) >= _LEAST
+
+
 _TURNS: Sequence[tuple[Way, bool]] = [
     ("collective", True),
     ("collective", False),
@@ -103,7 +109,7 @@ class ChooseTransfers(EachProgram):
 
     def is_open(self, stmt: Communicate) -> bool:
         """Whether one may stand beside work, as far as it stands for itself."""
-        if bytes_of(stmt.source) < _LEAST:
+        if not is_large(stmt):
             return False
         if self.pipeline != "auto":
             return self.pipeline == "p2p"

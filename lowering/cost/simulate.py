@@ -39,7 +39,7 @@ def predict(
     six layers of Llama 8B in a scan, forward and backward, unpipelined, took 84.3 ms on
     two H200s, where computations and collectives one after another make 83.9.
     """
-    inside = partial(_inside, rates=rates)
+    inside = partial(predict_body, rates=rates)
     tasks = unrolled(
         program, rates, inside, in_body=in_body, in_pieces=in_pieces, carried=carried
     )
@@ -68,7 +68,7 @@ def _predictions(body: Program) -> list[tuple[Rates, Prediction]]:
     return []
 
 
-def _inside(body: Program, rates: Rates) -> Prediction:
+def predict_body(body: Program, rates: Rates) -> Prediction:
     """What a body of control flow takes: found out once by the same rates."""
     known = _predictions(body)
     for other, prediction in known:
@@ -110,7 +110,13 @@ def _leaving(tasks: Sequence[Task]) -> set[int]:
 
 
 def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
-    """The end of the last task that is not `leaving`.
+    """The end of the last task that is not `leaving`."""
+    ends = (end for number, end in ends_of(tasks).items() if number not in leaving)
+    return max(ends, default=0.0)
+
+
+def ends_of(tasks: Sequence[Task]) -> Mapping[int, float]:
+    """When each task ends, by its number.
 
     A task starts as soon as it is issued and its queue is free.  XLA issues a transfer
     once all that it waits for was issued, before any other computation.  It does the
@@ -128,8 +134,7 @@ def _finish(tasks: Sequence[Task], leaving: Container[int] = ()) -> float:
     clock.issue_ready(waiting)
     for number in range(len(tasks)):
         clock.issue(number)
-    ends = (end for number, end in clock.ends.items() if number not in leaving)
-    return max(ends, default=0.0)
+    return clock.ends
 
 
 def _beside(task: Task) -> bool:

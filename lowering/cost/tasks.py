@@ -57,6 +57,7 @@ class Task:
         copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
             in its place, when the array is read; None is no copy.
         inside: what the bodies of a control flow statement come to.
+        name: the communication's that it is a part of.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class Task:
     alone: bool = False
     copy: Literal["cut", "put"] | None = None
     inside: Prediction | None = None
+    name: str = ""
 
 
 _ALONE = 0.25
@@ -279,18 +281,12 @@ class _Unrolled(Machine):
         after = self.cut(stmt.source, after, always=sent)
         if not self.depth:
             self.join(after)  # what comes next on the stream comes after it was issued
-        self.transfer(stmt.kind, stmt.source, stmt.out, stmt.axes, after)
+        self.transfer(stmt, after)
         self.in_flight[stmt.name] = number = len(self.tasks) - 1
         self.put(stmt.out, frozenset({number}), always=received)
 
-    def transfer(
-        self,
-        kind: ir.CommunicationKind,
-        source: ir.Buffer,
-        out: ir.Buffer,
-        axes: Sequence[str],
-        after: frozenset[int] = frozenset(),
-    ) -> None:
+    def transfer(self, stmt: ir.Communicate, after: frozenset[int]) -> None:
+        kind, axes, source = stmt.kind, stmt.axes, stmt.source
         devices = axes_size(axes, self.mesh)
         received = received_bytes(kind, bytes_of(source), devices)
         link = self.rates.link(kind, axes)
@@ -301,7 +297,12 @@ class _Unrolled(Machine):
             # The rest runs beside what XLA finds for it.
             seconds -= by_itself
             first = Task(
-                seconds=by_itself, host=0.0, after=after, transfer=True, alone=True
+                seconds=by_itself,
+                host=0.0,
+                after=after,
+                transfer=True,
+                alone=True,
+                name=stmt.name,
             )
             self.add(first, [])
             after = frozenset({len(self.tasks) - 1})
@@ -322,8 +323,9 @@ class _Unrolled(Machine):
             alone=(in_loop or kind == "AllReduce")
             and not link.beside_compute
             and (self.depth > 0 or self.on_default_stream),
+            name=stmt.name,
         )
-        self.add(task, [out])
+        self.add(task, [stmt.out])
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
         self.places.write(outs, len(self.tasks))

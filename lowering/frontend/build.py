@@ -17,8 +17,10 @@ from jax.sharding import AbstractMesh
 from jhost._jax import arg_names, fresh_var, source_line
 from jhost.lowering.frontend.contractions import without_transposes
 from jhost.lowering.frontend.control_flow import (
+    carried_params,
     control_flow,
     has_programs,
+    names_of_results,
     out_names,
     param_names,
 )
@@ -27,7 +29,6 @@ from jhost.lowering.frontend.markers import MARKERS, Markers
 from jhost.lowering.frontend.shifts import with_shifts
 from jhost.lowering.frontend.specs import raise_problems
 from jhost.lowering.frontend.unsupported import check_supported
-from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames, as_var
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.marks import SerialMark
@@ -76,6 +77,8 @@ def build(
     # Once all is built: of a barrier only the pieces that are read have values.
     for pieces in flat.barriers:
         builder.barrier(pieces)
+    for eqn in flat.dropped:
+        builder.remark_dropped(eqn)
     results = builder.results(flat.outvars, result_names)
     # All of them are known by now, and one error has them all, as `jax.shard_map`'s
     # has.
@@ -105,7 +108,7 @@ class _Builder(Markers):
     ) -> None:
         super().__init__(flat, mesh, result_names, display_names)
         self.name = name
-        self.variables: Variables = display_names.variables
+        self.said = display_names
 
     def equation(self, eqn: JaxprEqn) -> None:
         marker = MARKERS.get(eqn.primitive.name)
@@ -153,28 +156,43 @@ class _Builder(Markers):
             for var, name in zip(eqn.outvars, names, strict=True)
         ]
         build_body = functools.partial(self.body_program, eqn)
-        self.body.append(control_flow(eqn, ins, outs, build_body))
+        stmt = control_flow(eqn, ins, outs, build_body)
+        self.body.append(stmt)
+        for var, name in zip(eqn.outvars, names_of_results(stmt), strict=True):
+            self.name_result(var, name)
 
     def body_program(
         self, eqn: JaxprEqn, jaxpr: Any, what: str, ins: Sequence[ir.Buffer]
     ) -> Program:
         """The program of a body of `eqn` on such values, with marks of its own."""
-        outside = (self.display_names[buffer.name] for buffer in ins)
+        outside = [self.display_names[buffer.name] for buffer in ins]
         # JAX names the operands of a body after its Python function, where that has
         # names.
         own = arg_names(jaxpr) or [""] * len(ins)
-        said = [name or other for name, other in zip(own, outside, strict=True)]
+        carried = carried_params(eqn, what)
+        said = [
+            other if other in self.said.paths and number not in carried else name
+            for number, (name, other) in enumerate(zip(own, outside, strict=True))
+        ]
+        said = [name or other for name, other in zip(said, outside, strict=True)]
         return build(
             inline_calls(jaxpr, eqn),
             name=f"{self.name}.{what}",
             mesh=self.mesh,
             param_names=param_names(jaxpr),
             result_names=["y"] * len(jaxpr.out_avals),
-            display_names=DisplayNames(
-                said, [None] * len(jaxpr.out_avals), self.variables
+            display_names=self.said._replace(
+                params=said, results=[None] * len(jaxpr.out_avals)
             ),
             is_body=True,
         )
+
+    def remark_dropped(self, eqn: JaxprEqn) -> None:
+        text = (
+            "jhost.stream marks nothing here, because nothing reads its result: write "
+            "x = jhost.stream(x, ...)"
+        )
+        self.remarks.append(Note(form=text, where=source_line(eqn)))
 
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 from jhost._jax import arg_names, close, is_array, scan_counts, source_line
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import split
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.properties import CONTROL_FLOW
 
@@ -94,6 +95,26 @@ def param_names(body: Any) -> list[str]:
     """The user's names of the params of a body, or `x`."""
     names = arg_names(body)
     return [name or "x" for name in names] or ["x"] * len(body.in_avals)
+
+
+def carried_params(eqn: JaxprEqn, what: str) -> range:
+    """The numbers of a body's params that are other values in each iteration."""
+    match what:
+        case "scan":
+            first, count = scan_counts(eqn)
+            return range(first, first + count)
+        case "while" | "while_condition":
+            name = "cond" if what == "while_condition" else "body"
+            first = eqn.params[f"{name}_nconsts"]
+            return range(first, first + len(eqn.outvars))
+        case _:
+            return range(0)
+
+
+def names_of_results(stmt: ir.ControlFlow) -> list[str]:
+    """What a message calls each result: as the body that makes it does."""
+    *_, body = stmt.bodies
+    return [display_name(body, result.name) for result in body.results]
 
 
 def control_flow(

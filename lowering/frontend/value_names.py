@@ -11,12 +11,18 @@ import ast
 import functools
 import itertools
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import (
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set as AbstractSet,
+)
+from typing import Literal, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from jhost._jax import Position, file_title, is_transposed, user_position
+from jhost._jax import Position, aval_of, file_title, is_transposed, user_position
 from jhost.lowering.rules.properties import IDENTITIES
 
 SourceSpan: TypeAlias = tuple[int, int, int, int]
@@ -31,25 +37,64 @@ surely makes the assigned value.  In a backward they are cotangents, and none is
 """
 
 
+class ValueNames:
+    """What each value is called: by the user, or else by what makes it.
+
+    A value that is only cast or reshaped is called as it was before.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Var, str] = {}
+        self.titles: dict[Var, str] = {}
+        self.after: dict[Var, Var] = {}
+
+    def __getitem__(self, var: Var) -> str:
+        return self.of_user(var) or self.titles[var]
+
+    def of_user(self, var: Var) -> str | None:
+        """The name that the user's lines give, if they give one."""
+        while var not in self.known:
+            if var not in self.after:
+                return None
+            var = self.after[var]
+        return self.known[var]
+
+
 def value_names(
-    eqns: Sequence[JaxprEqn], given: Mapping[Var, str], variables: Variables = "all"
-) -> dict[Var, str]:
-    """A name for each value that an equation makes, beside those that are `given`.
+    eqns: Sequence[JaxprEqn],
+    given: Mapping[Var, str],
+    variables: Variables = "all",
+    paths: Collection[str] = (),
+) -> ValueNames:
+    """Names for the values that equations make, beside those that are `given`.
 
     What a call makes on the way has the same line, and the last is its value.
+    Gradients are named after what they are gradients of, where that is one of `paths`.
     """
-    names = dict(given)
-    found: dict[Var, str] = {}
-    for position, run in itertools.groupby(eqns, user_position):
-        made = list(run)
+    names, found = ValueNames(), dict[Var, str]()
+    names.titles |= given
+    names.after |= {eqn.outvars[0]: source for eqn, source in _handed_on(eqns)}
+    runs = [(at, list(run)) for at, run in itertools.groupby(eqns, user_position)]
+    for position, made in runs:
         for eqn in made:
-            names |= dict.fromkeys(eqn.outvars, _named_after(eqn, names) or title(eqn))
+            names.titles |= dict.fromkeys(eqn.outvars, _title_of(eqn, names))
         sure = variables == "all" or (variables == "alone" and len(made) == 1)
-        sure = sure and not is_transposed(made[-1])  # what a gradient makes of a line
-        variable = assigned(position) if position and sure else None
-        if variable and len(made[-1].outvars) == 1:
-            found[made[-1].outvars[0]] = variable
-    return names | forwarded_names(eqns, found) | dict(given)
+        last = made[-1]
+        if position is None or not sure or len(last.outvars) != 1:
+            continue
+        out, variable = last.outvars[0], assigned(position)
+        if variable and not is_transposed(last):  # what a gradient makes of a line
+            found[out] = variable
+        elif text := expression(position):
+            names.titles[out] = _in_words(last, text, position)
+    names.known |= forwarded_names(eqns, found) | dict(given)
+    # JAX keeps a line in what it derives of it: forward and backward have the same.
+    lines: dict[Position | None, list[JaxprEqn]] = {}
+    for position, made in runs:
+        lines.setdefault(position, []).extend(made)
+    for made in lines.values():
+        names.known |= _gradients(made, names, paths)
+    return names
 
 
 def forwarded_names(
@@ -64,40 +109,140 @@ def forwarded_names(
     return found
 
 
-def _named_after(eqn: JaxprEqn, names: Mapping[Var, str]) -> str | None:
-    """The name of the value that a mark or a copy hands on."""
+_SAME_VALUE = IDENTITIES | {
+    "convert_element_type",
+    "optimization_barrier",
+    "reduce_precision",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Equations behind which a value is called as before."""
+
+
+def _handed_on(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[JaxprEqn, Var]]:
+    """Equations that give the value that they read, each with what it reads."""
+    for eqn in eqns:
+        if eqn.primitive.name in _SAME_VALUE and len(eqn.outvars) == 1:
+            if isinstance(eqn.invars[0], Var):
+                yield eqn, eqn.invars[0]
+
+
+def _title_of(eqn: JaxprEqn, names: ValueNames) -> str:
+    """An equation's title; of a mark or a copy that of the value that it hands on."""
     if eqn.primitive.name not in IDENTITIES or not isinstance(eqn.invars[0], Var):
-        return None
-    return names[eqn.invars[0]]
+        return title(eqn)
+    return names.titles[eqn.invars[0]]
+
+
+def described(eqn: JaxprEqn) -> str:
+    """What an equation makes, by the user's expression or else by its title."""
+    position = user_position(eqn)
+    text = expression(position) if position else ""
+    return _in_words(eqn, text, position) if position and text else title(eqn)
+
+
+def _in_words(eqn: JaxprEqn, text: str, position: Position) -> str:
+    gradient = "a gradient in " if is_transposed(eqn) else ""
+    return f"{gradient}`{text}` at {_place(position)}"
+
+
+# --- Gradients ---------------------------------------------------------------------- #
+
+
+def _gradients(
+    made: Sequence[JaxprEqn], names: ValueNames, paths: Collection[str]
+) -> Iterator[tuple[Var, str]]:
+    """Names of what a line's gradients make for the parameters that it reads.
+
+    `dw = x.T @ dy` and `dx = dy @ w.T` are made of one line, and share `dy`.
+    """
+    if not any(map(is_transposed, made)):
+        return
+    read = [(eqn, var) for eqn in made for var in _vars(eqn)]
+    weights = [(eqn, var) for eqn, var in read if names.of_user(var) in paths]
+    for eqn in made:
+        if not weights or len(eqn.outvars) != 1 or not is_transposed(eqn):
+            continue
+        size = _sizes(eqn.outvars[0])
+        fit = [
+            (reader, var)
+            for reader, var in weights
+            if _sizes(var) == size and var not in _vars(eqn)
+        ]
+        if len({var for _, var in fit}) > 1:
+            shared = set(_vars(eqn))
+            fit = [each for each in fit if not shared.isdisjoint(_vars(each[0]))]
+        found = {names[var] for _, var in fit}
+        if len(found) == 1:
+            yield eqn.outvars[0], f"the gradient of {found.pop()}"
+
+
+def _vars(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]
+
+
+def _sizes(var: Var) -> list[int]:
+    """The sizes of its dims but 1, in no order: a gradient may come transposed."""
+    return sorted(size for size in aval_of(var).shape if size != 1)
+
+
+# --- Lines -------------------------------------------------------------------------- #
 
 
 def title(eqn: JaxprEqn) -> str:
     """An equation by its primitive and line, as `dot_general at model.py:12`."""
     position, primitive = user_position(eqn), eqn.primitive.name
-    if position is None:
-        return primitive
-    return f"{primitive} at {file_title(position.file)}:{position.span[0]}"
+    name = _PLAIN.get(primitive, primitive)
+    return name if position is None else f"{name} at {_place(position)}"
+
+
+_PLAIN = {"dot_general": "a matmul"}
+
+
+def _place(position: Position) -> str:
+    return f"{file_title(position.file)}:{position.span[0]}"
+
+
+_LONGEST = 40
+
+
+def expression(position: Position) -> str:
+    """The text of the expression there, if it is a short one on one line."""
+    first, last, start, end = position.span
+    lines = linecache.getlines(position.file)
+    if first != last or position.span not in _parsed("".join(lines)).expressions:
+        return ""
+    # Columns count bytes.
+    text = lines[first - 1].encode()[start:end].decode()
+    return text if len(text) <= _LONGEST else ""
 
 
 def assigned(position: Position) -> str | None:
     """The variable that the expression there is assigned to, as a whole."""
     text = "".join(linecache.getlines(position.file))
-    return _assignments(text).get(position.span)
+    return _parsed(text).assigned.get(position.span)
+
+
+class _Parsed(NamedTuple):
+    """The variables of a module by what is assigned to them, and its expressions."""
+
+    assigned: Mapping[SourceSpan, str]
+    expressions: AbstractSet[SourceSpan]
 
 
 @functools.lru_cache(maxsize=64)
-def _assignments(text: str) -> dict[SourceSpan, str]:
-    """The variables of a module, by where the expressions assigned to them stand."""
+def _parsed(text: str) -> _Parsed:
     try:
-        tree = ast.parse(text)
+        nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError):  # a notebook's magic, or no Python
-        return {}
-    pairs = itertools.chain.from_iterable(map(_pairs, ast.walk(tree)))
-    return {
+        return _Parsed({}, frozenset())
+    variables = {
         _span(value): ast.unparse(target)
-        for target, value in pairs
+        for target, value in itertools.chain.from_iterable(map(_pairs, nodes))
         if isinstance(target, ast.Name | ast.Attribute)
     }
+    return _Parsed(variables, {_span(n) for n in nodes if isinstance(n, ast.expr)})
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | ast.stmt]]:

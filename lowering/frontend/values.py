@@ -9,7 +9,12 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost._jax import aval_of
 from jhost.lowering.frontend.inline_calls import FlatJaxpr
-from jhost.lowering.frontend.value_names import Variables, forwarded_names, value_names
+from jhost.lowering.frontend.value_names import (
+    ValueNames,
+    Variables,
+    forwarded_names,
+    value_names,
+)
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
 
@@ -18,19 +23,23 @@ class DisplayNames(NamedTuple):
     """What messages call params and results; None where a result has no own name.
 
     Which of the user's `variables` name the values between, `value_names` says.
+    `paths` are the user's names of the arguments: a weight is called by its own
+    wherever it is read, and so is its gradient.
     """
 
     params: Sequence[str]
     results: Sequence[str | None]
     variables: Variables = "all"
+    paths: frozenset[str] = frozenset()
 
-    def of(self, flat: FlatJaxpr) -> dict[Var, str]:
+    def of(self, flat: FlatJaxpr) -> ValueNames:
         """Each value's name."""
         params = dict(zip(flat.invars, self.params, strict=True))
         results = zip(flat.outvars, self.results, strict=True)
         known = {var: name for var, name in results if name}
-        names = value_names(flat.eqns, params, self.variables)
-        return names | forwarded_names(flat.eqns, known) | params
+        names = value_names(flat.eqns, params, self.variables, self.paths)
+        names.known |= forwarded_names(flat.eqns, known) | params
+        return names
 
 
 class Values:
@@ -90,6 +99,15 @@ class Values:
         out = self.buffer(var, source, name)
         self.body.append(ir.Set(out=out, source=source))
         return out
+
+    def name_result(self, var: Var, name: str) -> None:
+        """Calls what control flow makes as its body does, unless the user has a name.
+
+        So is what is made of it further on.
+        """
+        if self.value_names.of_user(var) is None:
+            self.value_names.known[var] = name
+            self.display_names[self.buffers[var].name] = name
 
     def operand(self, eqn: JaxprEqn) -> ir.Buffer:
         return self.buffers[as_var(eqn.invars[0])]

@@ -32,6 +32,19 @@ _WHAT_HELPS: Mapping[Reach, str] = {
 }
 
 
+Lane: TypeAlias = Literal["copies", "collectives", "network"]
+"""What moves a transfer: copy engines, NCCL's kernels in a host, or the network."""
+
+
+def lane_of(stmt: ir.Communicate, reach: Mapping[str, Reach]) -> Lane:
+    """The lane of a transfer between GPUs that lie so far apart."""
+    reaches = {reach.get(axis, "process") for axis in stmt.axes}
+    if "hosts" in reaches:
+        return "network"
+    copied = stmt.kind == "CollectivePermute" and reaches == {"process"}
+    return "copies" if copied else "collectives"
+
+
 def between_processes(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[str]:
     """The axes among some whose devices are not in one process."""
     return [axis for axis in axes if reach.get(axis, "process") != "process"]

@@ -60,8 +60,8 @@ class Reasons:
         rank, (axis, factor) = alternatives.losing.get(claim), claim
         if rank is None:
             return self.undivisible(op, factor, axis)
-        mine, instead = alternatives.rank, f"were dim {dim} left over {axis}"
-        return Reason(f"{instead}, {_losing_text(rank, mine)}")
+        stayed = f"if dim {dim} stayed sharded over {axis}"
+        return Reason(f"{stayed}, {_losing_text(rank, alternatives.rank)}")
 
     def undivided(self, op: Operation, alternatives: Alternatives) -> Iterator[Reason]:
         for (axis, factor), rank in alternatives.losing.items():
@@ -92,27 +92,27 @@ def joined(reasons: Sequence[Reason]) -> str:
     return "; ".join(dict.fromkeys(reason.text for reason in reasons if reason.text))
 
 
-def _losing_text(losing_reason: AssignmentRank, chosen: AssignmentRank) -> str:
+def _losing_text(losing: AssignmentRank, chosen: AssignmentRank) -> str:
     """What would be worse: more bytes, or as many and something else, or work."""
-    moved, instead = chosen.moved, losing_reason.moved
-    if losing_reason.cost < chosen.cost:
-        return "more would move in the program"
+    moved, instead = chosen.moved, losing.moved
+    if losing.cost < chosen.cost:
+        return "the whole program would move more bytes"
     if (instead.exposed, instead.hidden) == (moved.exposed, moved.hidden):
-        if (
-            losing_reason.cost.exposed > chosen.cost.exposed
-            or losing_reason.shared > chosen.shared
-        ):
-            return "as much would move and more work be repeated"
-        if instead.communications > moved.communications:
-            return "as much would move in more communications"
-        larger = (
-            ", of a larger operand" if losing_reason.largest > chosen.largest else ""
-        )
-        return f"as much would move{larger}"
-    text = moved_text(instead).replace("a device", "a device would move", 1)
-    late = moved.hidden and not instead.hidden
-    text = f"in all {text}, which no pipeline would hide" if late else f"in all {text}"
-    return f"{text} and more work be repeated" if instead < moved else text
+        return f"as many bytes would move{_tie_text(losing, chosen)}"
+    received = moved_text(instead).replace(" a device", "", 1)
+    text = f"each device would receive {received} for this operation"
+    if moved.hidden and not instead.hidden:
+        text += ", and no pipeline would hide them"
+    return f"{text}, and devices would repeat work" if instead < moved else text
+
+
+def _tie_text(losing: AssignmentRank, chosen: AssignmentRank) -> str:
+    """What decides between assignments that move as many bytes."""
+    if losing.cost.exposed > chosen.cost.exposed or losing.shared > chosen.shared:
+        return ", and devices would repeat more work"
+    if losing.moved.communications > chosen.moved.communications:
+        return " in more transfers"
+    return ", but of a larger operand" if losing.largest > chosen.largest else ""
 
 
 def whole_reason_of(op: Operation, dim: int) -> str:

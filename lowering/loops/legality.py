@@ -86,13 +86,26 @@ def _collective(
     steps = -(-extent // count)
     chunks = -(-extent // steps)
     if chunks < count:
-        reason = (
-            f"{counted(chunks, 'chunk')} of {steps}: {counted(extent, 'step')} make no "
-            f"{count} of one size"
-        ) + (f"; {why}" if why else "")
+        reason = _fewer_text(chunks, count, extent) + (f"; {why}" if why else "")
     if chunks == 1:
         return off("one chunk is no loop")
     return Pipelining(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
+
+
+def _fewer_text(chunks: int, count: int, extent: int) -> str:
+    """That there are fewer chunks than were asked for, and how many there can be."""
+    return (
+        f"{counted(chunks, 'chunk')}, not the {count} asked for: "
+        f"{counted(extent, 'step')} can be cut into {_possible(count, extent)}"
+    )
+
+
+def _possible(count: int, extent: int) -> str:
+    """The nearest numbers of chunks that are of one size, but for the last."""
+    every = sorted({-(-extent // steps) for steps in range(1, extent + 1)})
+    below = [each for each in every if each < count]
+    above = [each for each in every if each > count]
+    return f"{' or '.join(map(str, [*below[-1:], *above[:1]]))} chunks"
 
 
 def _check_count(mark: StreamChoice, count: int, extent: int, devices: int = 1) -> None:
@@ -123,8 +136,9 @@ def _p2p(
     count = devices if mark.chunks is None else int(mark.chunks)
     if count % devices:
         raise errors.ChunksError(
-            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) has a "
-            f"multiple of {devices} chunks, but {count} were asked for.",
+            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) needs a "
+            f"multiple of {devices} chunks: {_multiples(count, devices, extent)}, not "
+            f"{count}.",
             [f"axis={mark.dim} at {mark.where}"],
         )
     _check_count(mark, count, extent, devices)
@@ -140,6 +154,9 @@ def _p2p(
         kept = {number: part for number, part in kept.items() if number not in sums}
     source = "one a device" if mark.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
+    pieces = count // devices
+    if (made := -(-extent // -(-extent // pieces))) < pieces:
+        reason = f"on each device {_fewer_text(made, pieces, extent)}"
     return Pipelining(
         pipeline="p2p",
         chunks=count,
@@ -151,6 +168,13 @@ def _p2p(
         zigzag=mark.zigzag,
         beside=frozenset(sums if mark.sums == "beside transfers" else ()),
     )
+
+
+def _multiples(count: int, devices: int, extent: int) -> str:
+    """The nearest multiples of the devices, at most one chunk a step."""
+    below = count // devices * devices
+    near = [n for n in (below, below + devices) if 0 < n <= extent * devices]
+    return " or ".join(map(str, near or [devices]))
 
 
 def _sums_up(node: Node, part: Participation) -> bool:

@@ -89,6 +89,21 @@ def cycle_of(scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]) -> Cycle 
     return cycle if cycle.stmts and cycle.inside else None
 
 
+def stays_in_iteration(
+    scan: ir.Scan, is_large: Callable[[ir.Communicate], bool]
+) -> list[ir.Communicate]:
+    """The large transfers at a body's ends that depend on the iteration before.
+
+    Those are gathers of what is carried that the first work reads, and sums that are
+    carried on.
+    """
+    if not any(
+        isinstance(stmt, ir.Communicate) and is_large(stmt) for stmt in scan.body.body
+    ):
+        return []
+    return list(_Found(scan, is_large).stuck())
+
+
 class _Found:
     """What a body has that belongs to another iteration."""
 
@@ -137,6 +152,38 @@ class _Found:
                 return None
             found[number] = maker
         return [found[number] for number in sorted(found)]
+
+    def stuck(self) -> Iterator[ir.Communicate]:
+        """The open transfers at the ends that no other iteration could make."""
+        blocks = self.blocks
+        working = [n for n, block in enumerate(blocks.all) if block.contracts]
+        first, last = (working[0], working[-1]) if working else (0, -1)
+        for number, stmt in blocks.transfers():
+            if not self.is_open(stmt):
+                continue
+            if stmt.kind == "AllGather" and blocks.reader(number, stmt) == first:
+                if self.depends(stmt.source.name):
+                    yield stmt
+            elif stmt.kind != "AllGather" and number > last:
+                if self.made_of(number, stmt) is None:
+                    yield stmt
+
+    def depends(self, name: str) -> bool:
+        """Whether a value is made of what the iteration before hands on."""
+        waiting, seen = [name], set[str]()
+        while waiting:
+            name = waiting.pop()
+            number = self.blocks.maker.get(name)
+            if number is None and name in self.carried:
+                return True
+            if number is None or name in seen:
+                continue
+            seen.add(name)
+            (maker,) = self.blocks.all[number].stmts[:1]
+            passed = passed_on(maker)
+            reads = self.blocks.all[number].reads
+            waiting += reads if passed is None else [passed[name].name]
+        return False
 
     def without_barriers(self, stmt: ir.Communicate, before: list[ir.Stmt]) -> Early:
         passed: dict[str, ir.Buffer] = {}

@@ -16,6 +16,7 @@ from jax import lax
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import scan_border, scan_ins, scan_outs
+from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -30,14 +31,19 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
     names = FreshNames.of(program)
     body: list[ir.Stmt] = []
     replaced: Mapping[str, ir.Buffer] = {}
+    said = dict(program.display_names)
     for stmt in program.body:
         if stmt is cycle.scan:
-            stmts, replaced = _Writer.outside(cycle, names).statements()
+            writer = _Writer.outside(cycle, names)
+            stmts, replaced = writer.statements()
             body += stmts
+            said |= writer.said
         else:
             body.append(replace_buffers(stmt, replaced))
     results = tuple(replaced.get(each.name, each) for each in program.results)
-    return dataclasses.replace(program, body=tuple(body), results=results)
+    return dataclasses.replace(
+        program, body=tuple(body), results=results, display_names=said
+    )
 
 
 _When: TypeAlias = int | ir.Buffer
@@ -82,6 +88,8 @@ class _Writer:
         _, self.carried, self.sliced = scan_ins(scan, scan.body.params)
         self.ends, self.results = scan_outs(scan, scan.body.results)
         self.body: list[ir.Stmt] = []
+        self.said: dict[str, str] = {}
+        """What messages call what is written: as in the scan's body."""
 
     @classmethod
     def outside(cls, cycle: Cycle, names: FreshNames) -> _Writer:
@@ -219,6 +227,8 @@ class _Writer:
         """Append a copy of statements that reads what is known; what it makes."""
         stmts, made = copied(stmts, known, self.names)
         self.body += stmts
+        for name, buffer in made.items():
+            self.said[buffer.name] = display_name(self.scan.body, name)
         return made
 
     def read(
@@ -233,6 +243,7 @@ class _Writer:
             whole = self.stacks[param.name]
             out = _fresh(param, self.names)
             found[param.name] = out
+            self.said[out.name] = display_name(self.scan.body, param.name)
             self.at(_sliced, [whole], out, number, ahead)
         return found
 

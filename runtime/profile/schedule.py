@@ -32,6 +32,8 @@ class ScheduledCommunication:
         asynchronous: whether anything can run beside it.
         matmuls: the names of those beside it.
         others: the names of the other kernels beside it.
+        stream: the number of the stream that XLA's runtime puts it on; None where that
+            is not known (JAX before 0.12), or it is not asynchronous.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ScheduledCommunication:
     asynchronous: bool
     matmuls: tuple[str, ...]
     others: tuple[str, ...]
+    stream: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,12 @@ class Schedule:
     matmuls: tuple[str, ...]
     others: tuple[str, ...]
 
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The numbers of the streams that communications are on, as far as known."""
+        numbers = {each.stream for each in self.communications}
+        return tuple(sorted(number for number in numbers if number is not None))
+
     def __str__(self) -> str:
         rows = [_cells(communication) for communication in self.communications]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -69,6 +78,22 @@ class Schedule:
         )
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n  ".join([f"schedule: {', '.join(counts)}", *lines])
+
+
+def with_streams(schedule: Schedule, streams: Sequence[int] | None) -> Schedule:
+    """`schedule` with the streams of its asynchronous communications, in their order.
+
+    Where there are not as many as the text has, nobody knows which is whose.
+    """
+    started = [each for each in schedule.communications if each.asynchronous]
+    if streams is None or len(streams) != len(started):
+        return schedule
+    left = iter(streams)
+    communications = tuple(
+        dataclasses.replace(each, stream=next(left)) if each.asynchronous else each
+        for each in schedule.communications
+    )
+    return dataclasses.replace(schedule, communications=communications)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -292,4 +317,5 @@ def _how(communication: ScheduledCommunication) -> str:
         )
         if names
     ]
-    return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{where}"
+    stream = "" if communication.stream is None else f", stream {communication.stream}"
+    return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{stream}{where}"

@@ -113,10 +113,18 @@ def test_the_explanation_has_the_names_of_the_script() -> None:
     jit = functools.partial(jhost.jit, mesh=mesh, pipeline="p2p")
     step, arguments = step_of(jit, mesh, layers=2)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        text = str(jhost.explain(step, *arguments))
+        explanation = jhost.explain(step, *arguments)
+    text = explanation.text
     assert "llama.py:" in text
+    assert "state.params['layers']['gate']" in text
+    assert "the gradient of state.params['layers']['gate']" in text
+    assert not re.findall(r"(?:scan|dot_general) at \S+", text)
     assert not re.findall(r".*\b[vxyo]_?\d+\b.*", text)
     assert not re.findall(r".*_(?:i|partial|gathered)\b.*", text)
+    screen = str(explanation).splitlines()
+    assert len(screen) <= 40
+    (largest,) = (line for line in screen if "largest that nothing hides" in line)
+    assert '`x @ w["gate"]` at llama.py:' in largest
 
 
 def test_a_mesh_has_three_axes() -> None:

@@ -316,10 +316,52 @@ def test_what_is_predicted_may_be_for_devices_that_are_not_there(
     command = ["explain", f"{module}:mlp", *shapes, "--devices", "4", "--device"]
     assert main([*command, "NVIDIA H200"]) == 0
     out = capsys.readouterr().out
-    assert "p2p with a chunk a device, predicted to take" in out
+    assert "p2p with a chunk a device, predicted" in out
+    assert "on 4 x NVIDIA H200, and" in out
+    assert main([*command, "A100-SXM4-80GB", "--detail"]) == 0
+    out = capsys.readouterr().out
+    assert "estimated from data sheets to take" in out
     assert "collective_permute_mode='COLLECTIVES_PEER_MEMORY'" in out
-    assert main([*command, "NVIDIA A100-SXM4-80GB"]) == 0
-    assert "estimated from data sheets to take" in capsys.readouterr().out
+
+
+def test_kinds_of_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["explain", "--device", "list"])
+    kinds = capsys.readouterr().out.splitlines()
+    assert "NVIDIA H200" in kinds
+    assert "cpu" not in kinds
+
+
+def test_explain_without_shapes_names_the_option(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", f"{module}:mlp"])
+    said = capsys.readouterr().err
+    assert f"{module}:mlp takes x, up, down: give the type of each by --shape" in said
+    assert "--arguments MODULE:NAME" in said
+
+
+def test_a_function_is_tuned(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--pipeline", "off", "--no-cache", "--json", "tuning.json"]
+    assert main(["tune", f"{module}:mlp", *SHAPES, *options]) == 0
+    assert "plain: nothing to tune; no mark leaves" in capsys.readouterr().out
+    assert jhost.Tuning.from_json(Path("tuning.json").read_text()).function == "plain"
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", f"{module}:plain", *SHAPES])
+    assert "is not made by jhost.jit" in capsys.readouterr().err
+
+
+def test_a_function_is_profiled(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["profile", f"{module}:mlp", *SHAPES, "--pipeline", "off", "--save"]
+    assert main([*command, "report.html"]) == 0
+    title, *_ = capsys.readouterr().out.splitlines()
+    assert title.startswith("plain on tp=4, cpu: ")
+    assert Path("report.html").exists()
+    assert main([*command, "report.pdf"]) == 1
+    assert "ends in '.pdf'" in capsys.readouterr().err
 
 
 def test_what_jhost_refuses_is_an_exit_status_of_1(
@@ -351,7 +393,11 @@ def test_what_jhost_refuses_is_an_exit_status_of_1(
         (["MODULE:mlp", "--chunks", "0"], "'0' is not a whole number above 0"),
         (["MODULE:mlp", "--chunks", "many"], "'many' is not a whole number above 0"),
         (["MODULE:mlp", "--pipeline", "ring"], "invalid choice: 'ring'"),
-        (["MODULE:mlp", "--device", "abacus"], "invalid choice: 'abacus'"),
+        (["MODULE:mlp", "--device", "abacus"], "'abacus': no kind has that name"),
+        (
+            ["MODULE:mlp", "--device", "H100"],
+            "'H100': several kinds have it in their names; there are NVIDIA H100 80GB",
+        ),
         (
             ["MODULE:plain", "--chunks", "2"],
             "MODULE:plain is no jhost function, which --chunks is for",

@@ -76,7 +76,12 @@ FOUR = gpus(hosts=2, processes=1, each=2)
     ("axes", "how", "error", "text"),
     [
         ({"tp": 4}, {}, errors.OptionError, "lay tp=4 within a process, which has 2 "),
-        ({"dp": 4, "tp": 2}, {}, errors.OptionError, "8 devices, but there are 4"),
+        (
+            {"dp": 4, "tp": 2},
+            {},
+            errors.OptionError,
+            "4. JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8",
+        ),
         ({"dp": 3}, {}, errors.OptionError, "2 of process 0, 1 of process 1"),
         ({"dp": 4}, {"within": "tp"}, errors.UnknownAxisError, "its axes are dp"),
         ({"dp": 0}, {}, errors.ArgumentError, "whole numbers above 0"),

@@ -57,6 +57,15 @@ def test_a_pipelined_block_reads_well(mesh: Mesh, golden: Callable[..., None]) -
     golden(without_lines(jhost.explain(f, X, UP, DOWN)))
 
 
+def test_all_of_a_pipelined_block_reads_well(
+    mesh: Mesh, golden: Callable[..., None]
+) -> None:
+    f = jhost.jit(block, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
+    explanation = jhost.explain(f, X, UP, DOWN, detail=True)
+    golden(without_lines(explanation))
+    assert str(explanation) == explanation.text == jhost.explain(f, X, UP, DOWN).text
+
+
 def test_what_was_not_pipelined_reads_well(
     mesh: Mesh, golden: Callable[..., None]
 ) -> None:
@@ -66,7 +75,7 @@ def test_what_was_not_pipelined_reads_well(
         columns = jhost.stream(jnp.sort(off, axis=0) + 1, axis=1, chunks=2)
         return jnp.cumsum(jhost.serial(columns), axis=1)
 
-    golden(without_lines(jhost.explain(model, X)))
+    golden(without_lines(jhost.explain(model, X, detail=True)))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +257,71 @@ def test_an_opaque_primitive_is_noted_with_its_line(mesh: Mesh) -> None:
     assert note.endswith("model)]")
 
 
+def test_a_mark_whose_result_nothing_reads_is_noted() -> None:
+    def lost(x: jax.Array) -> jax.Array:
+        jhost.stream(x, axis=0)
+        return x + 1
+
+    def in_a_body(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (lost(x), None), x, length=2)[0]
+
+    for f in (lost, in_a_body):
+        (note,) = jhost.explain(jhost.jit(f), X).notes
+        assert note.startswith("jhost.stream marks nothing here, because nothing reads")
+        assert "[test_explain.py:" in note
+
+
+@pytest.mark.parametrize("wrap", [jax.grad, jax.value_and_grad, jax.checkpoint])
+def test_marks_that_a_gradient_does_not_need_are_not_lost(wrap: Any) -> None:
+    """Of a sum's gradient the marked value itself is no part."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return jhost.stream(jnp.sin(x), axis=0).sum()
+
+    explanation = jhost.explain(jhost.jit(wrap(total)), X)
+    assert not [note for note in explanation.notes if "marks nothing" in note]
+
+
+@pytest.mark.parametrize("chunks", [3, 5])
+def test_a_count_that_a_dim_does_not_allow_says_what_is_possible(chunks: int) -> None:
+    f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0), chunks=chunks)
+    (stream,) = jhost.explain(f, jnp.ones((2 * chunks - 2, 3))).streams
+    made, more = (2, 4) if chunks == 3 else (4, 8)
+    assert stream.chunks == made
+    assert stream.reason == (
+        f"{made} chunks, not the {chunks} asked for: {2 * chunks - 2} steps can be cut "
+        f"into {made} or {more} chunks"
+    )
+
+
+def test_transfers_of_a_while_stay_in_their_iteration(mesh: Mesh) -> None:
+    @jhost.jit(mesh=mesh, **BLOCK_SPECS)
+    def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: (x @ up) @ down, x)
+
+    notes = jhost.explain(model, X, UP, DOWN).notes
+    assert [note for note in notes if note.startswith("in a while loop every transfer")]
+
+
+def test_what_depends_on_the_iteration_before_cannot_come_early(mesh: Mesh) -> None:
+    """Activations over tp do; weights over fsdp would not."""
+
+    @jhost.jit(mesh=mesh, **BLOCK_SPECS)
+    def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jhost.shard((x @ up) @ down, P("tp")), None
+
+        return jax.lax.scan(layer, x, length=3)[0]
+
+    shapes = (1024, 2048), (2048, 8192), (8192, 2048)
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    notes = jhost.explain(model, *types).notes
+    (note,) = (
+        note for note in notes if note.startswith("in the scan of 3 x, `(x @ up)")
+    )
+    assert "cannot move in another iteration: each depends on the one before" in note
+
+
 # --- Functions around jhost functions ----------------------------------------------- #
 
 
@@ -311,7 +385,7 @@ def test_a_step_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
     def step(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
         return jax.grad(lambda up, down: model(x, up, down).sum(), (0, 1))(up, down)
 
-    explanation = jhost.explain(step, X, UP, DOWN)
+    explanation = jhost.explain(step, X, UP, DOWN, detail=True)
     golden(without_lines(explanation))
     forward, backward = explanation.programs
     assert explanation.streams == (*forward.streams, *backward.streams)
@@ -322,7 +396,7 @@ def test_a_step_reads_well(mesh: Mesh, golden: Callable[..., None]) -> None:
 def test_a_program_says_how_often_it_is_run() -> None:
     twice = jhost.explain(lambda x: in_layers(x) + doubled(x).sum(), X)
     assert [each.calls for each in twice.programs] == [4]
-    assert "\n  doubled, run 4 times: 1 loop\n" in str(twice)
+    assert "\n  doubled, run 4 times: 1 loop\n" in twice.text
     assert [each.calls for each in jhost.explain(jax.grad(in_layers), X).programs] == [
         3,
         3,
@@ -338,6 +412,23 @@ def test_arguments_of_a_step_may_be_no_arrays() -> None:
         assert jhost.explain(f, X, "twice", train=True).loops == 1
         types = jax.ShapeDtypeStruct(X.shape, X.dtype)
         assert jhost.explain(f, types, "twice", train=True).loops == 1
+
+
+def left_whole(x: jax.Array) -> jax.Array:
+    return jax.freeze(jax.new_ref(jnp.sin(x)))
+
+
+def test_a_function_that_stays_whole_is_one_that_is_called() -> None:
+    whole = jhost.jit(left_whole)
+
+    def outer(x: jax.Array) -> jax.Array:
+        return whole(x) + 1
+
+    jitted = jax.jit(outer)
+    jitted(X)  # JAX has traced it then, and traces nothing anew
+    for f in (outer, jax.jit(outer), jitted):
+        (first, *_) = jhost.explain(f, X).notes
+        assert first.startswith("left_whole is left to jax.jit as a whole")
 
 
 @pytest.mark.parametrize("f", [jnp.sin, "f"], ids=["a function", "no function"])
@@ -363,7 +454,7 @@ def test_what_is_in_bodies_stands_below_their_heads(
     mesh: Mesh, golden: Callable[..., None]
 ) -> None:
     f = jhost.jit(layers, mesh=mesh, chunks=2, pipeline="collective", **BLOCK_SPECS)
-    explanation = jhost.explain(f, X, UP, DOWN)
+    explanation = jhost.explain(f, X, UP, DOWN, detail=True)
     golden(without_lines(explanation))
     assert len(explanation.streams) == explanation.loops == 3
     scan, *_ = explanation.bodies
@@ -401,7 +492,7 @@ def test_values_of_a_step_have_the_user_s_names(
     mesh: Mesh, golden: Callable[..., None]
 ) -> None:
     step, state = step_of(mesh)
-    golden(without_lines(jhost.explain(step, state, X)))
+    golden(without_lines(jhost.explain(step, state, X, detail=True)))
 
 
 NUMBERED = re.compile(r"\bv(_\d+)+\b|\b[xy]_?\d+\b|_partial|_gathered|_i\b")

@@ -81,7 +81,7 @@ def test_options_follow_what_is_chosen_and_it_is_explained() -> None:
     small = jhost.explain(f, *ARGS)
     assert [report.kind for report in small.permutes] == ["puts"]
     assert mode(small) == PUT
-    assert "\n  permutes:\n    puts, predicted to take" in str(small)
+    assert "\n  permutes:\n    puts, predicted to take" in small.text
     compiled = f.lower(*ARGS).compile()
     assert compiled.explain().permutes == small.permutes
     assert_same(compiled(*ARGS), relu_block(*ARGS))

@@ -132,7 +132,9 @@ def test_a_page_says_what_the_text_says(
     rows = (*found.streams, *found.communications, *found.notes, *found.options)
     assert {str(row) for row in rows} <= set(page.texts)
     assert {row.reason for row in found.layouts} <= set(page.texts)
-    for text in str(found).splitlines():
+    moved = {f"{row}; {row.detail}" for row in found.communications}
+    assert moved <= set(page.texts)
+    for text in found.text.splitlines():
         if text.endswith((" loop", " loops")):  # a program's or a body's head
             assert text.strip() in page.texts
     assert not found.schedule or found.schedule in page.texts

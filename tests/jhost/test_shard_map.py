@@ -361,7 +361,7 @@ def test_streams_stop_there_and_say_why() -> None:
 
     how: dict[str, Any] = {"in_shardings": (P("a"), P()), "pipeline": "collective"}
     same(f, X, Y, **how)
-    report = str(jhost.explain(jhost.jit(f, mesh=MESH, **how), X, Y))
+    report = jhost.explain(jhost.jit(f, mesh=MESH, **how), X, Y).text
     assert "shard_map takes and gives whole parts, as its specs say" in report
 
 

@@ -368,7 +368,7 @@ def test_a_tuning_goes_into_bodies() -> None:
 
 def test_explain_says_how_often_a_body_communicates() -> None:
     f = jhost.jit(model, mesh=MESH, in_shardings=SPECS)
-    assert ", 3 times" in str(jhost.explain(f, X, UPS, DOWNS))
+    assert ", 3 times" in jhost.explain(f, X, UPS, DOWNS).text
 
 
 def test_meshes_of_one_axis_and_none() -> None:

@@ -66,7 +66,7 @@ def test_what_cannot_follow_is_lowered_as_without_a_wish(
     auto = jhost.jit(rows, **settings).lower(X, UP, DOWN)
     assert str(wished.host_ir) == str(auto.host_ir)
     (note,) = wished.explain().notes
-    assert note.startswith("stream on axis 0 of sin at test_wishes.py:")
+    assert note.startswith("stream on axis 0 of `jnp.sin(x)` at test_wishes.py:")
     assert (
         'pipeline="p2p" of jhost.jit cannot be: no gather, reduce-scatter or '
         "all-to-all moves the dim; it is left to jhost [test_wishes.py:"

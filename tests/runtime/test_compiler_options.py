@@ -169,6 +169,6 @@ def test_what_became_of_the_options_is_explained(
         return jhost.stream(jnp.tanh(x), axis=0)
 
     lowered = f.lower(jnp.zeros((8, 2)))
-    assert "XLA options:\n    applied: xla_gpu_dot_merger" in str(lowered.explain())
+    assert "XLA options:\n    applied: xla_gpu_dot_merger" in lowered.explain().text
     plain = jhost.jit(jnp.tanh, mesh=mesh, in_shardings=P("tp"))
     assert not plain.lower(jnp.zeros((8, 2))).explain().options

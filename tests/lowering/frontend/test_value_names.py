@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
+from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.value_names import Variables, value_names
+from jhost.lowering.frontend.values import DisplayNames
 
 X = jnp.ones((4, 4))
 
@@ -21,7 +25,7 @@ def names_of(fun: Callable[..., Any], variables: Variables = "all") -> list[str]
     flat = inline_calls(jax.make_jaxpr(fun)(X))
     names = value_names(flat.eqns, {flat.invars[0]: "x"}, variables)
     made = [var for eqn in flat.eqns for var in eqn.outvars]
-    return [names[var].split(":")[0] for var in made]
+    return [re.sub(r":\d+$", "", names[var]) for var in made]
 
 
 FILE = "test_value_names.py"
@@ -32,7 +36,76 @@ def test_a_variable_is_what_is_assigned_as_a_whole() -> None:
         h = jnp.sin(x * 2.0)
         return jnp.cos(h)
 
-    assert names_of(nested) == [f"mul at {FILE}", "h", f"cos at {FILE}"]
+    wanted = [f"`x * 2.0` at {FILE}", "h", f"`jnp.cos(h)` at {FILE}"]
+    assert names_of(nested) == wanted
+
+
+def test_a_long_expression_is_called_by_its_primitive() -> None:
+    def long(x: Any) -> Any:
+        return jnp.cos(jnp.sin(x) * 2.0 + jnp.tanh(x) * 3.0 + jnp.exp(x) * 4.0 + x)
+
+    assert names_of(long)[-1] == f"cos at {FILE}"
+
+
+def test_what_is_cast_or_reshaped_keeps_its_name() -> None:
+    def cast(x: Any) -> Any:
+        h = jnp.sin(x)
+        return x.astype(jnp.bfloat16).reshape(16), h.T
+
+    *_, cast_x, flat, turned = names_of(cast)
+    assert (cast_x, flat, turned) == ("x", "x", "h")
+
+
+def gradients_of(fun: Callable[..., Any], weights: Any) -> list[str]:
+    """What the gradients are called that the function's weights get."""
+    closed: Any = jax.make_jaxpr(jax.grad(fun))(weights)
+    flat, paths = inline_calls(closed), sorted(weights)
+    given = dict(zip(flat.invars, paths, strict=True))
+    names = value_names(flat.eqns, given, "all", paths)
+    return [re.sub(r":\d+$", "", names[var]) for var in flat.outvars]
+
+
+def test_a_gradient_is_called_by_its_parameter() -> None:
+    def block(w: Any) -> Any:
+        x = jnp.ones((3, 4))
+        for name in ("a", "b"):  # one line for two weights
+            x = jnp.tanh(x @ w[name].astype(jnp.float32)) * w["gain"]
+        return x.sum()
+
+    weights = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)), "gain": jnp.ones(4)}
+    a, b, _ = gradients_of(block, weights)
+    assert (a, b) == ("the gradient of a", "the gradient of b")
+
+
+def test_square_values_are_not_taken_for_weights() -> None:
+    def square(w: Any) -> Any:
+        h = jnp.sin(jnp.ones((4, 4)))
+        return jnp.sum(jnp.cos((h @ w["a"]) @ w["b"]) @ w["c"])
+
+    weights = {name: jnp.ones((4, 4)) for name in "abc"}
+    assert gradients_of(square, weights) == [f"the gradient of {n}" for n in "abc"]
+
+
+def test_a_loop_s_results_are_called_as_in_its_body() -> None:
+    def scanned(x: Any) -> Any:
+        def body(total: Any, row: Any) -> Any:
+            rows = row * 2.0
+            return total + rows, rows
+
+        return jax.lax.scan(body, jnp.zeros(4), x)
+
+    closed: Any = jax.make_jaxpr(scanned)(X)
+    program = build(
+        inline_calls(closed),
+        name="scanned",
+        mesh=AbstractMesh((), ()),
+        param_names=["x"],
+        result_names=["y", "z"],
+        display_names=DisplayNames(["x"], [None, None], "all", frozenset("x")),
+    )
+    sums, rows = (program.display_names[each.name] for each in program.results)
+    assert sums.startswith("`total + rows` at ")
+    assert rows == "rows"
 
 
 def test_statements_of_several_lines_and_targets() -> None:

@@ -50,9 +50,7 @@ def test_two_products_are_reduced_as_one(devices: int) -> None:
     assert report.text.startswith(
         "result: partial sum over tp by add -> P('tp', None): "
     )
-    assert re.search(
-        r"; dot_general at [\w.:]+ stayed partial until here$", report.text
-    )
+    assert re.search(r"; `.*` at [\w.:]+ stayed partial until here$", report.text)
 
 
 def test_the_program_before_and_after(golden: Callable[..., None]) -> None:

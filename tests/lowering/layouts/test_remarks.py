@@ -32,7 +32,8 @@ def rows_and_columns(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_an_axis_claimed_twice_says_what_the_other_way_would_take() -> None:
     assert said(rows_and_columns, (8, 8), (8, 16), tp=4) == [
         "x: P('tp', None) -> P(None, None) for dot_general: 192 bytes a device; "
-        "were dim 0 left over tp, in all 384 bytes a device would move"
+        "if dim 0 stayed sharded over tp, each device would receive 384 bytes for this "
+        "operation"
     ]
 
 
@@ -42,7 +43,8 @@ def test_a_tie_says_that_the_larger_operand_stays() -> None:
 
     assert said(f, (8, 1), (8, 4), tp=4) == [
         "x: P('tp', None) -> P(None, None) for add: 24 bytes a device; "
-        "were dim 0 left over tp, as much would move, of a larger operand",
+        "if dim 0 stayed sharded over tp, as many bytes would move, but of a larger "
+        "operand",
     ]
 
 
@@ -52,7 +54,7 @@ def test_a_tie_says_that_there_would_be_more_communications() -> None:
 
     assert said(f, (8, 4), (4, 16), tp=4) == [
         "w: P(None, 'tp') -> P(None, None) for dot_general: 192 bytes a device; "
-        "were dim 1 left over tp, as much would move in more communications",
+        "if dim 1 stayed sharded over tp, as many bytes would move in more transfers",
     ]
 
 
@@ -62,8 +64,8 @@ def test_what_a_pipeline_hides_is_told_from_what_it_does_not() -> None:
 
     assert said(f, (16, 8), (8, 8), tp=4) == [
         "x: P('tp', None) -> P(None, None) for dot_general: 384 bytes a device in a "
-        "pipeline; were dim 0 left over tp, in all 192 bytes a device would move, "
-        "which no pipeline would hide"
+        "pipeline; if dim 0 stayed sharded over tp, each device would receive 192 "
+        "bytes for this operation, and no pipeline would hide them"
     ]
 
 

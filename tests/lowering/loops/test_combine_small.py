@@ -251,7 +251,7 @@ def test_between_processes_large_ones_are_put_in_order_beside_them() -> None:
     wanted = jax.jit(jax.grad(loss))(weights, x)
     chex.assert_trees_all_equal(result, wanted)
     chex.assert_trees_all_equal(lowered.interpret(weights, x)[0], wanted)
-    text = str(lowered.explain())
+    text = lowered.explain().text
     assert "XLA partitions" not in text
     for said in ("2 small transfers over dp are one", "an iteration early", "beside"):
         assert said in text

@@ -324,6 +324,11 @@ def test_pieces_that_do_not_come_out_are_fewer() -> None:
 
     program = exact(f, array(20, 8), weights()[0], **tp(4, *GATHER))
     assert loops(program)[-1].extent == 9
+    (stream,) = remarks(program, StreamReport)
+    assert stream.reason == (
+        "on each device 3 chunks, not the 4 asked for: 5 steps can be cut into 3 or 5 "
+        "chunks"
+    )
 
 
 # --- Two mesh axes ------------------------------------------------------------------ #
@@ -407,8 +412,9 @@ def test_a_count_that_is_no_multiple_of_the_devices_is_refused(chunks: int) -> N
 
     error = refused(f, *gathering(4), **tp(4, *GATHER))
     assert isinstance(error, ChunksError)
-    assert "has a multiple of 4 chunks" in str(error)
-    assert f"but {chunks} were asked for" in str(error)
+    assert "needs a multiple of 4 chunks: " in str(error)
+    near = {1: "4", 2: "4", 6: "4 or 8"}[chunks]
+    assert f"chunks: {near}, not {chunks}." in str(error)
 
 
 def test_more_pieces_than_rows_of_a_shard_are_a_wish_that_is_not_met() -> None:

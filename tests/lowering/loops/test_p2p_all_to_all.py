@@ -399,7 +399,7 @@ def test_a_count_that_is_no_multiple_of_the_devices_is_refused(chunks: int) -> N
     cut = functools.partial(experts, chunks=chunks)
     error = refused(cut, *tokens(8), **tp(4, *SPECS))
     assert isinstance(error, ChunksError)
-    assert "has a multiple of 4 chunks" in str(error)
+    assert "needs a multiple of 4 chunks: " in str(error)
 
 
 def test_more_pieces_than_groups_of_a_device_are_a_wish_that_is_not_met() -> None:

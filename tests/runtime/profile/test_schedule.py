@@ -17,6 +17,7 @@ from jhost.runtime.profile.schedule import (
     Schedule,
     ScheduledCommunication,
     parse_schedule,
+    with_streams,
 )
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=4\n"
@@ -289,6 +290,17 @@ def test_the_table_reads_well(golden: Callable[..., None]) -> None:
     golden(str(schedule(START, GEMM, COPY, CUBLAS, DONE, *combined, *bare)))
 
 
+def test_streams_are_of_what_is_asynchronous_in_order() -> None:
+    found = schedule(START, DONE, "%ar = f32[16,16] all-reduce(%w), replica_groups={}")
+    assert found.streams == ()
+    told = with_streams(found, [3])
+    assert [each.stream for each in told.communications] == [3, None]
+    assert told.streams == (3,)
+    assert "beside nothing, stream 3" in str(told)
+    for unknown in (None, [], [1, 2]):
+        assert with_streams(found, unknown) == found
+
+
 def test_a_program_that_communicates_nothing_has_a_line() -> None:
     assert str(schedule(GEMM)) == (
         "schedule: 0 communications, 1 matmul, 0 other kernels"
@@ -349,8 +361,9 @@ def test_it_moves_the_bytes_that_explain_says(compiled: jhost.Compiled) -> None:
 def test_explain_of_what_is_compiled_has_the_schedule(compiled: jhost.Compiled) -> None:
     explanation = compiled.explain()
     assert explanation.schedule == str(compiled.schedule())
-    *_, title, _, _, _, _ = str(explanation).splitlines()
+    *_, title, _, _, _, _ = explanation.text.splitlines()
     assert title.startswith("  schedule: 4 communications, 4 matmuls, ")
+    assert title in str(explanation).splitlines()
 
 
 def test_a_backend_may_give_no_text(

@@ -1,0 +1,46 @@
+"""`jhost profile module:function --shape ...`: `jhost.profile` from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from jhost import errors
+from jhost._call.function import JitFunction
+from jhost._commands.block import writable_file
+from jhost._commands.function import add_function, arrays, given_function
+from jhost._profile import profile
+
+
+def add_command(commands: Any) -> None:
+    """Adds `profile` to the commands of `jhost`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "profile",
+        help="run a function a few times, and say what of its communication hides",
+        description="Runs jhost.profile on a function that jhost.jit made, on the "
+        "devices that there are, and prints what ran when, and what was exposed.",
+    )
+    add_function(parser)
+    parser.add_argument(
+        "--save",
+        type=writable_file,
+        metavar="FILE",
+        help="write the report: .html, .png, .svg, or .json for Perfetto",
+    )
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    function, args, options = given_function(parser, arguments)
+    if not isinstance(function, JitFunction):
+        parser.error(f"{arguments.function} is not made by jhost.jit")
+    try:
+        report = profile(function.with_options(**options), *arrays(args))
+        print(report)
+        if arguments.save:
+            report.save(arguments.save)
+    except (errors.JhostError, TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

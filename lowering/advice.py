@@ -1,0 +1,128 @@
+"""The one thing to change first, where a device waits for what nothing hides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jhost._text import seconds_text
+from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
+from jhost.lowering.places import END, START
+from jhost.lowering.steps import CommunicationReport
+
+if TYPE_CHECKING:
+    from jhost.lowering.explain import Explanation
+
+_LITTLE = 0.03
+"""Up to this share of the time nothing is to be gained that a prediction could see."""
+
+_CLOSE = 1.1
+"""A choice that is predicted to take so much more may be measured to take less."""
+
+
+def too_little(predicted: Prediction) -> bool:
+    """Whether less is exposed than predictions are wrong by."""
+    return predicted.total - predicted.compute < _LITTLE * predicted.total
+
+
+def _loses(explained: Explanation, predicted: Prediction) -> bool:
+    """Whether a loop that was asked for is predicted to take longer than none."""
+    plain = explained.unpipelined
+    asked = any(each.hides and not each.predicted for each in explained.streams)
+    return asked and plain is not None and plain.total < predicted.total
+
+
+def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
+    """What to change first for transfers that are exposed most; empty for nothing."""
+    predicted = explained.predicted
+    if predicted is None:
+        return ""
+    if _loses(explained, predicted):
+        return 'leave chunks= and pipeline= open ("auto"): what is asked for loses'
+    if too_little(predicted):
+        return "nothing; less than 3 % of the time is not computation"
+    if not exposed or exposed[0].written:
+        return ""
+    if exposed[0].kind == "AllToAll":
+        return _one_layout(explained, exposed[0])
+    near = [each for each in explained.streams if _is_near(each, exposed)]
+    if not near:
+        return _unmarked(exposed[0]) or _reason(explained, exposed[0])
+    weighed = [each for each in near if not each.hides and len(each.predicted) > 1]
+    if not weighed:
+        return _reason(explained, exposed[0])
+    return _measured_or_moved(min(weighed, key=_lost), exposed[0])
+
+
+def _unmarked(report: CommunicationReport) -> str:
+    """That no stream stands where the transfer could go in chunks."""
+    work = report.before if report.kind == "AllGather" else report.behind
+    if not work or work in (START, END):
+        return ""
+    return (
+        f"mark {work} with jhost.stream(value, axis=...), along the dim that moves: in "
+        "chunks the transfer could go beside that work"
+    )
+
+
+def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
+    """That measuring may choose otherwise, or what would change the prediction."""
+    (_, chosen), *others = stream.predicted
+    text, seconds = min(others, key=lambda each: each[1])
+    times = f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
+    if seconds < _CLOSE * chosen:
+        return (
+            f"measure with jhost.tune: at {stream.where} {text} is predicted to take "
+            f"{times}, too close to choose by prediction"
+        )
+    return (
+        f"fewer devices along {' and '.join(report.axes)}, or more rows a device: at "
+        f"{stream.where} chunks are too small to gain ({text}: {times})"
+    )
+
+
+def _lost(stream: StreamReport) -> float:
+    """What the best other choice takes, as a share of the chosen one."""
+    (_, chosen), *others = stream.predicted
+    return min(seconds for _, seconds in others) / max(chosen, 1e-12)
+
+
+def _is_near(stream: StreamReport, reports: Sequence[CommunicationReport]) -> bool:
+    """Whether a stream's mark stands on the line of work beside the transfers."""
+    lines = [line.partition(" (")[0] for line in stream.lines]
+    texts = [
+        text
+        for report in reports
+        for text in (report.value, report.behind, report.before, *report.between)
+    ]
+    return any(re.search(rf"{re.escape(line)}\b", t) for line in lines for t in texts)
+
+
+def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:
+    """That a value's makers and readers want two layouts of one size."""
+    row = _layout_of(explained, largest)
+    if row is None:
+        return ""
+    return (
+        f"how {largest.value} is sharded ({row.before} -> {row.after}): a "
+        "with_sharding_constraint on it, or on what it is made of, could keep one of "
+        "the two"
+    )
+
+
+def _reason(explained: Explanation, largest: CommunicationReport) -> str:
+    """Why the value changes its layout, in the words of its row."""
+    row = _layout_of(explained, largest)
+    if row is None:
+        return ""
+    change = f"{row.before} -> {row.after}; {row.reason}"
+    return f"how {largest.value} is sharded: {change}"
+
+
+def _layout_of(
+    explained: Explanation, largest: CommunicationReport
+) -> LayoutReport | None:
+    """The row of the transfer's value that moves most."""
+    rows = [row for row in explained.layouts if row.value == largest.value]
+    return max(rows, key=lambda row: row.bytes) if rows else None

@@ -1,0 +1,103 @@
+"""How long each transfer of a program takes, and what of it nothing computes beside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.simulate import ends_of, predict_body
+from jhost.lowering.cost.tasks import unrolled
+from jhost.lowering.ir.derived import derived
+from jhost.lowering.ir.program import Program
+
+_NOTHING = 1e-9
+"""Seconds that come of rounding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferTime:
+    """The predicted seconds of a communication, in all chunks of one run.
+
+    Of those, nothing computes on the device for the `exposed` ones.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+    def __add__(self, other: TransferTime) -> TransferTime:
+        return TransferTime(self.seconds + other.seconds, self.exposed + other.exposed)
+
+    def __mul__(self, times: int) -> TransferTime:
+        return TransferTime(self.seconds * times, self.exposed * times)
+
+
+_Times: TypeAlias = Mapping[str, TransferTime]
+
+
+def transfer_times(program: Program, rates: Rates, *, in_body: bool) -> _Times:
+    """The times of a program's communications by name; those in its bodies are apart.
+
+    A loop or branch with a body counts as computation all the while.
+    """
+    known = _known(program)
+    for before, found in known:
+        if before == (rates, in_body):
+            return found
+    found = _transfer_times(program, rates, in_body)
+    known.append(((rates, in_body), found))
+    return found
+
+
+@derived
+def _known(program: Program) -> list[tuple[tuple[Rates, bool], _Times]]:
+    """The times that were found already, with how."""
+    del program
+    return []
+
+
+def _transfer_times(program: Program, rates: Rates, in_body: bool) -> _Times:
+    inside = partial(predict_body, rates=rates)
+    tasks = unrolled(program, rates, inside, in_body=in_body)
+    spans = {
+        number: _Stretch(end - tasks[number].seconds, end)
+        for number, end in ends_of(tasks).items()
+        if tasks[number].seconds
+    }
+    busy = _union(span for n, span in spans.items() if not tasks[n].transfer)
+    found: dict[str, TransferTime] = {}
+    for number, span in spans.items():
+        if name := tasks[number].name:
+            exposed = span.seconds - sum(_common(span, other) for other in busy)
+            exposed = exposed if exposed > _NOTHING else 0.0
+            known = found.get(name, TransferTime())
+            found[name] = known + TransferTime(span.seconds, exposed)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class _Stretch:
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def _common(one: _Stretch, other: _Stretch) -> float:
+    """The seconds that two have in common."""
+    return max(min(one.end, other.end) - max(one.start, other.start), 0.0)
+
+
+def _union(spans: Iterable[_Stretch]) -> Sequence[_Stretch]:
+    """The same moments, with none in two spans."""
+    found: list[_Stretch] = []
+    for span in sorted(spans):
+        if found and span.start <= found[-1].end:
+            found[-1] = _Stretch(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return found

@@ -1,0 +1,303 @@
+"""A screen that says what a function gains, what hides, what does not, and why.
+
+What says the same is one row, and only the rows that weigh most are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from jhost._text import bytes_text, counted, seconds_text
+from jhost.lowering.advice import advice, too_little
+from jhost.lowering.ir.remarks import LayoutReport, Prediction, StreamReport
+from jhost.lowering.steps import CommunicationReport
+
+if TYPE_CHECKING:
+    from jhost.lowering.explain import Explanation
+
+T = TypeVar("T")
+
+_STREAMS, _TRANSFERS, _LAYOUTS, _NOTES = 6, 10, 5, 4
+"""How many rows of each kind a screen has."""
+
+_MOSTLY = 0.9
+"""A share of a transfer's time that is nearly all of it."""
+
+_SMALL = 1000
+"""Bytes below which a transfer is one of the small ones."""
+
+
+def summary_lines(explained: Explanation) -> Iterator[str]:
+    """The lines of the screen: at most forty."""
+    yield explained.title
+    yield from (f"  {line}" for line in gain_lines(explained))
+    if explained.programs:
+        programs = Counter(each.title for each in explained.programs)
+        yield f"  {_clipped('programs: ' + '; '.join(programs))}"
+    transfers = _folded_transfers(explained.communications)
+    for title, rows, most in (
+        ("streams", [*_folded_streams(explained.streams)], _STREAMS),
+        ("transfers", [*_transfer_rows(transfers)], _TRANSFERS),
+        ("layouts", [*_layout_rows(explained.layouts)], _LAYOUTS),
+        ("notes", [*_note_rows(explained)], _NOTES),
+    ):
+        if rows:
+            yield f"  {title}:"
+            yield from (f"    {_clipped(row)}" for row in rows[:most])
+        if len(rows) > most:
+            yield f"    and {len(rows) - most} more"
+    schedule = explained.schedule.splitlines()
+    yield from (f"  {line}" for line in schedule[:1])
+    if explained.communications:
+        yield "  all of it: explain(..., detail=True), or save it as a page (.html)"
+
+
+# --- What is gained ----------------------------------------------------------------- #
+
+
+def gain_lines(explained: Explanation) -> Iterator[str]:
+    """Time with and without, what is hidden, what is not, and what to change first."""
+    if explained.predicted is not None:
+        yield _time_line(explained, explained.predicted)
+    elif explained.communications and explained.devices:
+        yield f"nothing is predicted for {explained.devices}{_why_not(explained)}"
+    if explained.communications:
+        yield _hidden_line(explained)
+    if largest := largest_exposed(explained):
+        yield f"largest that nothing hides: {largest.text}"
+    if text := advice(explained, largest.reports if largest else ()):
+        yield f"to change first: {text}"
+
+
+def _why_not(explained: Explanation) -> str:
+    if not explained.nothing_overlaps:
+        return "; python -m jhost calibrate measures them"
+    return (
+        ", where nothing runs beside computation; jhost explain --device H200 predicts "
+        "for GPUs"
+    )
+
+
+def _time_line(explained: Explanation, predicted: Prediction) -> str:
+    on = f" on {explained.devices}" if explained.devices else ""
+    said = f"predicted to take {seconds_text(predicted.total)}{on}"
+    without = explained.unpipelined
+    if without is None:
+        return said
+    ratio = without.total / max(predicted.total, 1e-12)
+    return f"{said}, and {seconds_text(without.total)} without jhost ({ratio:.2f} x)"
+
+
+def _hidden_line(explained: Explanation) -> str:
+    """What of all that moves stands beside computation."""
+    reports, predicted = explained.communications, explained.predicted
+    whole = bytes_text(sum(report.bytes for report in reports))
+    if predicted is not None and predicted.communication:
+        over = predicted.total - predicted.compute
+        exposed = min(max(over, 0.0), predicted.communication)
+        hidden = predicted.communication - exposed
+        share = f"{exposed / predicted.total:.0%} of the time"
+        moved = f"{whole} in {seconds_text(predicted.communication)}"
+        return (
+            f"each device receives {moved}: computation hides {_time_text(hidden)}, "
+            f"and nothing hides {_time_text(exposed)} ({share})"
+        )
+    beside = bytes_text(sum(r.bytes for r in reports if _stands_beside_work(r)))
+    return f"each device receives {whole}, {beside} of it beside work"
+
+
+_NOTHING = 1e-9
+"""Seconds that come of rounding."""
+
+
+def _time_text(seconds: float) -> str:
+    return seconds_text(seconds) if seconds > _NOTHING else "none of it"
+
+
+def _stands_beside_work(report: CommunicationReport) -> bool:
+    return report.chunks > 1 or report.beside > 0 or bool(report.between)
+
+
+def largest_exposed(explained: Explanation) -> FoldedTransfer | None:
+    """The transfer for which a device waits longest, or what moves most alone."""
+    folded = _folded_transfers(explained.communications)
+    alone = [
+        each
+        for each in folded
+        if (each.exposed or 0.0) > _NOTHING
+        or (each.exposed is None and not each.stands_beside_work)
+    ]
+    if not alone or (explained.predicted and too_little(explained.predicted)):
+        return None
+    return alone[0]
+
+
+# --- Transfers ---------------------------------------------------------------------- #
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoldedTransfer:
+    """Transfers of one value, of one kind, over the same axes."""
+
+    reports: tuple[CommunicationReport, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(report.bytes for report in self.reports)
+
+    @property
+    def times(self) -> int:
+        """How often it goes: a loop's chunks are one."""
+        return sum(report.times for report in self.reports)
+
+    @property
+    def seconds(self) -> float | None:
+        return _sum(report.seconds for report in self.reports)
+
+    @property
+    def exposed(self) -> float | None:
+        return _sum(report.exposed for report in self.reports)
+
+    @property
+    def stands_beside_work(self) -> bool:
+        return all(map(_stands_beside_work, self.reports))
+
+    @property
+    def weight(self) -> tuple[float, int]:
+        """By what it is sorted."""
+        return (self.exposed or 0.0, self.bytes)
+
+    @property
+    def text(self) -> str:
+        first = self.reports[0]
+        many = f"{self.times} x " if self.times > 1 else ""
+        axes = ", ".join(first.axes)
+        moved = f"{bytes_text(self.bytes)} a device"
+        what = f"{many}{first.kind} of {first.value} over {axes}, {moved}"
+        return f"{self.time_text}{what}; {first.lane}, {self.hidden_by}"
+
+    @property
+    def time_text(self) -> str:
+        if self.seconds is None or self.exposed is None:
+            return ""
+        if self.exposed <= _NOTHING:
+            return f"0 of {seconds_text(self.seconds)} exposed: "
+        exposed, seconds = seconds_text(self.exposed), seconds_text(self.seconds)
+        return f"{exposed} of {seconds} exposed: "
+
+    @property
+    def hidden_by(self) -> str:
+        """What stands beside it, of all of them."""
+        return " or ".join(dict.fromkeys(map(_beside_text, self.reports)))
+
+
+def _beside_text(report: CommunicationReport) -> str:
+    if report.written:
+        return "as written"
+    if report.chunks > 1:
+        return f"in {report.chunks} chunks beside the loop's work"
+    if report.beside:
+        return f"beside {counted(report.beside, 'matmul')}"
+    if report.between:
+        return f"beside {report.between[0]}"
+    if report.seconds and report.exposed is not None:
+        if report.exposed < _MOSTLY * report.seconds:
+            return "beside what XLA finds"
+    return "beside nothing"
+
+
+def _sum(parts: Iterable[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None
+
+
+def _folded_transfers(
+    reports: Sequence[CommunicationReport],
+) -> Sequence[FoldedTransfer]:
+    """Each value's transfers as one, what is exposed longest first."""
+    groups: dict[object, list[CommunicationReport]] = {}
+    for report in reports:
+        key = report.kind, report.axes, report.value, report.written, report.lane
+        groups.setdefault(key, []).append(report)
+    folded = [FoldedTransfer(tuple(group)) for group in groups.values()]
+    return sorted(folded, key=lambda each: each.weight, reverse=True)
+
+
+def _transfer_rows(transfers: Sequence[FoldedTransfer]) -> Iterator[str]:
+    small = [each for each in transfers if each.bytes < _SMALL]
+    yield from (each.text for each in transfers if each.bytes >= _SMALL)
+    if small and len(small) < len(transfers):
+        times, moved = sum(each.times for each in small), sum(e.bytes for e in small)
+        whole = bytes_text(moved)
+        yield f"{counted(times, 'small transfer')}, {whole} a device in all"
+    elif small:
+        yield from (each.text for each in small)
+
+
+# --- Streams, layouts, notes -------------------------------------------------------- #
+
+
+def _folded_streams(streams: Sequence[StreamReport]) -> Iterator[str]:
+    """A row for marks of which the same became."""
+    groups: dict[str, list[StreamReport]] = {}
+    for stream in streams:
+        groups.setdefault(_choice_text(stream), []).append(stream)
+    for text, group in groups.items():
+        many = f"{len(group)} x " if len(group) > 1 else ""
+        lines = dict.fromkeys(line for each in group for line in each.lines)
+        yield f"{many}{text} [{_lines_text(list(lines))}]"
+
+
+def _choice_text(stream: StreamReport) -> str:
+    """The choice, and what it was chosen from, in short."""
+    if not stream.predicted:
+        return stream.text.removeprefix(f"{stream.stream} on ")
+    (chosen, seconds), *others = stream.predicted
+    text = f"axis {stream.axis}: {chosen}, predicted {seconds_text(seconds)}"
+    if others:
+        other, more = min(others, key=lambda each: each[1])
+        text += f"; {other} {seconds_text(more)}"
+    idle = "" if stream.moves else "; nothing moves in this loop: it hides nothing"
+    return text + idle
+
+
+def _lines_text(lines: Sequence[str]) -> str:
+    if len(lines) == 1:
+        return lines[0]
+    return ", ".join(line.partition(" (")[0] for line in lines)
+
+
+def _layout_rows(layouts: Sequence[LayoutReport]) -> Iterator[str]:
+    """A row a value and change, those that move most first; the small ones are one."""
+    groups: dict[object, list[LayoutReport]] = {}
+    for row in layouts:
+        groups.setdefault((row.value, row.before, row.after), []).append(row)
+    totals = [(sum(row.bytes for row in rows), rows) for rows in groups.values()]
+    totals.sort(key=lambda each: each[0], reverse=True)
+    large = [each for each in totals if each[0] >= _SMALL] or totals
+    for moved, rows in large:
+        first = rows[0]
+        places = f" in {len(rows)} places" if len(rows) > 1 else ""
+        change = f"{first.value}: {first.before} -> {first.after}{places}"
+        reason = f"; {first.reason}" if first.reason else ""
+        yield f"{change}: {bytes_text(moved)} a device{reason}"
+    if small := len(totals) - len(large):
+        yield f"{counted(small, 'value')} of less than 1 kB"
+
+
+def _note_rows(explained: Explanation) -> Iterator[str]:
+    """What was refused or missed first, and last where streams stop."""
+    options = (o for o in explained.options if not o.startswith("applied: "))
+    notes = Counter((*options, *map(str, explained.permutes), *explained.notes))
+    for note in sorted(notes, key=lambda note: note.startswith("streams stop")):
+        yield f"{notes[note]} x {note}" if notes[note] > 1 else note
+
+
+_WIDEST = 240
+
+
+def _clipped(row: str) -> str:
+    return row if len(row) <= _WIDEST else f"{row[: _WIDEST - 3]}..."

@@ -1,0 +1,227 @@
+"""`str` of an explanation is a screen, with the times first and what weighs most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import jhost
+from jhost.lowering.explain import Explanation
+from jhost.lowering.ir.remarks import Prediction, StreamReport
+from jhost.lowering.steps import CommunicationReport
+from jhost.runtime.devices import assumed
+
+MakeMesh = Callable[[Sequence[int], Sequence[str]], Mesh]
+
+H200 = "NVIDIA H200"
+
+
+def test_a_step_of_a_whole_model_fits_a_screen() -> None:
+    """Of a decoder that exchanges its scores: heads are sharded, queries are not."""
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    from tests.decoder import step_of
+
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    step, arguments = step_of(mesh)
+    with (
+        jax.set_mesh(mesh),
+        assumed(H200),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        explanation = jhost.explain(step, *arguments)
+    lines = str(explanation).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 260
+    assert re.match(r"  predicted to take \S+ ms on 4 x NVIDIA H200, and ", lines[1])
+    (largest,) = (line for line in lines if "largest that nothing hides" in line)
+    longest = max(explanation.communications, key=lambda each: each.exposed or 0.0)
+    assert longest.value in largest
+    assert "AllToAll of exp at decoder.py:" in largest
+    assert "to change first: how exp at decoder.py:" in str(explanation)
+    assert "['layers']['mlp']['wi_0']['kernel']" in str(explanation)
+
+
+# --- The first lines ---------------------------------------------------------------- #
+
+
+def transfer(**fields: Any) -> CommunicationReport:
+    """A gather of which nothing is hidden, but for what `fields` say."""
+    usual: dict[str, Any] = {
+        "kind": "AllGather",
+        "axes": ("tp",),
+        "value": "x",
+        "bytes": 10_000_000,
+        "chunks": 1,
+        "seconds": 1e-3,
+        "exposed": 1e-3,
+        "behind": "the start",
+        "before": "`x @ w` at model.py:7",
+    }
+    return CommunicationReport(**{**usual, **fields})
+
+
+def stream(**fields: Any) -> StreamReport:
+    usual: dict[str, Any] = {
+        "stream": "s0",
+        "axis": 0,
+        "pipeline": "off",
+        "chunks": 1,
+        "extent": 8,
+        "reason": "not pipelined, predicted to take 3 ms",
+        "lines": ("model.py:7 (model)",),
+    }
+    return StreamReport(**{**usual, **fields})
+
+
+def explanation(
+    *moved: CommunicationReport, total: float = 4e-3, **fields: Any
+) -> Explanation:
+    usual: dict[str, Any] = {
+        "name": "step",
+        "loops": 0,
+        "streams": (),
+        "layouts": (),
+        "communications": moved,
+        "notes": (),
+        "devices": "2 x NVIDIA H200",
+        "predicted": Prediction(total=total, compute=3e-3, communication=2e-3),
+        "unpipelined": Prediction(total=6e-3, compute=3e-3, communication=3e-3),
+    }
+    return Explanation(**{**usual, **fields})
+
+
+def advised(found: Explanation) -> str:
+    """What is to be changed first."""
+    (line,) = (each for each in str(found).splitlines() if "to change first" in each)
+    return line.partition(": ")[2]
+
+
+def test_the_first_lines_say_what_is_gained_and_what_is_not() -> None:
+    _, time, hidden, largest, *_ = str(explanation(transfer())).splitlines()
+    assert time == (
+        "  predicted to take 4 ms on 2 x NVIDIA H200, and 6 ms without jhost (1.50 x)"
+    )
+    assert hidden == (
+        "  each device receives 10.0 MB in 2 ms: computation hides 1 ms, and nothing "
+        "hides 1 ms (25% of the time)"
+    )
+    assert largest.startswith(
+        "  largest that nothing hides: 1 ms of 1 ms exposed: AllGather of x over tp"
+    )
+
+
+def test_a_transfer_without_a_stream_is_to_be_marked() -> None:
+    assert advised(explanation(transfer())).startswith("mark `x @ w` at model.py:7")
+
+
+def test_choices_that_are_close_are_to_be_measured() -> None:
+    close = stream(predicted=(("not pipelined", 3e-3), ("p2p in chunks", 3.1e-3)))
+    assert advised(explanation(transfer(), streams=(close,))).startswith(
+        "measure with jhost.tune: at model.py:7 (model) p2p in chunks"
+    )
+
+
+def test_chunks_that_would_lose_want_another_mesh() -> None:
+    clear = stream(predicted=(("not pipelined", 3e-3), ("p2p in chunks", 9e-3)))
+    assert advised(explanation(transfer(), streams=(clear,))).startswith(
+        "fewer devices along tp, or more rows a device"
+    )
+
+
+def test_loops_that_lose_are_not_to_be_asked_for() -> None:
+    asked = stream(pipeline="p2p", chunks=4, reason="4 chunks, as asked")
+    found = explanation(transfer(), streams=(asked,), total=9e-3)
+    assert advised(found).startswith("leave chunks= and pipeline= open")
+
+
+def test_where_little_is_exposed_nothing_is_to_be_changed() -> None:
+    found = explanation(transfer(exposed=0.0), total=3.01e-3)
+    assert advised(found).startswith("nothing;")
+    assert "largest that nothing hides" not in str(found)
+
+
+def test_on_cpus_nothing_is_predicted(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh((4,), ("tp",))
+    f = jhost.jit(lambda x: x @ x.T, mesh=mesh, in_shardings=P("tp"))
+    found = jhost.explain(f, jnp.ones((32, 16)))
+    assert found.predicted is None
+    assert "\n  nothing is predicted for 4 x cpu, where nothing runs" in str(found)
+    assert all(each.seconds is None for each in found.communications)
+
+
+def test_what_is_predicted_is_of_the_devices_that_are_assumed(
+    make_mesh: MakeMesh,
+) -> None:
+    mesh = make_mesh((4,), ("tp",))
+    specs: dict[str, Any] = {
+        "in_shardings": (P("tp"), P(None, "tp"), P("tp")),
+        "out_shardings": P("tp"),
+    }
+
+    @jhost.jit(mesh=mesh, **specs)
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jhost.stream((x @ up) @ down, axis=0)
+
+    shapes = (8192, 4096), (4096, 14336), (14336, 4096)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with assumed(H200):
+        found = jhost.explain(block, *types)
+    assert found.predicted is not None
+    assert found.unpipelined is not None
+    assert found.predicted.total < 0.8 * found.unpipelined.total
+    first, second = found.communications
+    assert {first.lane, second.lane} == {"copies"}
+    assert first.seconds is not None
+    assert first.exposed is not None
+    assert 0.0 <= first.exposed < 0.1 * first.seconds
+
+
+# --- Rows --------------------------------------------------------------------------- #
+
+
+def rows_of(found: Explanation, title: str) -> list[str]:
+    """The rows below a title."""
+    _, _, behind = str(found).partition(f"\n  {title}:\n")
+    rows: list[str] = []
+    for line in behind.splitlines():
+        if not line.startswith("    "):
+            break
+        rows.append(line.strip())
+    return rows
+
+
+def test_transfers_alike_are_one_row() -> None:
+    moved = [transfer(times=2), transfer(), transfer(value="y", exposed=0.0)]
+    first, second = rows_of(explanation(*moved), "transfers")
+    assert first.startswith("2 ms of 2 ms exposed: 3 x AllGather of x over tp, 20.0 MB")
+    assert second.startswith("0 of 1 ms exposed: AllGather of y")
+
+
+def test_small_transfers_are_one_row() -> None:
+    small = [transfer(value=f"g{n}", bytes=4, seconds=1e-5) for n in range(9)]
+    rows = rows_of(explanation(transfer(), *small), "transfers")
+    assert rows[1:] == ["9 small transfers, 36 bytes a device in all"]
+
+
+def test_no_more_rows_than_a_screen_has() -> None:
+    moved = [transfer(value=f"w{n}") for n in range(50)]
+    notes = tuple(f"note {n}" for n in range(50))
+    text = str(explanation(*moved, notes=notes))
+    assert len(text.splitlines()) <= 40
+    assert "\n    and 40 more\n" in text
+
+
+def test_marks_of_which_the_same_became_are_one_row() -> None:
+    ranked = (("not pipelined", 3e-3), ("p2p in chunks", 9e-3))
+    streams = [stream(predicted=ranked, lines=(f"m.py:{n} (f)",)) for n in (3, 5)]
+    (row,) = rows_of(explanation(transfer(), streams=tuple(streams)), "streams")
+    assert row == (
+        "2 x axis 0: not pipelined, predicted 3 ms; p2p in chunks 9 ms [m.py:3, m.py:5]"
+    )
