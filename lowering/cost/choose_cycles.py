@@ -1,26 +1,28 @@
 """Choose which scans are cycles: with transfers that stand in another iteration.
 
 A cycle hides the first gather of an iteration and its last sum.  It carries what they
-bring or take, and its first and last iterations stand outside of the scan.
+bring or take, and its first and last iterations stand outside of the scan.  What no
+iteration changes is gathered once, in front of the scan.
 
-Within a process it is taken where it is predicted to gain.  Between processes a link
-may be slower than any that was measured, and a cycle is always taken.
+Within a process that is done where it is predicted to gain.  Between processes a link
+may be slower than any that was measured, and it is always done.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
-from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, Scan
 from jhost.lowering.schedule.cycle import Cycle, cycle_of
+from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
-from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.995
 """What the time must be below, as a share of that without the cycle."""
@@ -35,41 +37,51 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
 
     def change(self, program: Program) -> Program:
-        mesh = dict(program.mesh.shape)
-
-        def can_hide(transfer: Communicate) -> bool:
-            way = self.transfers.way(transfer, mesh)
-            return way is not None and self.transfers.is_open(transfer)
-
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
-            if not isinstance(stmt, Scan):
-                continue
-            cycle = cycle_of(stmt, can_hide)
-            if cycle is not None:
-                program = self.better(program, with_cycle(program, cycle), cycle)
+            if isinstance(stmt, Scan):
+                program = self.with_transfers_moved(program, stmt)
         return program
 
-    def better(self, program: Program, other: Program, cycle: Cycle) -> Program:
-        """The `other` program, with a note, if it is asked for or gains."""
-        if self.is_weighed(cycle) and not self.gains(program, other):
-            return program
-        return dataclasses.replace(other, remarks=(*program.remarks, _said(cycle)))
+    def with_transfers_moved(self, program: Program, scan: Scan) -> Program:
+        """`program`, whose scan may gather once, and be a cycle."""
+        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        if (once := once_of(scan, can_hide)) is not None:
+            other, changed = with_once(program, once)
+            if self.is_better(program, other, once):
+                program, scan = _noted(other, _said_once(once)), changed
+        if (cycle := cycle_of(scan, can_hide)) is not None:
+            other = with_cycle(program, cycle)
+            if self.is_better(program, other, cycle):
+                program = _noted(other, _said(cycle))
+        return program
 
-    def is_weighed(self, cycle: Cycle) -> bool:
+    def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
+        way = self.transfers.way(transfer, mesh)
+        return way is not None and self.transfers.is_open(transfer)
+
+    def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
+        """Whether the `other` program is asked for, or done earlier."""
+        if not self.is_weighed(moved):
+            return True
+        ordered = map(self.transfers.apply, (program, other))
+        return self.transfers.gains(*ordered, most=_GAIN)
+
+    def is_weighed(self, moved: Cycle | Once) -> bool:
         if self.transfers.rates is None or self.transfers.pipeline != "auto":
             return False
-        axes = {axis for stmt in cycle.stmts for axis in stmt.axes}
+        axes = {axis for stmt in moved.stmts for axis in stmt.axes}
         return self.transfers.between.isdisjoint(axes)
 
-    def gains(self, program: Program, other: Program) -> bool:
-        rates = self.transfers.rates
-        assert rates is not None
-        before, after = (
-            predict(Segment().apply(self.transfers.apply(each)), rates).total
-            for each in (program, other)
-        )
-        return after < _GAIN * before
+
+def _noted(program: Program, note: Note) -> Program:
+    return dataclasses.replace(program, remarks=(*program.remarks, note))
+
+
+def _said_once(once: Once) -> Note:
+    names = ", ".join(stmt.out.name for stmt in once.stmts)
+    form = f"in front of the scan of {once.scan.length}: {names} gathered once for all"
+    return Note(form=form, where=once.scan.where)
 
 
 def _said(cycle: Cycle) -> Note:

@@ -123,8 +123,8 @@ class ChooseTransfers(EachProgram):
             return True
         return self.gains(in_order(program, ways), in_order(program, more))
 
-    def gains(self, program: Program, other: Program) -> bool:
-        """Whether the `other` program is done earlier.
+    def gains(self, program: Program, other: Program, most: float = _GAIN) -> bool:
+        """Whether the `other` program takes less than `most` of the time.
 
         In both, collectives run alone, as they do in bodies.  XLA has each of these set
         out right before a matmul, for whose end NCCL's kernels then wait: four layers
@@ -136,7 +136,7 @@ class ChooseTransfers(EachProgram):
             predict(Segment().apply(each), self.rates, in_body=True).total
             for each in (program, other)
         )
-        return after < _GAIN * before
+        return after < most * before
 
 
 def _said(way: Way, gathers: bool, stmts: Sequence[Communicate]) -> Note:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -78,22 +79,23 @@ class Cycle:
         return range(bool(self.late), self.scan.length - bool(self.early))
 
 
-def cycle_of(scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]) -> Cycle | None:
+IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
+
+
+def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:
     """The transfers of a scan, of those that are open, that nothing in it can hide."""
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
-    found = _Found(scan, is_open)
+    found = MovableTransfers(scan, is_open)
     early, late = tuple(found.early()), tuple(found.late())
     cycle = Cycle(scan, early, late, found.core(early, late))
     return cycle if cycle.stmts and cycle.inside else None
 
 
-class _Found:
+class MovableTransfers:
     """What a body has that belongs to another iteration."""
 
-    def __init__(
-        self, scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]
-    ) -> None:
+    def __init__(self, scan: ir.Scan, is_open: IsOpen) -> None:
         first = len(scan.consts)
         last = first + len(scan.carry)
         self.is_open = is_open
@@ -108,17 +110,21 @@ class _Found:
 
     def early(self) -> Iterator[Early]:
         """Gathers that are read by the first work, and made of no carried value."""
-        blocks = self.blocks
-        working = (n for n, block in enumerate(blocks.all) if block.contracts)
-        start = next(working, len(blocks.all))
-        for number, stmt in blocks.transfers():
+        for number, stmt in self.blocks.transfers():
             if stmt.kind != "AllGather" or not self.is_open(stmt):
                 continue
             # What leaves the iteration is no longer there in the next.
-            if blocks.reader(number, stmt) != start or stmt.out.name in self.left:
+            if not self.is_first(number, stmt) or stmt.out.name in self.left:
                 continue
             if (before := self.before(stmt)) is not None:
                 yield self.without_barriers(stmt, before)
+
+    def is_first(self, number: int, stmt: ir.Communicate) -> bool:
+        """Whether it is read by the first work, or by a loop in front of that."""
+        blocks = self.blocks.all
+        working = (n for n, block in enumerate(blocks) if block.contracts)
+        start, reader = next(working, len(blocks)), self.blocks.reader(number, stmt)
+        return reader == start or (reader < start and blocks[reader].works)
 
     def before(self, stmt: ir.Communicate) -> list[ir.Stmt] | None:
         """What makes the source of a gather, if it is cheap and of no carried value."""
