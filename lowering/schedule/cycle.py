@@ -11,6 +11,7 @@ belong to other iterations here:
 
 No transfer is made that is not needed.  So the last iteration, which gathers for none,
 stands behind the scan, and the first, which has no sum of another's to make, before it.
+Of two iterations no scan may be left.
 What the scan slices is read by index instead, and what it stacks is written in place.
 
 A training step of four layers of 13B width, in two processes with one H200 each and 21
@@ -51,10 +52,14 @@ class Early:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A sum that is made an iteration late, with what is made of it."""
+    """A sum that is made an iteration late, with what is made of it.
+
+    `little` is whether some work stands behind its terms in their own iteration.
+    """
 
     stmt: ir.Communicate
     behind: tuple[ir.Stmt, ...]
+    little: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +81,15 @@ class Cycle:
     @property
     def inside(self) -> range:
         """The iterations that the scan keeps, counted in the order that they run in."""
-        return range(bool(self.late), self.scan.length - bool(self.early))
+        return range(bool(self.late), self.scan.length - self.last_outside)
+
+    @property
+    def last_outside(self) -> bool:
+        """Whether the last iteration stands behind the scan.
+
+        It has nothing to gather, and in it a sum may stand beside what little there is.
+        """
+        return bool(self.early) or any(each.little for each in self.late)
 
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
@@ -89,7 +102,7 @@ def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:
     found = MovableTransfers(scan, is_open)
     early, late = tuple(found.early()), tuple(found.late())
     cycle = Cycle(scan, early, late, found.core(early, late))
-    return cycle if cycle.stmts and cycle.inside else None
+    return cycle if cycle.stmts and scan.length > 1 else None
 
 
 class MovableTransfers:
@@ -175,7 +188,7 @@ class MovableTransfers:
             if not made or behind > _LITTLE:
                 continue
             if (made_of := self.made_of(number, stmt)) is not None:
-                yield Late(stmt, made_of)
+                yield Late(stmt, made_of, bool(behind))
 
     def made_of(self, number: int, stmt: ir.Communicate) -> tuple[ir.Stmt, ...] | None:
         """What is made of a sum, if it is cheap, of it alone, and goes into stacks."""

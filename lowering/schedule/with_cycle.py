@@ -114,8 +114,9 @@ class _Writer:
             state = dataclasses.replace(state, came=self.gathered(0))
         if cycle.late:
             state = self.iteration(state, 0)
-        state = self.loop(state)
-        if cycle.early:
+        if cycle.inside:
+            state = self.loop(state)
+        if cycle.last_outside:
             state = self.iteration(state, scan.length - 1)
         if cycle.late:
             state = self.summed(state, scan.length - 1)
