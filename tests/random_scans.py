@@ -82,6 +82,13 @@ def _by_shared_scan(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     return lax.scan(lambda x, w: (_small(_product(x, w)), None), x, w["every"])[0]
 
 
+def _by_count(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+    """By the layer of this iteration, as a `fori_loop` finds it."""
+    if not len(w["every"]):
+        return x
+    return _small(_product(x, w["every"][w["count"]]))
+
+
 def _by_fori(x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
     return lax.fori_loop(0, 2, lambda _, x: _small(_product(x, w["shared"])), x)
 
@@ -114,6 +121,7 @@ _STEPS: Mapping[str, Layer] = {
     "cond": _by_branch,
     "scan": _by_scan,
     "every": _by_shared_scan,
+    "count": _by_count,
     "fori": _by_fori,
     "while": _by_while,
     "serial": lambda x, w: jhost.serial(x),
@@ -205,10 +213,12 @@ class ScanCase:
     def layers(self, x: jax.Array, weights: Mapping[str, jax.Array]) -> Any:
         """The scan, with all that it gives."""
         sliced = {name: weights[name] for name in SLICED}
+        weights = {**weights, "every": weights["up"]}
 
         def body(carry: Any, w: Any) -> Any:
-            x, extra = carry
-            w = {**w, "shared": weights["shared"], "every": weights["up"]}
+            x, extra, count = carry
+            more = {name: weights[name] for name in ("shared", "every")}
+            w = {**w, **more, "count": count}
             given = x
             for name in self.steps:
                 x = _STEPS[name](x, w)
@@ -221,13 +231,14 @@ class ScanCase:
                 "up": w["up"],
                 "extra": extra,
             }
-            return (x, extra), {name: kept[name] for name in self.stacks}
+            stacked = {name: kept[name] for name in self.stacks}
+            return (x, extra, count + np.int32(1)), stacked
 
         if self.policy:
             body = jax.checkpoint(body, policy=POLICIES[self.policy])
-        extra = self.first_extra()
-        (x, extra), ys = lax.scan(
-            body, (x, extra), sliced, self.length, self.reverse, self.unroll
+        first = x, self.first_extra(), jnp.zeros((), np.int32)
+        (x, extra, _), ys = lax.scan(
+            body, first, sliced, self.length, self.reverse, self.unroll
         )
         return x, extra, ys
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Communicate, Scan
-from jhost.lowering.schedule.cycle import Cycle, cycle_of
+from jhost.lowering.ir.statements import Communicate, Scan, While
+from jhost.lowering.schedule.cycle import Cycle, IsOpen, MovableTransfers, cycle_of
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 
@@ -37,15 +37,20 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
 
     def change(self, program: Program) -> Program:
+        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
             if isinstance(stmt, Scan):
-                program = self.with_transfers_moved(program, stmt)
+                program = self.with_transfers_moved(program, stmt, can_hide)
+            elif isinstance(stmt, While):
+                exposed = MovableTransfers(stmt, can_hide).exposed()
+                program = _noted(program, _said_kept(stmt, exposed))
         return program
 
-    def with_transfers_moved(self, program: Program, scan: Scan) -> Program:
+    def with_transfers_moved(
+        self, program: Program, scan: Scan, can_hide: IsOpen
+    ) -> Program:
         """`program`, whose scan may gather once, and be a cycle."""
-        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
         if (once := once_of(scan, can_hide)) is not None:
             other, changed = with_once(program, once)
             if self.is_better(program, other, once):
@@ -54,7 +59,8 @@ class ChooseCycles(EachProgram):
             other = with_cycle(program, cycle)
             if self.is_better(program, other, cycle):
                 program = _noted(other, _said(cycle))
-        return program
+        bound = MovableTransfers(scan, can_hide).bound()
+        return _noted(program, _said_kept(scan, bound))
 
     def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
         way = self.transfers.way(transfer, mesh)
@@ -74,8 +80,23 @@ class ChooseCycles(EachProgram):
         return self.transfers.between.isdisjoint(axes)
 
 
-def _noted(program: Program, note: Note) -> Program:
+def _noted(program: Program, note: Note | None) -> Program:
+    if note is None:
+        return program
     return dataclasses.replace(program, remarks=(*program.remarks, note))
+
+
+def _said_kept(loop: Scan | While, kept: Sequence[Communicate]) -> Note | None:
+    """Why transfers stay in their iteration, though they have nothing beside them."""
+    if not kept:
+        return None
+    names = ", ".join(stmt.out.name for stmt in kept)
+    if isinstance(loop, Scan):
+        where, why = f"scan of {loop.length}", "each iteration waits for the one before"
+    else:
+        where, why = "while loop", "nothing says whether another iteration follows"
+    form = f"in the {where}: {names} stay in their iteration: {why}"
+    return Note(form=form, where=loop.where)
 
 
 def _said_once(once: Once) -> Note:

@@ -22,7 +22,7 @@ that let collectives start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -63,6 +63,17 @@ class Late:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """Carried values whose next ones are known: counts, or what is handed on as it is.
+
+    `ends` has what each is in the next iteration, by name, which `stmts` make.
+    """
+
+    ends: Mapping[str, str]
+    stmts: tuple[ir.Stmt, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Cycle:
     """The transfers of a scan that belong to another iteration.
 
@@ -73,6 +84,7 @@ class Cycle:
     early: tuple[Early, ...]
     late: tuple[Late, ...]
     core: tuple[ir.Stmt, ...]
+    counted: Counted
 
     @property
     def stmts(self) -> list[ir.Communicate]:
@@ -101,36 +113,50 @@ def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:
         return None  # of random keys there is no stack to write to
     found = MovableTransfers(scan, is_open)
     early, late = tuple(found.early()), tuple(found.late())
-    cycle = Cycle(scan, early, late, found.core(early, late))
+    cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
     return cycle if cycle.stmts and scan.length > 1 else None
 
 
 class MovableTransfers:
     """What a body has that belongs to another iteration."""
 
-    def __init__(self, scan: ir.Scan, is_open: IsOpen) -> None:
-        first = len(scan.consts)
-        last = first + len(scan.carry)
+    def __init__(self, loop: ir.Scan | ir.While, is_open: IsOpen) -> None:
+        first = len(loop.consts)
+        last = first + len(loop.carry)
         self.is_open = is_open
-        self.blocks = StatementBlocks(scan.body)
-        params = scan.body.params
+        self.blocks = StatementBlocks(loop.body)
+        params = loop.body.params
         self.constant = {param.name for param in params[:first]}
-        self.carried = {param.name for param in params[first:last]}
-        self.ends = {result.name for result in scan.body.results[: len(scan.carried)]}
-        self.stacked = {
-            result.name for result in scan.body.results[len(scan.carried) :]
-        }
+        self.sliced = {param.name for param in params[last:]}
+        results = [result.name for result in loop.body.results]
+        self.ends, self.stacked = {*results[: last - first]}, {*results[last - first :]}
+        self.counted = self._counted(params[first:last], results)
+
+    def exposed(self) -> list[ir.Communicate]:
+        """The transfers that have nothing or little beside them in an iteration."""
+        gathers = [stmt for _, stmt in self.first_gathers()]
+        return gathers + [stmt for _, stmt, _ in self.last_sums()]
+
+    def bound(self) -> list[ir.Communicate]:
+        """Those of them that the iteration before makes, or the one behind needs."""
+        gathers = [s for _, s in self.first_gathers() if self.before(s) is None]
+        return gathers + [s for n, s, _ in self.last_sums() if self.goes_on(n, s)]
 
     def early(self) -> Iterator[Early]:
-        """Gathers that are read by the first work, and made of no carried value."""
-        for number, stmt in self.blocks.transfers():
-            if stmt.kind != "AllGather" or not self.is_open(stmt):
-                continue
-            # What leaves the iteration is no longer there in the next.
-            if not self.is_first(number, stmt) or stmt.out.name in self.left:
-                continue
-            if (before := self.before(stmt)) is not None:
+        """Gathers that are read by the first work, of what is known an iteration early.
+
+        What leaves the iteration is no longer there in the next.
+        """
+        for _, stmt in self.first_gathers():
+            before = None if stmt.out.name in self.left else self.before(stmt)
+            if before is not None:
                 yield self.without_barriers(stmt, before)
+
+    def first_gathers(self) -> Iterator[tuple[int, ir.Communicate]]:
+        for number, stmt in self.blocks.transfers():
+            if stmt.kind == "AllGather" and self.is_open(stmt):
+                if self.is_first(number, stmt):
+                    yield number, stmt
 
     def is_first(self, number: int, stmt: ir.Communicate) -> bool:
         """Whether it is read by the first work, or by a loop in front of that."""
@@ -140,14 +166,21 @@ class MovableTransfers:
         return reader == start or (reader < start and blocks[reader].works)
 
     def before(self, stmt: ir.Communicate) -> list[ir.Stmt] | None:
-        """What makes the source of a gather, if it is cheap and of no carried value."""
+        """What makes the source of a gather, if that is known an iteration early."""
+        known = self.constant | self.sliced | self.counted.ends.keys()
+        return self.made_of_known(stmt.source.name, known)
+
+    def made_of_known(
+        self, wanted: str, known: Collection[str]
+    ) -> list[ir.Stmt] | None:
+        """What makes a value, if it is cheap and of no params but known ones."""
         found: dict[int, ir.Stmt] = {}
-        waiting = [stmt.source.name]
+        waiting = [wanted]
         while waiting:
             name = waiting.pop()
             number = self.blocks.maker.get(name)
             if number is None:
-                if name in self.carried:
+                if name not in known:
                     return None
                 continue
             (maker,) = self.blocks.all[number].stmts[:1]
@@ -159,6 +192,20 @@ class MovableTransfers:
                 return None
             found[number] = maker
         return [found[number] for number in sorted(found)]
+
+    def _counted(self, params: Sequence[ir.Buffer], ends: Sequence[str]) -> Counted:
+        """Those of some carried values whose next ones are known, by their ends."""
+        known: dict[str, str] = {}
+        found: dict[int, ir.Stmt] = {}
+        for param, end in zip(params, ends, strict=False):
+            # To count is nothing; more would be computed twice.
+            stmts = [] if param.name == end else None
+            if not param.shape:
+                stmts = self.made_of_known(end, self.constant | {param.name})
+            if stmts is not None:
+                known[param.name] = end
+                found |= {id(stmt): stmt for stmt in stmts}
+        return Counted(known, tuple(found.values()))
 
     def without_barriers(self, stmt: ir.Communicate, before: list[ir.Stmt]) -> Early:
         passed: dict[str, ir.Buffer] = {}
@@ -176,19 +223,20 @@ class MovableTransfers:
 
     def late(self) -> Iterator[Late]:
         """Sums with little work behind their terms, which go into stacks alone."""
-        blocks = self.blocks
-        for number, stmt in blocks.transfers():
-            if stmt.kind not in ("ReduceScatter", "AllReduce") or not self.is_open(
-                stmt
-            ):
-                continue
-            made, along = blocks.before(stmt)
-            ready = max([*made, *along], default=-1)
-            behind = sum(block.works for block in blocks.all[ready + 1 :])
-            if not made or behind > _LITTLE:
-                continue
+        for number, stmt, behind in self.last_sums():
             if (made_of := self.made_of(number, stmt)) is not None:
                 yield Late(stmt, made_of, bool(behind))
+
+    def last_sums(self) -> Iterator[tuple[int, ir.Communicate, int]]:
+        """Those, with how much work stands behind their terms."""
+        blocks = self.blocks
+        for number, stmt in blocks.transfers():
+            if stmt.kind in ("ReduceScatter", "AllReduce") and self.is_open(stmt):
+                made, along = blocks.before(stmt)
+                ready = max([*made, *along], default=-1)
+                behind = sum(block.works for block in blocks.all[ready + 1 :])
+                if made and behind <= _LITTLE:
+                    yield number, stmt, behind
 
     def made_of(self, number: int, stmt: ir.Communicate) -> tuple[ir.Stmt, ...] | None:
         """What is made of a sum, if it is cheap, of it alone, and goes into stacks."""
@@ -202,6 +250,14 @@ class MovableTransfers:
             behind += block.stmts
         goes_on = not made.isdisjoint(self.ends) or made.isdisjoint(self.stacked)
         return None if goes_on else tuple(behind)
+
+    def goes_on(self, number: int, stmt: ir.Communicate) -> bool:
+        """Whether the next iteration gets what is made of a sum."""
+        made = {stmt.out.name}
+        for block in self.blocks.all[number + 1 :]:
+            if not made.isdisjoint(block.reads):
+                made |= block.writes
+        return not made.isdisjoint(self.ends)
 
     def core(self, early: Sequence[Early], late: Sequence[Late]) -> tuple[ir.Stmt, ...]:
         """The statements of the body without what other iterations do."""
