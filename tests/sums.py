@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, get_args
 from unittest import mock
 
-from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.marks import SumsPlace
 from jhost.lowering.loops import combine_small, planned
@@ -51,7 +50,6 @@ def moving(way: Way | None) -> Generator[None]:
         return
     with (
         mock.patch.multiple(ChooseTransfers, **asked),
-        mock.patch.object(ChooseCycles, "gains", yes),
         mock.patch.object(combine_small, "SMALL", 0),
     ):
         yield

@@ -60,6 +60,17 @@ def test_arms_train_alike_and_have_a_table(
     assert page.title(found, record) in steps.every()
 
 
+def test_the_cycle_by_hand_trains_alike(tmp_path: Path) -> None:
+    """And says of what it does not take that it does not."""
+    wanted = ["--arms", "jit,hand", "--layers", "3", "--mesh", "fsdp=2"]
+    (record,) = run(tmp_path / "run.json", *wanted)["measurements"]
+    assert record["checks"]["hand"]["right"]
+    for loop, axes in (("scan", "fsdp=2"), ("scan-checkpoint", "tp=2")):
+        (case,) = sizes.cases_of(["tiny"], [loop], [1], [2], ["layer"], [axes])
+        with pytest.raises(ValueError, match="the cycle by hand"):
+            arms.ARMS["hand"].make(case, case.mesh())
+
+
 def test_no_time_is_left_and_all_is_written(tmp_path: Path) -> None:
     found = run(tmp_path / "run.json", "--time-limit", "0", "--mesh", "tp=2", "dp=2")
     assert found["measurements"] == []

@@ -1,29 +1,29 @@
 """Choose which scans are cycles: with transfers that stand in another iteration.
 
 A cycle hides the first gather of an iteration and its last sum.  It carries what they
-bring or take, and its first and last iterations stand outside of the scan.
+bring or take, and its first and last iterations stand outside of the scan.  What no
+iteration changes is gathered once, in front of the scan.
 
-Within a process it is taken where it is predicted to gain.  Between processes a link
-may be slower than any that was measured, and a cycle is always taken.
+Within a process that is done where it is predicted to gain.  Between processes a link
+may be slower than any that was measured, and it is always done.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.choose_transfers import ChooseTransfers, is_large
-from jhost.lowering.cost.simulate import predict
-from jhost.lowering.ir.bodies import EachProgram, statements
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, Scan, While
-from jhost.lowering.schedule.cycle import Cycle, cycle_of, stays_in_iteration
-from jhost.lowering.schedule.schedule_loops import ScheduleLoops
+from jhost.lowering.schedule.cycle import Cycle, IsOpen, MovableTransfers, cycle_of
+from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
-from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.995
 """What the time must be below, as a share of that without the cycle."""
@@ -38,83 +38,88 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
 
     def change(self, program: Program) -> Program:
-        mesh = dict(program.mesh.shape)
-
-        def can_hide(transfer: Communicate) -> bool:
-            way = self.transfers.way(transfer, mesh)
-            return way is not None and self.transfers.is_open(transfer)
-
-        notes = tuple(_said_of_others(program))
+        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
-            if not isinstance(stmt, Scan):
-                continue
-            cycle = cycle_of(stmt, can_hide)
-            if cycle is not None:
-                program = self.better(program, with_cycle(program, cycle), cycle)
-        if not notes:
-            return program
-        return dataclasses.replace(program, remarks=(*program.remarks, *notes))
+            if isinstance(stmt, Scan):
+                program = self.with_transfers_moved(program, stmt, can_hide)
+            elif isinstance(stmt, While):
+                exposed = MovableTransfers(stmt, can_hide).exposed()
+                program = _noted(program, _said_kept(stmt, exposed))
+        return program
 
-    def better(self, program: Program, other: Program, cycle: Cycle) -> Program:
-        """The `other` program, with a note, if it is asked for or gains."""
-        if self.is_weighed(cycle) and not self.gains(program, other):
-            return program
-        return dataclasses.replace(other, remarks=(*program.remarks, _said(cycle)))
+    def with_transfers_moved(
+        self, program: Program, scan: Scan, can_hide: IsOpen
+    ) -> Program:
+        """`program`, whose scan may gather once, and be a cycle."""
+        if (once := once_of(scan, can_hide)) is not None:
+            other, changed = with_once(program, once)
+            if self.is_better(program, other, once):
+                program, scan = _noted(other, _said_once(once)), changed
+        if (cycle := cycle_of(scan, can_hide)) is not None:
+            other = with_cycle(program, cycle)
+            if self.is_better(program, other, cycle):
+                program = _noted(other, _said(cycle))
+        bound = MovableTransfers(scan, can_hide).bound()
+        return _noted(program, _said_kept(scan, bound))
 
-    def is_weighed(self, cycle: Cycle) -> bool:
+    def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
+        way = self.transfers.way(transfer, mesh)
+        return way is not None and self.transfers.is_open(transfer)
+
+    def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
+        """Whether the `other` program is asked for, or done earlier."""
+        if not self.is_weighed(moved):
+            return True
+        ordered = map(self.transfers.apply, (program, other))
+        return self.transfers.gains(*ordered, most=_GAIN)
+
+    def is_weighed(self, moved: Cycle | Once) -> bool:
         if self.transfers.rates is None or self.transfers.pipeline != "auto":
             return False
-        axes = {axis for stmt in cycle.stmts for axis in stmt.axes}
+        axes = {axis for stmt in moved.stmts for axis in stmt.axes}
         return self.transfers.between.isdisjoint(axes)
 
-    def gains(self, program: Program, other: Program) -> bool:
-        rates = self.transfers.rates
-        assert rates is not None
-        before, after = (
-            predict(
-                ScheduleLoops().apply(Segment().apply(self.transfers.apply(each))),
-                rates,
-            ).total
-            for each in (program, other)
-        )
-        return after < _GAIN * before
+
+def _noted(program: Program, note: Note | None) -> Program:
+    if note is None:
+        return program
+    return dataclasses.replace(program, remarks=(*program.remarks, note))
+
+
+def _said_kept(loop: Scan | While, kept: Sequence[Communicate]) -> Note | None:
+    """Why transfers stay in their iteration, though they have nothing beside them."""
+    if not kept:
+        return None
+    names = _names(loop.body, kept)
+    if isinstance(loop, Scan):
+        where, why = f"scan of {loop.length}", "each iteration waits for the one before"
+    else:
+        where, why = "while loop", "nothing says whether another iteration follows"
+    form = f"in the {where}: {names} stay in their iteration: {why}"
+    return Note(form=form, where=loop.where)
+
+
+def _said_once(once: Once) -> Note:
+    names = _names(once.scan.body, once.stmts)
+    form = f"in front of the scan of {once.scan.length}: {names} gathered once for all"
+    return Note(form=form, where=once.scan.where)
 
 
 def _said(cycle: Cycle) -> Note:
     early, late = (
-        [display_name(cycle.scan.body, name) for name in dict.fromkeys(names)]
-        for names in (
-            [each.stmt.out.name for each in cycle.early],
-            [each.stmt.out.name for each in cycle.late],
-        )
+        _names(cycle.scan.body, [each.stmt for each in moved])
+        for moved in (cycle.early, cycle.late)
     )
-    said = [f"{', '.join(early)} gathered an iteration early"] * bool(early)
-    said += [f"{', '.join(late)} summed an iteration late"] * bool(late)
+    said = [f"{early} gathered an iteration early"] * bool(early)
+    said += [f"{late} summed an iteration late"] * bool(late)
     where = cycle.scan.where
     return Note(
         form=f"in the scan of {cycle.scan.length}: {' and '.join(said)}", where=where
     )
 
 
-def _said_of_others(program: Program) -> Iterator[Note]:
-    """Of loops whose transfers stay in their own iteration, that they do, and why."""
-    for stmt in program.body:
-        if isinstance(stmt, While) and any(map(_moves, stmt.bodies)):
-            form = (
-                "in a while loop every transfer stays in its own iteration: nothing "
-                "says which is the last"
-            )
-            yield Note(form=form, where=stmt.where)
-        if isinstance(stmt, Scan) and (stuck := stays_in_iteration(stmt, is_large)):
-            names = [display_name(stmt.body, each.source.name) for each in stuck]
-            values = ", ".join(dict.fromkeys(names))
-            form = (
-                f"in the scan of {stmt.length} {values} cannot move in another "
-                "iteration: each depends on the one before"
-            )
-            yield Note(form=form, where=stmt.where)
-
-
-def _moves(body: Program) -> bool:
-    return any(isinstance(stmt, Communicate) for stmt in statements(body))
+def _names(body: Program, stmts: Sequence[Communicate]) -> str:
+    """What messages call the values of transfers in a body."""
+    names = (display_name(body, stmt.out.name) for stmt in stmts)
+    return ", ".join(dict.fromkeys(names))

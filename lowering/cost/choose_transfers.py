@@ -40,7 +40,7 @@ _LEAST = 1 << 20
 """Bytes below which any transfer takes its latency."""
 
 
-def is_large(stmt: Communicate) -> bool:
+def _is_large(stmt: Communicate) -> bool:
     """Whether a transfer takes longer than its latency."""
     return bytes_of(stmt.source) >= _LEAST
 
@@ -109,7 +109,7 @@ class ChooseTransfers(EachProgram):
 
     def is_open(self, stmt: Communicate) -> bool:
         """Whether one may stand beside work, as far as it stands for itself."""
-        if not is_large(stmt):
+        if not _is_large(stmt):
             return False
         if self.pipeline != "auto":
             return self.pipeline == "p2p"
@@ -125,8 +125,15 @@ class ChooseTransfers(EachProgram):
         """Whether the `other` program's transfers, more by that `way`, should be so."""
         if way == "collective" or self.pipeline != "auto":
             return True
+        return self.is_faster(made, other, _GAIN)
+
+    def gains(self, program: Program, other: Program, most: float) -> bool:
+        """Whether the `other` program takes less than `most` of the time."""
+        return self.is_faster(_Weighed(program), _Weighed(other), most)
+
+    def is_faster(self, made: _Weighed, other: _Weighed, most: float) -> bool:
         assert self.rates is not None
-        return other.seconds(self.rates) < _GAIN * made.seconds(self.rates)
+        return other.seconds(self.rates) < most * made.seconds(self.rates)
 
 
 class _Weighed:

@@ -11,6 +11,7 @@ belong to other iterations here:
 
 No transfer is made that is not needed.  So the last iteration, which gathers for none,
 stands behind the scan, and the first, which has no sum of another's to make, before it.
+Of two iterations no scan may be left.
 What the scan slices is read by index instead, and what it stacks is written in place.
 
 A training step of four layers of 13B width, in two processes with one H200 each and 21
@@ -21,13 +22,14 @@ that let collectives start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.border import Crossing, scan_border
+from jhost.lowering.ir.border import body_ins, scan_ins, scan_outs
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
@@ -51,10 +53,25 @@ class Early:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A sum that is made an iteration late, with what is made of it."""
+    """A sum that is made an iteration late, with what is made of it.
+
+    `little` is whether some work stands behind its terms in their own iteration.
+    """
 
     stmt: ir.Communicate
     behind: tuple[ir.Stmt, ...]
+    little: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """Carried values whose next ones are known: counts, or what is handed on as it is.
+
+    `ends` has what each is in the next iteration, by name, which `stmts` make.
+    """
+
+    ends: Mapping[str, str]
+    stmts: tuple[ir.Stmt, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +85,7 @@ class Cycle:
     early: tuple[Early, ...]
     late: tuple[Late, ...]
     core: tuple[ir.Stmt, ...]
+    counted: Counted
 
     @property
     def stmts(self) -> list[ir.Communicate]:
@@ -76,71 +94,95 @@ class Cycle:
     @property
     def inside(self) -> range:
         """The iterations that the scan keeps, counted in the order that they run in."""
-        return range(bool(self.late), self.scan.length - bool(self.early))
+        return range(bool(self.late), self.scan.length - self.last_outside)
+
+    @property
+    def last_outside(self) -> bool:
+        """Whether the last iteration stands behind the scan.
+
+        It has nothing to gather, and in it a sum may stand beside what little there is.
+        """
+        return bool(self.early) or any(each.little for each in self.late)
 
 
-def cycle_of(scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]) -> Cycle | None:
+IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
+
+
+def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:
     """The transfers of a scan, of those that are open, that nothing in it can hide."""
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
-    found = _Found(scan, is_open)
+    found = MovableTransfers(scan, is_open)
     early, late = tuple(found.early()), tuple(found.late())
-    cycle = Cycle(scan, early, late, found.core(early, late))
-    return cycle if cycle.stmts and cycle.inside else None
+    cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
+    return cycle if cycle.stmts and scan.length > 1 else None
 
 
-def stays_in_iteration(
-    scan: ir.Scan, is_large: Callable[[ir.Communicate], bool]
-) -> list[ir.Communicate]:
-    """The large transfers at a body's ends that depend on the iteration before.
-
-    Those are gathers of what is carried that the first work reads, and sums that are
-    carried on.
-    """
-    if not any(
-        isinstance(stmt, ir.Communicate) and is_large(stmt) for stmt in scan.body.body
-    ):
-        return []
-    return list(_Found(scan, is_large).stuck())
-
-
-class _Found:
+class MovableTransfers:
     """What a body has that belongs to another iteration."""
 
-    def __init__(
-        self, scan: ir.Scan, is_open: Callable[[ir.Communicate], bool]
-    ) -> None:
-        border = scan_border(scan)
+    def __init__(self, loop: ir.Scan | ir.While, is_open: IsOpen) -> None:
+        if isinstance(loop, ir.Scan):
+            consts, carry, xs = scan_ins(loop, loop.body.params)
+            ends, ys = scan_outs(loop, loop.body.results)
+        else:
+            (consts, carry), xs = body_ins(loop, loop.body.params), ()
+            ends, ys = loop.body.results, ()
         self.is_open = is_open
-        self.blocks = StatementBlocks(scan.body)
-        self.constant = _inside(border.consts)
-        self.carried = _inside(border.carry)
-        self.ends = _inside(border.carried)
-        self.stacked = _inside(border.ys)
+        self.blocks = StatementBlocks(loop.body)
+        self.constant, self.sliced = _names(consts), _names(xs)
+        self.ends, self.stacked = _names(ends), _names(ys)
+        self.counted = self._counted(carry, [end.name for end in ends])
+
+    def exposed(self) -> list[ir.Communicate]:
+        """The transfers that have nothing or little beside them in an iteration."""
+        gathers = [stmt for _, stmt in self.first_gathers()]
+        return gathers + [stmt for _, stmt, _ in self.last_sums()]
+
+    def bound(self) -> list[ir.Communicate]:
+        """Those of them that the iteration before makes, or the one behind needs."""
+        gathers = [s for _, s in self.first_gathers() if self.before(s) is None]
+        return gathers + [s for n, s, _ in self.last_sums() if self.goes_on(n, s)]
 
     def early(self) -> Iterator[Early]:
-        """Gathers that are read by the first work, and made of no carried value."""
-        blocks = self.blocks
-        working = (n for n, block in enumerate(blocks.all) if block.contracts)
-        start = next(working, len(blocks.all))
-        for number, stmt in blocks.transfers():
-            if stmt.kind != "AllGather" or not self.is_open(stmt):
-                continue
-            # What leaves the iteration is no longer there in the next.
-            if blocks.reader(number, stmt) != start or stmt.out.name in self.left:
-                continue
-            if (before := self.before(stmt)) is not None:
+        """Gathers that are read by the first work, of what is known an iteration early.
+
+        What leaves the iteration is no longer there in the next.
+        """
+        for _, stmt in self.first_gathers():
+            before = None if stmt.out.name in self.left else self.before(stmt)
+            if before is not None:
                 yield self.without_barriers(stmt, before)
 
+    def first_gathers(self) -> Iterator[tuple[int, ir.Communicate]]:
+        for number, stmt in self.blocks.transfers():
+            if stmt.kind == "AllGather" and self.is_open(stmt):
+                if self.is_first(number, stmt):
+                    yield number, stmt
+
+    def is_first(self, number: int, stmt: ir.Communicate) -> bool:
+        """Whether it is read by the first work, or by a loop in front of that."""
+        blocks = self.blocks.all
+        working = (n for n, block in enumerate(blocks) if block.contracts)
+        start, reader = next(working, len(blocks)), self.blocks.reader(number, stmt)
+        return reader == start or (reader < start and blocks[reader].works)
+
     def before(self, stmt: ir.Communicate) -> list[ir.Stmt] | None:
-        """What makes the source of a gather, if it is cheap and of no carried value."""
+        """What makes the source of a gather, if that is known an iteration early."""
+        known = self.constant | self.sliced | self.counted.ends.keys()
+        return self.made_of_known(stmt.source.name, known)
+
+    def made_of_known(
+        self, wanted: str, known: Collection[str]
+    ) -> list[ir.Stmt] | None:
+        """What makes a value, if it is cheap and of no params but known ones."""
         found: dict[int, ir.Stmt] = {}
-        waiting = [stmt.source.name]
+        waiting = [wanted]
         while waiting:
             name = waiting.pop()
             number = self.blocks.maker.get(name)
             if number is None:
-                if name in self.carried:
+                if name not in known:
                     return None
                 continue
             (maker,) = self.blocks.all[number].stmts[:1]
@@ -153,37 +195,19 @@ class _Found:
             found[number] = maker
         return [found[number] for number in sorted(found)]
 
-    def stuck(self) -> Iterator[ir.Communicate]:
-        """The open transfers at the ends that no other iteration could make."""
-        blocks = self.blocks
-        working = [n for n, block in enumerate(blocks.all) if block.contracts]
-        first, last = (working[0], working[-1]) if working else (0, -1)
-        for number, stmt in blocks.transfers():
-            if not self.is_open(stmt):
-                continue
-            if stmt.kind == "AllGather" and blocks.reader(number, stmt) == first:
-                if self.depends(stmt.source.name):
-                    yield stmt
-            elif stmt.kind != "AllGather" and number > last:
-                if self.made_of(number, stmt) is None:
-                    yield stmt
-
-    def depends(self, name: str) -> bool:
-        """Whether a value is made of what the iteration before hands on."""
-        waiting, seen = [name], set[str]()
-        while waiting:
-            name = waiting.pop()
-            number = self.blocks.maker.get(name)
-            if number is None and name in self.carried:
-                return True
-            if number is None or name in seen:
-                continue
-            seen.add(name)
-            (maker,) = self.blocks.all[number].stmts[:1]
-            passed = passed_on(maker)
-            reads = self.blocks.all[number].reads
-            waiting += reads if passed is None else [passed[name].name]
-        return False
+    def _counted(self, params: Sequence[ir.Buffer], ends: Sequence[str]) -> Counted:
+        """Those of some carried values whose next ones are known, by their ends."""
+        known: dict[str, str] = {}
+        found: dict[int, ir.Stmt] = {}
+        for param, end in zip(params, ends, strict=False):
+            # To count is nothing; more would be computed twice.
+            stmts = [] if param.name == end else None
+            if not param.shape:
+                stmts = self.made_of_known(end, self.constant | {param.name})
+            if stmts is not None:
+                known[param.name] = end
+                found |= {id(stmt): stmt for stmt in stmts}
+        return Counted(known, tuple(found.values()))
 
     def without_barriers(self, stmt: ir.Communicate, before: list[ir.Stmt]) -> Early:
         passed: dict[str, ir.Buffer] = {}
@@ -201,19 +225,20 @@ class _Found:
 
     def late(self) -> Iterator[Late]:
         """Sums with little work behind their terms, which go into stacks alone."""
+        for number, stmt, behind in self.last_sums():
+            if (made_of := self.made_of(number, stmt)) is not None:
+                yield Late(stmt, made_of, bool(behind))
+
+    def last_sums(self) -> Iterator[tuple[int, ir.Communicate, int]]:
+        """Those, with how much work stands behind their terms."""
         blocks = self.blocks
         for number, stmt in blocks.transfers():
-            if stmt.kind not in ("ReduceScatter", "AllReduce") or not self.is_open(
-                stmt
-            ):
-                continue
-            made, along = blocks.before(stmt)
-            ready = max([*made, *along], default=-1)
-            behind = sum(block.works for block in blocks.all[ready + 1 :])
-            if not made or behind > _LITTLE:
-                continue
-            if (made_of := self.made_of(number, stmt)) is not None:
-                yield Late(stmt, made_of)
+            if stmt.kind in ("ReduceScatter", "AllReduce") and self.is_open(stmt):
+                made, along = blocks.before(stmt)
+                ready = max([*made, *along], default=-1)
+                behind = sum(block.works for block in blocks.all[ready + 1 :])
+                if made and behind <= _LITTLE:
+                    yield number, stmt, behind
 
     def made_of(self, number: int, stmt: ir.Communicate) -> tuple[ir.Stmt, ...] | None:
         """What is made of a sum, if it is cheap, of it alone, and goes into stacks."""
@@ -227,6 +252,14 @@ class _Found:
             behind += block.stmts
         goes_on = not made.isdisjoint(self.ends) or made.isdisjoint(self.stacked)
         return None if goes_on else tuple(behind)
+
+    def goes_on(self, number: int, stmt: ir.Communicate) -> bool:
+        """Whether the next iteration gets what is made of a sum."""
+        made = {stmt.out.name}
+        for block in self.blocks.all[number + 1 :]:
+            if not made.isdisjoint(block.reads):
+                made |= block.writes
+        return not made.isdisjoint(self.ends)
 
     def core(self, early: Sequence[Early], late: Sequence[Late]) -> tuple[ir.Stmt, ...]:
         """The statements of the body without what other iterations do."""
@@ -249,8 +282,8 @@ class _Found:
         return tuple(self.blocks.barriers.together(left[::-1]))
 
 
-def _inside(crossings: Iterable[Crossing]) -> set[str]:
-    return {each.inside.name for each in crossings}
+def _names(buffers: Iterable[ir.Buffer]) -> set[str]:
+    return {buffer.name for buffer in buffers}
 
 
 def _named(stmt: ir.Stmt) -> tuple[set[str], set[str]]:

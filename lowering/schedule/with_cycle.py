@@ -7,12 +7,7 @@ concatenation behind it would take two passes over all of that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
-
-import jax
-import numpy as np
-from jax import lax
+from collections.abc import Iterable, Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import scan_border, scan_ins, scan_outs
@@ -23,7 +18,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle
-from jhost.lowering.units.make import unit_of
+from jhost.lowering.schedule.stacks import Stacks, When, fresh
 
 
 def with_cycle(program: Program, cycle: Cycle) -> Program:
@@ -44,10 +39,6 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
     return dataclasses.replace(
         program, body=tuple(body), results=results, display_names=said
     )
-
-
-_When: TypeAlias = int | ir.Buffer
-"""Which iteration, in the order that they run in: a number, or a count in a body."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +81,7 @@ class _Writer:
         self.body: list[ir.Stmt] = []
         self.said: dict[str, str] = {}
         """What messages call what is written: as in the scan's body."""
+        self.make = Stacks(scan, names, self.body)
 
     @classmethod
     def outside(cls, cycle: Cycle, names: FreshNames) -> _Writer:
@@ -107,48 +99,50 @@ class _Writer:
             self.cycle,
             names,
             {name: own[name] for name in self.consts},
-            {name: _fresh(stack, names) for name, stack in self.stacks.items()},
+            {name: fresh(stack, names) for name, stack in self.stacks.items()},
         )
 
     def statements(self) -> tuple[list[ir.Stmt], Mapping[str, ir.Buffer]]:
         """The statements, and what stands for each value that the scan gave."""
         cycle, scan = self.cycle, self.scan
-        stacks = {y.name: self.filled(y) for y in scan.ys}
+        stacks = {y.name: self.make.filled(y) for y in scan.ys}
         state = _Carried(scan.carry, (), (), stacks)
         if cycle.early:
-            state = dataclasses.replace(state, came=self.gathered(0))
+            state = dataclasses.replace(state, came=self.gathered(scan.carry, 0))
         if cycle.late:
             state = self.iteration(state, 0)
-        state = self.loop(state)
-        if cycle.early:
+        if cycle.inside:
+            state = self.loop(state)
+        if cycle.last_outside:
             state = self.iteration(state, scan.length - 1)
         if cycle.late:
             state = self.summed(state, scan.length - 1)
         ends = zip(scan.carried, state.carry, strict=True)
         return self.body, {end.name: now for end, now in ends} | dict(state.stacks)
 
-    def iteration(self, state: _Carried, number: _When) -> _Carried:
+    def iteration(self, state: _Carried, number: When) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         if self.cycle.late and state.terms:
             state = self.summed(state, number, -1)
         is_last = number == self.scan.length - 1
-        ahead = () if is_last or not self.cycle.early else self.gathered(number, 1)
+        gathers = bool(self.cycle.early) and not is_last
+        ahead = self.gathered(state.carry, number, 1) if gathers else ()
         return dataclasses.replace(self.computed(state, number), came=ahead)
 
     def loop(self, state: _Carried) -> _Carried:
         """The scan itself, and what it hands on."""
         inside, kept = self.inside(), self.cycle.inside
-        start = self.constant(kept.start)
+        start = self.make.count(kept.start)
         before = _Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
-            tuple(_fresh(each, inside.names) for each in state.terms),
-            {y: _fresh(stack, inside.names) for y, stack in state.stacks.items()},
+            tuple(fresh(each, inside.names) for each in state.terms),
+            {y: fresh(stack, inside.names) for y, stack in state.stacks.items()},
         )
-        count = _fresh(start, inside.names)
+        count = fresh(start, inside.names)
         after = inside.iteration(before, count)
-        results = (inside.next(count), *after.all)
-        outs = tuple(_fresh(buffer, self.names) for buffer in (start, *state.all))
+        results = (inside.make.next(count), *after.all)
+        outs = tuple(fresh(buffer, self.names) for buffer in (start, *state.all))
         scan = dataclasses.replace(
             self.scan,
             body=dataclasses.replace(
@@ -174,17 +168,31 @@ class _Writer:
 
     # --- The parts of an iteration --------------------------------------------- #
 
-    def gathered(self, number: _When, ahead: int = 0) -> tuple[ir.Buffer, ...]:
-        """What is gathered for the iteration `ahead` of one."""
+    def gathered(
+        self, carry: Sequence[ir.Buffer], number: When, ahead: int = 0
+    ) -> tuple[ir.Buffer, ...]:
+        """What is gathered for the iteration `ahead` of one, which has that `carry`."""
+        counts = self.counts(carry, ahead)
         found: list[ir.Buffer] = []
         for each in self.cycle.early:
             stmts = (*each.issued, ir.Wait(communication=each.stmt.name))
-            known = self.consts | self.read(stmts, number, ahead)
+            known = self.consts | counts | self.read(stmts, number, ahead)
             made = self.add(stmts, known)
             found.append(made[each.stmt.out.name])
         return tuple(found)
 
-    def computed(self, state: _Carried, number: _When) -> _Carried:
+    def counts(self, carry: Sequence[ir.Buffer], ahead: int) -> dict[str, ir.Buffer]:
+        """Those carried values, of the iteration `ahead`, that gathers may read."""
+        now = {p.name: each for p, each in zip(self.carried, carry, strict=True)}
+        counted = self.cycle.counted
+        read = _reads(stmt for each in self.cycle.early for stmt in each.issued)
+        if not ahead or read.isdisjoint(counted.ends):
+            return now
+        known = self.consts | now
+        made = known | self.add(counted.stmts, known)
+        return {name: made[end] for name, end in counted.ends.items()}
+
+    def computed(self, state: _Carried, number: When) -> _Carried:
         """The work of an iteration, and what it stacks itself."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
@@ -197,7 +205,8 @@ class _Writer:
         stacks = dict(state.stacks)
         for result, y in zip(self.results, self.scan.ys, strict=True):
             if result.name in made:
-                stacks[y.name] = self.stored(stacks[y.name], made[result.name], number)
+                stack, value = stacks[y.name], made[result.name]
+                stacks[y.name] = self.make.written(stack, value, number, 0)
         terms = (each.stmt.source.name for each in self.cycle.late)
         return _Carried(
             tuple(made[end.name] for end in self.ends),
@@ -206,7 +215,7 @@ class _Writer:
             stacks,
         )
 
-    def summed(self, state: _Carried, number: _When, ahead: int = 0) -> _Carried:
+    def summed(self, state: _Carried, number: When, ahead: int = 0) -> _Carried:
         """The sums of the iteration `ahead` of one, into their stacks."""
         stacks = dict(state.stacks)
         for each, terms in zip(self.cycle.late, state.terms, strict=True):
@@ -214,9 +223,8 @@ class _Writer:
             made = self.add(stmts, self.consts | {each.stmt.source.name: terms})
             for result, y in zip(self.results, self.scan.ys, strict=True):
                 if result.name in made and result.name != each.stmt.source.name:
-                    stacks[y.name] = self.stored(
-                        stacks[y.name], made[result.name], number, ahead
-                    )
+                    stack, value = stacks[y.name], made[result.name]
+                    stacks[y.name] = self.make.written(stack, value, number, ahead)
         return dataclasses.replace(state, terms=(), stacks=stacks)
 
     # --- Statements ------------------------------------------------------------ #
@@ -232,7 +240,7 @@ class _Writer:
         return made
 
     def read(
-        self, stmts: Sequence[ir.Stmt], number: _When, ahead: int = 0
+        self, stmts: Sequence[ir.Stmt], number: When, ahead: int = 0
     ) -> dict[str, ir.Buffer]:
         """The slices of an iteration that statements read, or that leave it."""
         found: dict[str, ir.Buffer] = {}
@@ -240,66 +248,11 @@ class _Writer:
         for param in self.sliced:
             if param.name not in wanted:
                 continue
-            whole = self.stacks[param.name]
-            out = _fresh(param, self.names)
-            found[param.name] = out
-            self.said[out.name] = display_name(self.scan.body, param.name)
-            self.at(_sliced, [whole], out, number, ahead)
+            stack = self.stacks[param.name]
+            found[param.name] = self.make.read(stack, param, number, ahead)
+            name = found[param.name].name
+            self.said[name] = display_name(self.scan.body, param.name)
         return found
-
-    def stored(
-        self, stack: ir.Buffer, value: ir.Buffer, number: _When, ahead: int = 0
-    ) -> ir.Buffer:
-        out = _fresh(stack, self.names)
-        self.at(_written, [stack, value], out, number, ahead)
-        return out
-
-    def at(
-        self,
-        fun: Callable[..., jax.Array],
-        ins: Sequence[ir.Buffer],
-        out: ir.Buffer,
-        number: _When,
-        ahead: int,
-    ) -> None:
-        """A computation at the place of an iteration in stacks."""
-        last = self.scan.length - 1
-
-        def place(count: jax.Array | int) -> jax.Array | int:
-            when = count + ahead
-            return last - when if self.scan.reverse else when
-
-        if isinstance(number, int):
-            self.compute(lambda *args: fun(place(number), *args), ins, out)
-        else:
-            self.compute(
-                lambda count, *args: fun(place(count), *args), [number, *ins], out
-            )
-
-    def filled(self, stack: ir.Buffer) -> ir.Buffer:
-        out = _fresh(stack, self.names)
-        self.compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
-        return out
-
-    def constant(self, value: int) -> ir.Buffer:
-        out = ir.Buffer(
-            name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
-        )
-        # A scalar by itself would be a literal, which is no value of a program.
-        self.compute(lambda: lax.squeeze(lax.full((1,), value, np.int32), [0]), [], out)
-        return out
-
-    def next(self, count: ir.Buffer) -> ir.Buffer:
-        out = _fresh(count, self.names)
-        self.compute(lambda count: count + 1, [count], out)
-        return out
-
-    def compute(
-        self, fun: Callable[..., jax.Array], ins: Sequence[ir.Buffer], out: ir.Buffer
-    ) -> None:
-        types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
-        unit = unit_of(self.names.fresh("cycle"), fun, *types)
-        self.body.append(ir.Compute(unit=unit, ins=tuple(ins), outs=(out,)))
 
 
 def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
@@ -310,10 +263,6 @@ def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
     }
 
 
-def _fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
-    return dataclasses.replace(buffer, name=names.fresh(buffer.name))
-
-
 def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
     """A state of other buffers."""
     left = iter(buffers)
@@ -322,20 +271,3 @@ def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
         for part in (state.carry, state.came, state.terms)
     )
     return _Carried(carry, came, terms, dict(zip(state.stacks, left, strict=True)))
-
-
-def _sliced(place: jax.Array | int, stack: jax.Array) -> jax.Array:
-    if isinstance(place, int):
-        return lax.index_in_dim(stack, place, keepdims=False)
-    starts = (place, *[np.int32(0)] * (stack.ndim - 1))
-    sizes = (1, *stack.shape[1:])
-    part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
-    return lax.squeeze(part, [0])
-
-
-def _written(place: jax.Array | int, stack: jax.Array, value: jax.Array) -> jax.Array:
-    starts = (np.int32(place) if isinstance(place, int) else place,)
-    starts += (np.int32(0),) * (stack.ndim - 1)
-    return lax.dynamic_update_slice(
-        stack, lax.expand_dims(value, [0]), starts, allow_negative_indices=False
-    )

@@ -14,7 +14,8 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jhost
-from benchmarks.step.whole.model import specs_of_state, train_step
+from benchmarks.step.whole import hand
+from benchmarks.step.whole.model import Layers, specs_of_state, train_step
 from benchmarks.step.whole.sizes import Case
 from jhost.runtime.compiler_options import BETWEEN_PROCESSES
 
@@ -105,9 +106,10 @@ class Arm:
     """Whether its losses are those of `jit`."""
 
 
-def jitted(case: Case, mesh: Mesh) -> Any:
+def jitted(case: Case, mesh: Mesh, layers: Layers | None = None) -> Any:
     """`jax.jit`, layouts said."""
-    step = functools.partial(train_step, case, Global(case, mesh, marked=False))
+    place = Global(case, mesh, marked=False)
+    step = functools.partial(train_step, case, place, layers=layers)
     ins, outs = (
         jax.tree.map(
             functools.partial(NamedSharding, mesh),
@@ -117,6 +119,11 @@ def jitted(case: Case, mesh: Mesh) -> Any:
         for specs in shardings(case)
     )
     return jax.jit(step, in_shardings=ins, out_shardings=outs, donate_argnums=0)
+
+
+def by_hand(case: Case, mesh: Mesh) -> Any:
+    """The same, but for the layers, which are a cycle written by hand."""
+    return jitted(case, mesh, hand.layers(case, mesh))
 
 
 def hosted(pipeline: Any, *, marked: bool = False) -> Callable[[Case, Mesh], Any]:
@@ -178,6 +185,7 @@ ARMS: Mapping[str, Arm] = {
     "jit": Arm(jitted),
     "tuned": Arm(jitted, BETWEEN_PROCESSES),
     "maxtext": Arm(jitted, _MAXTEXT),
+    "hand": Arm(by_hand, BETWEEN_PROCESSES),
     "jhost": Arm(hosted("auto")),
     "p2p": Arm(hosted("p2p")),
     "marked": Arm(hosted("auto", marked=True)),

@@ -20,6 +20,8 @@ from benchmarks.layers import EPSILON
 from benchmarks.step.whole.sizes import Case
 
 Params: TypeAlias = dict[str, Any]
+Layer: TypeAlias = Callable[[jax.Array, Params], tuple[jax.Array, None]]
+Layers: TypeAlias = Callable[[jax.Array, Any], jax.Array]
 
 LEARNING_RATE = 3e-4
 
@@ -144,28 +146,44 @@ def _optimizer() -> optax.GradientTransformation:
 
 
 def train_step(
-    case: Case, place: Placement, state: State, tokens: jax.Array
+    case: Case,
+    place: Placement,
+    state: State,
+    tokens: jax.Array,
+    layers: Layers | None = None,
 ) -> tuple[State, jax.Array]:
-    """The next state, and the loss before it."""
-    loss_of = functools.partial(_loss, case, place)
+    """The next state, and the loss before it; `layers` stand for the case's own."""
+    loss_of = functools.partial(_loss, case, place, layers or _layers(case, place))
     loss, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
     updates, kept = _optimizer().update(gradients, state.optimizer, state.params)
     return State(optax.apply_updates(state.params, updates), kept), loss
 
 
-def _loss(case: Case, place: Placement, params: Params, tokens: jax.Array) -> jax.Array:
+def _loss(
+    case: Case, place: Placement, layers: Layers, params: Params, tokens: jax.Array
+) -> jax.Array:
     specs = specs_of_params(case)
     if case.cast == "before":
         params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     x = place.lookup(params["embedding"], tokens[:, :-1]).astype(jnp.bfloat16)
-    x = _layers(case, place)(x, params["layers"])
+    x = layers(x, params["layers"])
     x = place.gathered(_normalized(x, params["norm"]))
     logits = place.mark(x @ place.weight(params["logits"], specs["logits"]))
     logits = place.features(logits.astype(jnp.float32))
     return _cross_entropy(logits, tokens[:, 1:])
 
 
-def _layers(case: Case, place: Placement) -> Callable[[jax.Array, Any], jax.Array]:
+def _layers(case: Case, place: Placement) -> Layers:
+    layer = layer_of(case, place)
+    if case.checkpoints:
+        layer = jax.checkpoint(layer, prevent_cse=not case.scans)
+    if case.scans:
+        return lambda x, weights: lax.scan(layer, x, weights)[0]
+    return lambda x, weights: functools.reduce(lambda x, w: layer(x, w)[0], weights, x)
+
+
+def layer_of(case: Case, place: Placement) -> Layer:
+    """One layer, as a scan takes it."""
     specs = specs_of_layer(case)
 
     def layer(x: jax.Array, masters: Params) -> tuple[jax.Array, None]:
@@ -173,11 +191,7 @@ def _layers(case: Case, place: Placement) -> Callable[[jax.Array, Any], jax.Arra
         x = x + _attention(case, place, _normalized(x, w["attention_norm"]), w)
         return x + _swiglu(place, _normalized(x, w["mlp_norm"]), w), None
 
-    if case.checkpoints:
-        layer = jax.checkpoint(layer, prevent_cse=not case.scans)
-    if case.scans:
-        return lambda x, weights: lax.scan(layer, x, weights)[0]
-    return lambda x, weights: functools.reduce(lambda x, w: layer(x, w)[0], weights, x)
+    return layer
 
 
 def _normalized(x: jax.Array, gain: jax.Array) -> jax.Array:

@@ -106,3 +106,70 @@ def test_each_transfer_is_made_once() -> None:
     # Three permutes of (1, 8) gather (4, 8) in an iteration for the next one.
     assert (moved.count((4, 8)), inside.count((1, 8))) == (1, 3)
     assert moved.count((8, 1)) == inside.count((8, 1)) == 3
+
+
+# --- Other loops -------------------------------------------------------------------- #
+
+
+def test_a_fori_loop_reads_the_next_layer_by_its_count() -> None:
+    def forward(weights: Any, x: jax.Array) -> jax.Array:
+        up, down = weights
+        return lax.fori_loop(0, 3, lambda i, x: layer(x, (up[i], down[i]))[0], x)
+
+    program = check(forward, *operands(3), **settings(FSDP) | {"out_shardings": P("d")})
+    (note,) = notes(program)
+    assert "gathered an iteration early" in note
+    assert [scan.length for scan in scans(program)] == [2]
+
+
+def test_a_count_that_comes_from_a_slice_is_none() -> None:
+    """Which layer is read says the layer before."""
+
+    def forward(weights: Any, x: jax.Array, following: jax.Array) -> jax.Array:
+        up, down = weights
+
+        def body(state: Any, following: jax.Array) -> Any:
+            x, n = state
+            return (layer(x, (up[n], down[n]))[0], following), None
+
+        return lax.scan(body, (x, jnp.zeros((), jnp.int32)), following)[0][0]
+
+    following = jnp.array([2, 1, 0, 1], jnp.int32)
+    how = {"in_shardings": (*FSDP, P()), "out_shardings": P("d")}
+    program = check(forward, *operands(3), following, **settings(FSDP) | how)
+    assert not notes(program)
+    assert "each iteration waits for the one before" in kept(program)
+
+
+def test_what_an_iteration_makes_stays_there() -> None:
+    """A weight that each iteration changes."""
+
+    def forward(weights: Any, x: jax.Array) -> Any:
+        def body(state: Any, down: jax.Array) -> Any:
+            x, up = state
+            return (layer(x, (up, down))[0], jnp.clip(up @ down @ up, -2, 2)), None
+
+        return lax.scan(body, (x, weights[0][0]), weights[1])[0]
+
+    outs = {"out_shardings": (P("d"), P("d"))}
+    program = check(forward, *operands(3), **settings(FSDP) | outs)
+    assert not notes(program)
+    assert "each iteration waits for the one before" in kept(program)
+
+
+def test_a_while_loop_stays_as_it_is_and_says_so() -> None:
+    def forward(weights: Any, x: jax.Array) -> jax.Array:
+        def body(state: Any) -> Any:
+            i, x = state
+            return i + 1, layer(x, (weights[0][i], weights[1][i]))[0]
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+    program = check(forward, *operands(3), **settings(FSDP) | {"out_shardings": P("d")})
+    assert "nothing says whether another iteration follows" in kept(program)
+
+
+def kept(program: Program) -> str:
+    """What is said of transfers that stay where they are."""
+    (note,) = (str(r) for r in program.remarks if "stay in their iteration" in str(r))
+    return note

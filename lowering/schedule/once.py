@@ -1,0 +1,84 @@
+"""Gathers of what no iteration of a scan changes, made once in front of it.
+
+Microbatches all read the same weights.  Their layers' first gather, which nothing in
+the body can hide, brings the same each time.  What it brought is kept for the whole
+scan, as a cycle would keep it from one iteration to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.names import FreshNames
+from jhost.lowering.ir.program import Program
+from jhost.lowering.schedule.copied import copied
+from jhost.lowering.schedule.cycle import Early, IsOpen, MovableTransfers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Once:
+    """The gathers of a scan that stand in front of it; `core` is the body without."""
+
+    scan: ir.Scan
+    gathers: tuple[Early, ...]
+    core: tuple[ir.Stmt, ...]
+
+    @property
+    def stmts(self) -> list[ir.Communicate]:
+        return [each.stmt for each in self.gathers]
+
+
+def once_of(scan: ir.Scan, is_open: IsOpen) -> Once | None:
+    """The gathers, of those that are open, that nothing in an iteration can hide."""
+    if scan.length < 2:
+        return None
+    found = MovableTransfers(scan, is_open)
+    gathers = tuple(each for each in found.early() if _reads(each) <= found.constant)
+    return Once(scan, gathers, found.core(gathers, ())) if gathers else None
+
+
+def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
+    """`program` with those gathers in front of a scan of its own; and that scan."""
+    stmts, came = _gathered(once, FreshNames.of(program))
+    scan = _that_reads(came, once)
+    place = next(n for n, stmt in enumerate(program.body) if stmt is once.scan)
+    body = (*program.body[:place], *stmts, scan, *program.body[place + 1 :])
+    return dataclasses.replace(program, body=body), scan
+
+
+def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buffer]]:
+    """The statements that gather, and what comes."""
+    pairs = zip(once.scan.body.params, once.scan.consts, strict=False)
+    known = {param.name: const for param, const in pairs}
+    body: list[ir.Stmt] = []
+    came: list[ir.Buffer] = []
+    for each in once.gathers:
+        stmts = (*each.issued, ir.Wait(communication=each.stmt.name))
+        copies, made = copied(stmts, known, names)
+        body += copies
+        came.append(made[each.stmt.out.name])
+    return body, came
+
+
+def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
+    """The scan, to whose constants belongs what came."""
+    scan, first = once.scan, len(once.scan.consts)
+    params = scan.body.params
+    outs = (stmt.out for stmt in once.stmts)
+    body = dataclasses.replace(
+        scan.body, params=(*params[:first], *outs, *params[first:]), body=once.core
+    )
+    return dataclasses.replace(scan, body=body, consts=(*scan.consts, *came))
+
+
+def _reads(gather: Early) -> set[str]:
+    """What a gather and all that is issued with it are made of."""
+    read, made = set[str](), set[str]()
+    for stmt in gather.issued:
+        reads, writes = reads_writes(stmt)
+        read |= {buffer.name for buffer in reads}
+        made |= {buffer.name for buffer in writes}
+    return read - made

@@ -1,0 +1,89 @@
+"""A scan of layers has as much beside its transfers as its layers written out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.statements import Communicate, Compute, Scan, Wait, walk
+from jhost.lowering.layouts import carry_partial_sums
+from tests import sums
+from tests.lowering.hand_built import integers
+from tests.lowering.on_mesh import on, program_of
+from tests.lowering.outside import layer
+
+LAYERS = 4
+STACKED = integers(LAYERS, 4, 8, seed=1), integers(LAYERS, 8, 4, seed=2)
+LISTED = [tuple(stack[n] for stack in STACKED) for n in range(LAYERS)]
+X = integers(128, 4)  # far larger than a weight
+
+
+def exposed(program: Program) -> Counter[tuple[Any, ...]]:
+    """The transfers that are waited for before any work behind their issue."""
+    found = Counter[tuple[Any, ...]]()
+    work = 0
+    issued: dict[str, tuple[int, Communicate]] = {}
+    for stmt in walk(program.body):
+        match stmt:
+            case Compute():
+                work += sum(eqn.rule.contracts for eqn in stmt.unit.eqns)
+            case Scan():
+                for what, times in exposed(stmt.body).items():
+                    found[what] += times * stmt.length
+            case Communicate(name=name):
+                issued[name] = work, stmt
+            case Wait(communication=name):
+                before, transfer = issued[name]
+                found[transfer.kind, transfer.out.shape] += before == work
+            case _:
+                pass
+    return +found
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "computed again"])
+@pytest.mark.parametrize(
+    ("specs", "first"),
+    [
+        ((P("d"), P(None, "d")), {("AllGather", (4, 8)): 1}),
+        ((P(), P()), {}),
+    ],
+    ids=["fsdp", "dp"],
+)
+def test_layers_in_a_scan_and_written_out(specs: Any, first: Any, again: bool) -> None:
+    """Nothing stands beside nothing, but for the first weight."""
+
+    def both(x: jax.Array, w: Any) -> jax.Array:
+        return layer(layer(x, w[0]), w[1])
+
+    run = jax.checkpoint(both) if again else both
+
+    def scanned(x: jax.Array, weights: Any) -> jax.Array:
+        y = lax.scan(lambda x, w: (run(x, w), None), x, weights)[0]
+        return jnp.sum(y * y)
+
+    def written(x: jax.Array, weights: Any) -> jax.Array:
+        for w in weights:
+            x = run(x, w)
+        return jnp.sum(x * x)
+
+    stacks = tuple(P(None, *spec) for spec in specs)
+    found: list[Any] = []
+    no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
+    for f, weights, laid in (
+        (scanned, STACKED, stacks),
+        (written, LISTED, [specs] * LAYERS),
+    ):
+        where = P("d"), laid
+        with sums.moving("collective"), no_latency:
+            how = on({"d": 2}, where, where)
+            program = program_of(jax.grad(f, (0, 1)), X, weights, **how)
+        found.append(exposed(program))
+    assert found == [first, first]

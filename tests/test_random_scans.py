@@ -1,0 +1,54 @@
+"""Random scans, and what JAX derives of them: as the plain function, exactly."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, get_args
+from unittest import mock
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, strategies as st
+
+import jhost
+from jhost.lowering.layouts import carry_partial_sums
+from jhost.lowering.schedule.order import Way
+from tests import sums
+from tests.lowering.traced import by_statements
+from tests.random_scans import ScanCase, scans
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(scans(), st.sampled_from([*get_args(Way), None]), st.booleans())
+def test_random_scans_equal_the_plain_function(
+    case: ScanCase, way: Way | None, compiled: bool
+) -> None:
+    """However transfers go, be they as small as here."""
+    case.count()
+    expected = case.by(jax.jit)(*case.arguments())
+    hypothesis.assume(largest(expected) <= case.exact)
+    f = case.by(functools.partial(jhost.jit, **case.settings()))
+    f = f if compiled else by_statements(f)
+    no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
+    with sums.moving(way), no_latency:
+        result = f(*case.arguments())
+    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+    chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))
+
+
+def as_numbers(tree: Any) -> Any:
+    """Narrow floats as float32, which NumPy compares."""
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a,
+        tree,
+    )
+
+
+def largest(tree: Any) -> float:
+    """The largest float in a tree of arrays; infinite if one is no number."""
+    floats = (a for a in jax.tree.leaves(as_numbers(tree)) if a.dtype == np.float32)
+    sizes = [float(jnp.max(jnp.abs(a), initial=0)) for a in floats]
+    return max((n if n == n else np.inf for n in sizes), default=0.0)
