@@ -15,7 +15,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
@@ -71,7 +71,7 @@ class ChooseCycles(EachProgram):
         """Whether the `other` program is asked for, or done earlier."""
         if not self.is_weighed(moved):
             return True
-        ordered = map(self.transfers.apply, (program, other))
+        ordered = (Weighed(self.transfers.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
     def is_weighed(self, moved: Cycle | Once) -> bool:

@@ -81,7 +81,7 @@ class ChooseTransfers(EachProgram):
         )
         ways: dict[str, Way] = {}
         notes: list[Note] = []
-        made = _Weighed(program)
+        made = Weighed(program)
         for way, gathers in _TURNS:
             stmts = [
                 stmt
@@ -91,7 +91,7 @@ class ChooseTransfers(EachProgram):
             if not stmts:
                 continue
             more: dict[str, Way] = {**ways, **{stmt.name: way for stmt in stmts}}
-            other = _Weighed(in_order(program, more))
+            other = Weighed(in_order(program, more))
             if self.is_better(way, made, other):
                 ways, made = more, other
                 notes.append(_said(way, gathers, stmts))
@@ -121,22 +121,19 @@ class ChooseTransfers(EachProgram):
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
-    def is_better(self, way: Way, made: _Weighed, other: _Weighed) -> bool:
+    def is_better(self, way: Way, made: Weighed, other: Weighed) -> bool:
         """Whether the `other` program's transfers, more by that `way`, should be so."""
         if way == "collective" or self.pipeline != "auto":
             return True
-        return self.is_faster(made, other, _GAIN)
+        return self.gains(made, other, _GAIN)
 
-    def gains(self, program: Program, other: Program, most: float) -> bool:
+    def gains(self, made: Weighed, other: Weighed, most: float) -> bool:
         """Whether the `other` program takes less than `most` of the time."""
-        return self.is_faster(_Weighed(program), _Weighed(other), most)
-
-    def is_faster(self, made: _Weighed, other: _Weighed, most: float) -> bool:
         assert self.rates is not None
         return other.seconds(self.rates) < most * made.seconds(self.rates)
 
 
-class _Weighed:
+class Weighed:
     """A program, and how long it takes with collectives that run alone.
 
     They do in bodies.  XLA has each set out right before a matmul, for whose end NCCL's
