@@ -130,6 +130,8 @@ class Lowered(jax.stages.Lowered):
             CompilerOptionError: XLA refuses one of the `compiler_options`.
         """
         given = None if compiler_options is None else dict(compiler_options)
+        # JAX adds the function's own options to those that are given here, and XLA may
+        # refuse any of them.
         options = dict(self._config.compiler_options) | (given or {})
         with explained_refusals(self._config.name, options):
             compiled = super().compile(given, **how)
@@ -152,6 +154,7 @@ class Compiled(jax.stages.Compiled):
         take_over(self, compiled)
         self._program = program
         self._config = config
+        # Once for an executable: all of its calls run the same.
         self._compare = functools.cache(functools.partial(_compare, program, config))
 
     @property
@@ -231,6 +234,7 @@ def _compare(program: Program | Whole, config: Config) -> None:
 def explained(program: Program | Whole, config: Config) -> Explanation:
     """What the passes say of `program`, and what XLA is told for its loops."""
     if isinstance(program, Whole):
+        # It has no streams, or it would not stay whole.
         return _explained_whole(program, config)
     explanation = explain_program(program)
     loops = loops_of(program)
@@ -267,6 +271,7 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
     """That settings for streams were given, and no value has one."""
     given = {"pipeline": config.pipeline, "chunks": config.chunks}
     asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
+    # Of the function alone, and not once more of what JAX derives from it.
     if asked and not explanation.streams and not config.role:
         yield (
             f"nothing is marked: {' and '.join(asked)} hold for values that "
