@@ -154,7 +154,6 @@ class Compiled(jax.stages.Compiled):
         take_over(self, compiled)
         self._program = program
         self._config = config
-        # Once for an executable: all of its calls run the same.
         self._compare = functools.cache(functools.partial(_compare, program, config))
 
     @property
