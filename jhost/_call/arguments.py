@@ -27,6 +27,8 @@ def by_name(
     """Every leaf of the arguments by its name, such as `params['w']`."""
     try:
         named = dict(inspect.signature(fun).bind(*args, **kwargs).arguments)
+    # Arguments that do not fit, of which JAX says more, or a callable without a
+    # signature.
     except (TypeError, ValueError):
         named = {**{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
     return {
@@ -44,6 +46,7 @@ def identity_of(
     """What makes the executable of a call beside its program, as lines of text."""
     names = arg_names(traced.jaxpr)[len(traced.consts) :]
     donated = itertools.compress(names, traced.donated)
+    # In the order of numbers: processes compare these lines.
     held = {f"argument {n}": args[n] for n in sorted(static.positions(len(args)))}
     held |= {name: kwargs[name] for name in static.names if name in kwargs}
     return (

@@ -76,12 +76,14 @@ def derived_params(
 ) -> dict[str, Any]:
     """A call's parameters, where JAX has derived its program from another's."""
     config: Config = dataclasses.replace(params["config"], unchecked=False)
+    # A batched program has the operands of the one it was, under the same names.
     if how != "batched":
         config = dataclasses.replace(config, operands=operands)
     match how:
         case "batched":
             config = dataclasses.replace(config, batched=True)
         case "known" | "unknown":
+            # The known part of a checkpoint's tangents is the forward, computed again.
             if how == "known" and config.role == "tangents":
                 config = dataclasses.replace(config, role="recomputed")
         case "forward":

@@ -27,6 +27,7 @@ def explaining_failures(
     """As `explain_failure`, for what is done in the block."""
     try:
         yield
+    # JAX's classes for arrays on other devices, and for options that XLA refuses.
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         explain_failure(source, error, key, args, kwargs)
         raise

@@ -32,6 +32,7 @@ from jhost._jax import (
 from jhost._primitives import jhost_p
 from jhost.runtime.mesh import manual_axes
 
+# Here, for the primitive stands below the passes, which lay residuals out.
 def_split(jhost_p, settle_residuals, derived_params)
 
 P = ParamSpec("P")
@@ -64,6 +65,8 @@ class JitFunction(Generic[P, R]):
         self._on_one_device = jax.jit(fun, **settings.for_jax)
         self._source = Source(fun, settings)
         self._jits = Jits(self._source)
+        # Without its `__dict__`: attributes of a callable object would take the place
+        # of those above.
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
         self.__qualname__ = getattr(fun, "__qualname__", self._name)
@@ -239,6 +242,7 @@ class JitFunction(Generic[P, R]):
         """
         kept: Options = {}
         if "mesh" in options:
+            # Over the old mesh they would contradict the new one.
             kept["in_shardings"] = shardings.specs(self._settings.in_shardings)
             kept["out_shardings"] = shardings.specs(self._settings.out_shardings)
         check_names(options)

@@ -109,6 +109,7 @@ Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
 def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
     """For each operand and each result, the stream that reaches it, and its mark."""
     if not calls(call_jaxpr, stream_p):
+        # The program need not be built to know that.
         return [None] * len(call_jaxpr.in_avals), [None] * len(call_jaxpr.out_avals)
     program = _asking(call_jaxpr, config)
     reached = reached_by_streams(program)

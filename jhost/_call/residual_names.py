@@ -20,6 +20,8 @@ def with_names(split: Split) -> Split:
         return split
     invars, jaxpr = split.first.jaxpr.invars, split.first.jaxpr
     given = dict(zip(invars, split.names, strict=True))
+    # On a line of several equations no name is sure: the forward has more of them than
+    # the user wrote.
     names = value_names(jaxpr.eqns, given, "alone")
     kept = [_name(residual, split, names) for residual in split.residuals]
     rest = [""] * (len(split.second.in_avals) - len(kept))
@@ -33,6 +35,7 @@ def with_names(split: Split) -> Split:
 def _name(residual: Residual, split: Split, names: ValueNames) -> str:
     if residual.given is not None:
         return split.names[residual.given]
+    # The first program neither takes it nor makes it.
     if residual.result is None:
         return "closed-over array"
     value = split.first.jaxpr.outvars[residual.result]

@@ -81,6 +81,7 @@ _OF_ARGUMENTS = (
 )
 
 
+# Written out once more: `Unpack` takes no dataclass, and a signature no fields of one.
 class Options(TypedDict, total=False):
     """The keywords of `jhost.jit`, for type checkers."""
 

@@ -43,6 +43,7 @@ class Source:
     def key(self, leaves: Sequence[Any]) -> CallKey:
         """What a call on these leaves depends on, beside their types."""
         fixed = self.given.fixed_mesh
+        # Where all arguments have a sharding, their own ones decide nothing.
         if fixed is not None and not self.given.asks_arguments:
             return fixed, None
         return fixed or context_mesh(), tuple(map(shardings.own, leaves))
@@ -124,6 +125,7 @@ class Source:
 
     def left_whole(self, key: CallKey, traced: TracedCall) -> Whole | None:
         """Whether `jax.jit` is to compile the function as it is, and why."""
+        # Only a program can be run statement by statement.
         return None if is_interpreting() else left_whole(traced.jaxpr, self.config(key))
 
     def call_jaxpr(self, key: CallKey, traced: TracedCall, named: bool = False) -> Any:

@@ -139,6 +139,8 @@ class Lowered(jax.stages.Lowered):
             CompilerOptionError: XLA refuses one of the `compiler_options`.
         """
         given = None if compiler_options is None else dict(compiler_options)
+        # JAX adds the function's own options to those that are given here, and XLA may
+        # refuse any of them.
         options = dict(self._config.compiler_options) | (given or {})
         with explained_refusals(self._config.name, options):
             compiled = super().compile(given, **how)
@@ -257,6 +259,7 @@ def _compare(program: Program | Whole, config: Config) -> None:
 def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Explanation:
     """What passes say of a jaxpr's `program`, and what XLA is told for its loops."""
     if isinstance(program, Whole):
+        # It has no streams, or it would not stay whole.
         return _explained_whole(program, config)
     devices = devices_of(config.mesh)
     explanation = explain_program(program, _known(devices, program))
@@ -326,6 +329,7 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
     """That settings for streams were given, and no value has one."""
     given = {"pipeline": config.pipeline, "chunks": config.chunks}
     asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
+    # Of the function alone, and not once more of what JAX derives from it.
     if asked and not explanation.streams and not config.role:
         yield (
             f"nothing is marked: {' and '.join(asked)} hold for values that "

@@ -50,6 +50,7 @@ def with_signs(total: Any, x: Any, stmt: Communicate) -> Any:
         return lax.complex(*(with_signs(*part, stmt) for part in parts))
     if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
         return total
+    # A sum is -0.0 only if no term is anything else.
     is_negative = jnp.signbit(x) & (x == 0)
     signs = lax.pmin(is_negative.astype(np.int8), stmt.axes).astype(bool)
     if stmt.kind == "ReduceScatter":

@@ -63,6 +63,7 @@ def build(
         StreamConflictError: two streams on different dims of one value.
     """
     named = dict(zip(param_names, flat.invars, strict=True))
+    # Of the equations as the user wrote them: rules may want others in their place.
     check_supported(name, mesh.shape, named, flat.eqns)
     flat = dataclasses.replace(flat, eqns=tuple(map(for_parts, flat.eqns)))
     flat = with_shifts(without_transposes(flat))

@@ -87,6 +87,7 @@ def out_names(eqn: JaxprEqn) -> list[str]:
             counts = eqn.params["body_nconsts"], len(eqn.outvars)
         case _:
             return ["y"] * len(eqn.outvars)
+    # To the user what is carried is one value, outside and in the body.
     _, carried, _ = split(param_names(close(body)), *counts)
     return [*carried, *["y"] * (len(eqn.outvars) - len(carried))]
 

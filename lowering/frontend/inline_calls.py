@@ -137,6 +137,7 @@ class _Inliner:
             return self.constant(atom) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            # JAX traces what is called once, for all lines that call it.
             eqn = at_line_of(eqn, call) if call else eqn
             outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))

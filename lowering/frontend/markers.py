@@ -88,6 +88,7 @@ class Markers(Values):
 
     def serial(self, eqn: JaxprEqn) -> ir.Buffer:
         out = self.set(self.operand(eqn), eqn.outvars[0])
+        # On a copy: the value itself may be in a stream, which ends here.
         self.marks[SerialMark, out.name] = SerialMark(buffer=out.name)
         return out
 

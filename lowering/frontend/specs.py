@@ -39,6 +39,7 @@ def check_spec(
         return
     problems = list(check_axes(spec, mesh))
     yield from problems
+    # An axis that the mesh lacks has no size to divide by.
     if not problems and not uneven:
         yield from _check_sizes(spec, shape, mesh)
 

@@ -132,6 +132,7 @@ def walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def _check_meshes(name: str, mesh: Mapping[str, int], eqns: Iterable[JaxprEqn]) -> None:
+    # Axes in another order number the devices otherwise.
     others = [
         f"{_mesh_text(there)} at {source_line(eqn)}"
         for eqn in _mapped(eqns)

@@ -41,6 +41,7 @@ def as_jax(value: np.ndarray, dtype: np.dtype) -> jax.Array:
 
 def split(value: np.ndarray, buffer: Buffer, ranks: Ranks) -> OnDevices:
     """What each device holds of the global `value` of a param."""
+    # Devices write into what they have.
     return [value[part].copy() for part in _parts(buffer, ranks)]
 
 

@@ -48,6 +48,7 @@ def combined(
     assert stmt.reducer is not None
     if stmt.reducer != "softmax":
         pairs = zip(held, new, strict=True)
+        # Accumulators are wider than the chunks of narrow floats that go into them.
         return [reduced(stmt.reducer, (a, b.astype(a.dtype))) for a, b in pairs]
     (unit_eqn,) = stmt.unit.eqns
     assert unit_eqn.rule.combine is not None

@@ -105,4 +105,5 @@ class _Converter:
             source_dim=step.source_dim,
             reducer=step.reducer,
         )
+        # Waited for at once: what may come between is later passes' business.
         return [communicate, ir.Wait(communication=communicate.name)]

@@ -95,6 +95,7 @@ class _PartialCarry:
         """The scan with what is `kept` partial, and all else as it was."""
         carry, carried = list(self.border.carry), list(self.border.carried)
         whole = {each.out.name: carry[n].inside for n, each in self.begun.items()}
+        # These go in any case: what is not kept is carried whole, as it was.
         dropped = [each.out.name for each in self.begun.values()]
         for number in kept:
             last = self.body.makers[carried[number].inside.name]

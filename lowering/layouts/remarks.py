@@ -77,6 +77,7 @@ class LayoutRemarks:
             return None
         (unit_eqn,) = op.stmt.unit.eqns
         devices = axes_size([*spread], self.mesh)
+        # What stands in a body is repeated in each iteration.
         times = self.solution.costs.times(op.ins[0])
         return ReplicationReport(
             primitive=unit_eqn.eqn.primitive.name,

@@ -295,6 +295,7 @@ class Rewriter:
     def nearest(self, value: str, layout: Layout) -> Buffer:
         """A value where it rests, or one of its copies, whatever is the nearest."""
         copies = [copy for (name, _), copy in self.resharded.items() if name == value]
+        # Where it rests comes first: of equal ways that one is taken.
         there = {layout_of(copy): copy for copy in (self.buffers[value], *copies)}
         return there[self.solution.costs.nearest(value, [*there], layout)]
 

@@ -172,6 +172,7 @@ def moved_by(
     """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
     moved = NOTHING
     for step in steps:
+        # Each step begins where the one before it has left the value.
         size = step_bytes(step, have, buffer.shape, buffer.dtype.itemsize, mesh)
         hidden = streamed is not None and streamed.hides(step)
         moved += TransferBytes(0, size, 1) if hidden else TransferBytes(size, 0, 1)

@@ -41,6 +41,7 @@ def move_marks(
                 moved += _shardings(mark, shapes[mark.buffer], others, mesh)
             case StreamRequest() | StreamChoice():
                 names = _streamed(mark, shapes[mark.buffer], others)
+                # Who reads the value as it was is in the stream as well.
                 if mark.buffer in read_unpadded:
                     names = {mark.buffer: None, **names}
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]
@@ -63,6 +64,7 @@ def possible_marks(program: Program) -> Program:
         _possible(m, shapes[m.buffer], mesh) if isinstance(m, ShardMark) else m
         for m in program.marks
     )
+    # The program itself, as what is known of it goes with the object.
     if marks == program.marks:
         return program
     return dataclasses.replace(program, marks=marks)

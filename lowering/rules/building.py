@@ -84,6 +84,7 @@ def leading(eqn: JaxprEqn, rank: int) -> DimRule:
     batch = factors.dims(shape_of(eqn.invars[0])[:rank])
 
     def dims(atom: Any) -> Dims:
+        # Matrices may have other shapes in results than in operands; the batch has one.
         return batch + (None,) * (len(shape_of(atom)) - rank)
 
     return factors.rule([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])

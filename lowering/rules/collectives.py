@@ -69,6 +69,7 @@ def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[WrittenCollective
 
 def _written(eqn: JaxprEqn, times: int) -> WrittenCollective:
     kind = _KINDS[eqn.primitive.name]
+    # Reductions of JAX's say `axes`, and the other collectives `axis_name`.
     axes = eqn.params.get("axis_name", eqn.params.get("axes"))
     source, *rest = eqn.invars
     return WrittenCollective(

@@ -118,6 +118,7 @@ def _matrices(
 ) -> tuple[Any, int, list[int]]:
     """A batch of matrices, the dim of theirs to be contracted, and the free sizes."""
     free = [dim for dim in range(x.ndim) if dim not in (*contract, *batch)]
+    # In whichever order needs no transpose: a contraction takes either.
     as_they_lie = [*contract, *free] == sorted((*contract, *free))
     sides = (contract, free) if as_they_lie else (free, contract)
     sizes = [[x.shape[dim] for dim in dims] for dims in (batch, *sides)]
@@ -162,11 +163,9 @@ def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
 def _summed(
     outs: Sequence[Any], eqn: JaxprEqn, part: Any, dims: Sequence[int]
 ) -> list[Any]:
-    """Sums over `dims` of a `part` of the first operand, with the sign of zero of all.
-
-    Of one element XLA makes no sum, which would begin with 0.
-    """
+    """Sums over `dims` of a `part` of an operand, with the sign of zero of all."""
     whole = shape_of(eqn.invars[0])
+    # Of one element XLA makes no sum, which would begin with 0.
     alone = all(part.shape[dim] == 1 for dim in dims)
     if not alone or all(whole[dim] == 1 for dim in dims):
         return list(outs)

@@ -87,10 +87,8 @@ Combine: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
-    """Bind `eqn`'s primitive to `args`, with some parameters changed.
-
-    A sharding among the parameters is that of the whole result, and is dropped.
-    """
+    """Bind `eqn`'s primitive to `args`, with some parameters changed."""
+    # A sharding among them is that of the whole result, and not of a part.
     dropped = dict.fromkeys({"sharding", "out_sharding"} & eqn.params.keys())
     params = {**eqn.params, **dropped, **changed}
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))

@@ -28,6 +28,7 @@ def broken_promise(eqn: JaxprEqn, mesh: AbstractMesh) -> str | None:
             found.append(_mismatch(eqn, mesh, operands, results))
         except Exception:  # it may not take shards of these sizes
             continue
+    # It may be right for some layouts alone, and which one XLA takes is not known here.
     return found[0] if found and all(found) else None
 
 
