@@ -57,7 +57,11 @@ def layers(case: Case, mesh: Mesh) -> Layers:
         y, given = forward(x, weights)
         return y, (given, weights)
 
-    run.defvjp(kept, lambda kept, cotangent: backward(*kept, cotangent))
+    def pulled(kept: Any, cotangent: jax.Array) -> Any:
+        given, weights = kept
+        return backward(given, weights, cotangent)
+
+    run.defvjp(kept, pulled)
     return run
 
 
@@ -67,7 +71,14 @@ class _Here:
     def gathered(self, x: jax.Array) -> jax.Array:
         return x
 
-    mark = features = rows = gathered
+    def mark(self, product: jax.Array) -> jax.Array:
+        return product
+
+    def features(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def rows(self, product: jax.Array) -> jax.Array:
+        return product
 
     def weight(self, w: jax.Array, spec: P) -> jax.Array:
         return w

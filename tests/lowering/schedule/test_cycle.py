@@ -46,9 +46,10 @@ FSDP = (P(None, "d"), P(None, None, "d")), P("d")
 DP = (P(), P()), P("d")
 
 
-def settings(specs: Any, gradients: bool = True) -> dict[str, Any]:
+def settings(specs: Any, gradients: bool = True, **other: Any) -> dict[str, Any]:
     outs = (specs[0], specs[1]) if gradients else P()
-    return {"mesh": mesh_of(d=4), "in_shardings": specs, "out_shardings": outs}
+    how = {"mesh": mesh_of(d=4), "in_shardings": specs, "out_shardings": outs}
+    return how | other
 
 
 def notes(program: Program) -> list[str]:
@@ -116,7 +117,7 @@ def test_a_fori_loop_reads_the_next_layer_by_its_count() -> None:
         up, down = weights
         return lax.fori_loop(0, 3, lambda i, x: layer(x, (up[i], down[i]))[0], x)
 
-    program = check(forward, *operands(3), **settings(FSDP) | {"out_shardings": P("d")})
+    program = check(forward, *operands(3), **settings(FSDP, out_shardings=P("d")))
     (note,) = notes(program)
     assert "gathered an iteration early" in note
     assert [scan.length for scan in scans(program)] == [2]
@@ -135,8 +136,8 @@ def test_a_count_that_comes_from_a_slice_is_none() -> None:
         return lax.scan(body, (x, jnp.zeros((), jnp.int32)), following)[0][0]
 
     following = jnp.array([2, 1, 0, 1], jnp.int32)
-    how = {"in_shardings": (*FSDP, P()), "out_shardings": P("d")}
-    program = check(forward, *operands(3), following, **settings(FSDP) | how)
+    how = settings(FSDP, in_shardings=(*FSDP, P()), out_shardings=P("d"))
+    program = check(forward, *operands(3), following, **how)
     assert not notes(program)
     assert "each iteration waits for the one before" in kept(program)
 
@@ -151,8 +152,8 @@ def test_what_an_iteration_makes_stays_there() -> None:
 
         return lax.scan(body, (x, weights[0][0]), weights[1])[0]
 
-    outs = {"out_shardings": (P("d"), P("d"))}
-    program = check(forward, *operands(3), **settings(FSDP) | outs)
+    how = settings(FSDP, out_shardings=(P("d"), P("d")))
+    program = check(forward, *operands(3), **how)
     assert not notes(program)
     assert "each iteration waits for the one before" in kept(program)
 
@@ -165,7 +166,7 @@ def test_a_while_loop_stays_as_it_is_and_says_so() -> None:
 
         return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
 
-    program = check(forward, *operands(3), **settings(FSDP) | {"out_shardings": P("d")})
+    program = check(forward, *operands(3), **settings(FSDP, out_shardings=P("d")))
     assert "nothing says whether another iteration follows" in kept(program)
 
 
