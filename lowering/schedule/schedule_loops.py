@@ -12,6 +12,7 @@ Then iterations are staggered: see `stages.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
@@ -163,9 +164,18 @@ class _Stretch:
         read, wrote = self.touched(before)
         if wrote & reads or read & writes:
             return True
-        # No element is written through two aliases in one iteration.
-        names = {buffer.name for buffer in reads_writes(before)[1]}
-        return any(buffer.name in names for buffer in reads_writes(stmt)[1])
+        pairs = itertools.product(reads_writes(before)[1], reads_writes(stmt)[1])
+        return any(self.is_one_place(one, other) for one, other in pairs)
+
+    def is_one_place(self, one: ir.Buffer, other: ir.Buffer) -> bool:
+        """Whether two written buffers may share an element.
+
+        None is written through two aliases in one iteration.
+        """
+        memory = self.aliases.memory(one).name
+        whole = memory in (one.name, other.name)
+        same = memory == self.aliases.memory(other).name
+        return same and (whole or one.name == other.name)
 
     def touched(self, stmt: ir.Stmt) -> tuple[set[str], set[str]]:
         """The memories that a statement reads and writes."""
