@@ -100,7 +100,7 @@ class _Kind(argparse.Action):
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    function, args, options = given_function(parser, arguments)
+    function, args, options = given_function(parser, arguments, runs=False)
     there = assumed(arguments.device) if arguments.device else contextlib.nullcontext()
     try:
         with there:

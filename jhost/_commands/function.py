@@ -93,9 +93,12 @@ class Given(NamedTuple):
 
 
 def given_function(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, runs: bool
 ) -> Given:
-    """The function and its arguments; ends the process where there are none."""
+    """The function and its arguments; ends the process where there are none.
+
+    If it `runs`, the devices of `--mesh` have to be there.
+    """
     needed = math.prod((arguments.mesh or {}).values())
     with contextlib.suppress(RuntimeError):  # JAX has started: there are what there are
         ask_for_cpu_devices(arguments.devices or max(needed, DEVICES))
@@ -115,6 +118,11 @@ def given_function(
             f"{arguments.function} takes {', '.join(names)}: give the type of each by "
             "--shape, such as --shape 8192x4096:bf16 4096x14336:bf16, or a function "
             "that returns them by --arguments MODULE:NAME"
+        )
+    if runs and isinstance(options.get("mesh"), AbstractMesh):
+        parser.error(
+            f"--mesh needs {needed} devices, and there are {jax.device_count()}; "
+            f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} makes them of any CPU"
         )
     return Given(function, args, options)
 

@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    function, args, options = given_function(parser, arguments)
+    function, args, options = given_function(parser, arguments, runs=True)
     if not isinstance(function, JitFunction):
         parser.error(f"{arguments.function} is not made by jhost.jit")
     try:

@@ -47,6 +47,7 @@ def test_the_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) 
     ):
         assert f"\n{line}\n" in out
     assert "puts" not in out, "no word of what only GPUs have"
+    assert " 0 GB/s" not in out
     assert out.endswith("0 problems found\n")
 
 
@@ -350,6 +351,9 @@ def test_a_function_is_tuned(module: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit, match="2"):
         main(["tune", f"{module}:plain", *SHAPES])
     assert "is not made by jhost.jit" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", f"{module}:mlp", *SHAPES, "--mesh", "tp=4096"])
+    assert "JAX_NUM_CPU_DEVICES=4096" in capsys.readouterr().err
 
 
 def test_a_function_is_profiled(
