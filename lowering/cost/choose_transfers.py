@@ -118,6 +118,10 @@ class ChooseTransfers(EachProgram):
         """Whether the `other` program's transfers, more by that `way`, should be so."""
         if way == "collective" or self.pipeline != "auto":
             return True
+        return self.gains(made, other)
+
+    def gains(self, made: _Weighed, other: _Weighed) -> bool:
+        """Whether the `other` program is done earlier."""
         assert self.rates is not None
         return other.seconds(self.rates) < _GAIN * made.seconds(self.rates)
 
