@@ -284,7 +284,7 @@ class Evaluation:
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
         other = self.evaluate(mark)
-        if other is None or other.seconds > outcome.seconds:
+        if other is None or not other.seconds <= outcome.seconds:
             return outcome
         if other.program.body is outcome.program.body:
             return outcome

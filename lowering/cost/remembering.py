@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jhost.lowering.ir.bodies import EachProgram, is_alike, with_each_body
+from jhost.lowering.ir.bodies import EachProgram, held_bodies, is_alike, with_each_body
 from jhost.lowering.ir.derived import Shared
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
@@ -45,6 +46,8 @@ class _Made:
             return None
         if self.before.marks != program.marks and self.seen != sees():
             return None
+        if self.after is self.before:
+            return program
         marks = _with_choices(self.after.marks, stream_choices(program))
         made = dataclasses.replace(
             self.after, marks=marks, remarks=remarks, streamed=program.streamed
@@ -97,11 +100,12 @@ class Remembering:
         if after is program:
             return program
         known = self.bodies.of(program)
-        same = next((each for each in known if each.body == after.body), None)
-        if same is None:
-            known.append(after)
-            return after
-        return dataclasses.replace(after, body=same.body)
+        bodies = [*held_bodies(after)]
+        for each in known:
+            if all(map(operator.is_, held_bodies(each), bodies)):
+                return dataclasses.replace(after, body=each.body)
+        known.append(after)
+        return after
 
     def remembered(
         self,

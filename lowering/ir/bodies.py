@@ -21,7 +21,7 @@ ITERATIONS = 8
 def programs(program: Program) -> Iterator[Program]:
     """A program and all bodies in it, each before those that it holds."""
     yield program
-    for body in _bodies(program):
+    for body in held_bodies(program):
         yield from programs(body)
 
 
@@ -121,7 +121,8 @@ def with_bodies(stmt: ir.ControlFlow, bodies: Sequence[Program]) -> ir.ControlFl
             return dataclasses.replace(stmt, branches=tuple(bodies))
 
 
-def _bodies(program: Program) -> Iterator[Program]:
+def held_bodies(program: Program) -> Iterator[Program]:
+    """The bodies that a program holds itself."""
     # Chunk loops hold no control flow: it has no part in a stream.
     for stmt in program.body:
         if isinstance(stmt, CONTROL_FLOW):

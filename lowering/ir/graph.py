@@ -8,8 +8,17 @@ whole.  What may merge is a predicate that the caller hands in (nvFuser #4145).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from typing import TypeAlias
 
 from jhost.lowering.ir.effects import Aliases, reads_writes
@@ -41,6 +50,29 @@ class Node:
         return self.stmts[0]
 
 
+class Graph(tuple[Node, ...]):
+    """The nodes of straight-line statements, in order, and what stands between them."""
+
+    @functools.cached_property
+    def makers(self) -> Mapping[str, int]:
+        """By value, the node that makes it."""
+        return {b.name: n for n, node in enumerate(self) for b in node.writes}
+
+    @functools.cached_property
+    def readers(self) -> Mapping[str, Sequence[int]]:
+        """By value, the nodes that read it, in order."""
+        readers: dict[str, list[int]] = {}
+        for number, node in enumerate(self):
+            for name in dict.fromkeys(buffer.name for buffer in node.reads):
+                readers.setdefault(name, []).append(number)
+        return readers
+
+    @functools.cached_property
+    def before(self) -> Sequence[Set[int]]:
+        """For each node, those before it that it must follow."""
+        return dependencies(self)
+
+
 Group: TypeAlias = Sequence[Node]
 ShouldMerge: TypeAlias = Callable[[Group, Group], bool]
 """Whether two groups may merge; the members of each have merged already.
@@ -54,7 +86,7 @@ KindOf: TypeAlias = Callable[[Node], Hashable]
 
 def nodes(
     body: Sequence[Stmt], barriers: Mapping[str, tuple[str, ...]] | None = None
-) -> list[Node]:
+) -> Graph:
     """The nodes of `body`: each communication stands together with its wait, if it can.
 
     `barriers` has the operands of the barrier that makes a buffer, by its name.
@@ -74,7 +106,7 @@ def nodes(
         if operands and not _hands_on(stmt):
             operands = ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
-    return made
+    return Graph(made)
 
 
 def _hands_on(stmt: Stmt) -> bool:
@@ -113,7 +145,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
 
 def merge_groups(
     graph: Sequence[Node],
-    before: Sequence[set[int]],
+    before: Sequence[Set[int]],
     should_merge: ShouldMerge,
     kind_of: KindOf = lambda node: (),
 ) -> list[Group]:

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from jhost.lowering.ir.effects import reads_writes
-from jhost.lowering.ir.graph import Group, Node, dependencies
+from jhost.lowering.ir.graph import Graph, Group, Node
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -51,7 +51,7 @@ class LoopBuilder:
     def __init__(
         self,
         program: Program,
-        graph: Sequence[Node],
+        graph: Graph,
         choices: Mapping[str, Pipelining],
         extents: Mapping[str, int],
         streams: int,
@@ -92,16 +92,15 @@ class LoopBuilder:
 
     # --- Which nodes ---------------------------------------------------------- #
 
-    def order(self) -> list[set[int]]:
+    def order(self) -> Sequence[Set[int]]:
         """What each node must follow: in a stream, all operands of its barrier too."""
-        makers = {b.name: n for n, node in enumerate(self.graph) for b in node.writes}
-        before = dependencies(self.graph)
+        makers, before = self.graph.makers, [*self.graph.before]
         # `jax.checkpoint` needs this: what is computed again has to wait for its
         # cotangent, or it would be kept from the forward on.
         for number, node in enumerate(self.graph):
             if id(node) in self.parts:
                 found = {makers.get(name, number) for name in node.barrier}
-                before[number] |= {n for n in found if n < number}
+                before[number] = before[number] | {n for n in found if n < number}
         return before
 
     def should_merge(self, one: Group, other: Group) -> bool:

@@ -7,9 +7,9 @@ its forward gathered would keep them whole in between, for all layers at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
-from jhost.lowering.ir.graph import Node, dependencies
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
@@ -18,7 +18,7 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt, Wai
 
 
 def with_gathers_again(
-    program: Program, graph: Sequence[Node], pipelined: Collection[int]
+    program: Program, graph: Graph, pipelined: Collection[int]
 ) -> Program:
     """`program` with a gather of its own for each of the `pipelined` that reads one.
 
@@ -51,24 +51,22 @@ def gathers_again(node: Node, other: Node) -> bool:
 
 
 def _kept(
-    program: Program, graph: Sequence[Node], pipelined: Collection[int]
+    program: Program, graph: Graph, pipelined: Collection[int]
 ) -> list[tuple[int, int, Buffer]]:
     """Gathers, those that read them behind their first reader, and the buffers."""
-    before: list[set[int]] = []
     results = {buffer.name for buffer in program.results}
     found: list[tuple[int, int, Buffer]] = []
     for number in sorted(pipelined):
         stmt = graph[number].stmt
         if not isinstance(stmt, Communicate) or stmt.kind != "AllGather":
             continue
-        readers = [n for n, node in enumerate(graph) if stmt.out in node.reads]
+        readers = graph.readers.get(stmt.out.name, ())
         cut = all(n in pipelined and _only_loops_cut(graph[n], stmt) for n in readers)
         if cut and stmt.out.name not in results:
             # The first reader keeps the gather as it is.
             first, *later = readers
-            before = before or dependencies(graph)
             found += [
-                (number, n, stmt.out) for n in later if _follows(n, first, before)
+                (number, n, stmt.out) for n in later if _follows(n, first, graph.before)
             ]
     return found
 
@@ -84,7 +82,7 @@ def _only_loops_cut(node: Node, gather: Communicate) -> bool:
     return all(dim is not None and dim.factor in unsharded for dim in dims)
 
 
-def _follows(number: int, first: int, before: Sequence[set[int]]) -> bool:
+def _follows(number: int, first: int, before: Sequence[Set[int]]) -> bool:
     """Whether a node needs another, through others too."""
     found, waiting = {number}, [number]
     while waiting:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram, is_alike
 from jhost.lowering.ir.derived import Shared
-from jhost.lowering.ir.graph import Group, Node, merge_groups
+from jhost.lowering.ir.graph import Graph, Group, merge_groups
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.loops.builder import Built, LoopBuilder
@@ -31,7 +31,7 @@ class _LoopGroups:
     """
 
     program: Program
-    graph: Sequence[Node]
+    graph: Graph
     made: Mapping[str, Pipelining]
     extents: Mapping[str, int]
     groups: Sequence[Group]
@@ -90,7 +90,7 @@ class LowerStreams(EachProgram):
     def built(
         self,
         program: Program,
-        graph: Sequence[Node],
+        graph: Graph,
         made: Mapping[str, Pipelining],
         extents: Mapping[str, int],
     ) -> Built:
@@ -112,7 +112,7 @@ class LowerStreams(EachProgram):
         return loops.built[unpipelined]
 
 
-def _as_built(choice: Pipelining, graph: Sequence[Node]) -> Pipelining:
+def _as_built(choice: Pipelining, graph: Graph) -> Pipelining:
     """What loops go by of a choice: the order of sequences only where rows see some."""
     stmts = (graph[number].stmt for number in choice.parts)
     computes = (stmt for stmt in stmts if isinstance(stmt, Compute))

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jhost import errors
 from jhost._jax import source_line
 from jhost.lowering.ir.bodies import CONTROL_FLOW
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.marks import StreamChoice, Wish
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note, Remark, StreamReport, UnmetWish
@@ -35,7 +35,7 @@ class PlannedStreams:
     """
 
     program: Program
-    graph: Sequence[Node]
+    graph: Graph
     plan: StreamPlan
     made: Mapping[str, Pipelining]
 
@@ -83,7 +83,7 @@ def _that_are_on(marks: Sequence[StreamChoice]) -> list[StreamChoice]:
 
 def _choose(
     stream: str,
-    graph: Sequence[Node],
+    graph: Graph,
     plan: StreamPlan,
     mesh: Mapping[str, int],
     strict: bool,
@@ -101,7 +101,7 @@ def _choose(
 
 
 def wishes_that_fail(
-    graph: Sequence[Node], plan: StreamPlan, mesh: Mapping[str, int]
+    graph: Graph, plan: StreamPlan, mesh: Mapping[str, int]
 ) -> Iterator[UnmetWish]:
     """What a function's settings say of streams that cannot have it, one of each."""
     wishing = {stream: mark for stream, mark in plan.marks.items() if mark.wished}
@@ -158,7 +158,7 @@ def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
 
 def check_marks(
     program: Program,
-    graph: Sequence[Node],
+    graph: Graph,
     plan: StreamPlan,
     marks: Sequence[StreamChoice],
 ) -> None:
@@ -210,16 +210,16 @@ def _marks_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def _made_whole(
-    graph: Sequence[Node], marks: Sequence[StreamChoice], mesh: Mapping[str, int]
+    graph: Graph, marks: Sequence[StreamChoice], mesh: Mapping[str, int]
 ) -> Iterator[str]:
-    makers = {buffer.name: node for node in graph for buffer in node.writes}
     for mark in marks:
-        name, node = mark.buffer, makers.get(mark.buffer)
-        while node is not None and not _is_own(node.stmt):
-            name = node.reads[0].name
-            node = makers.get(name)
-        if node is None:
+        name, number = mark.buffer, graph.makers.get(mark.buffer)
+        while number is not None and not _is_own(graph[number].stmt):
+            name = graph[number].reads[0].name
+            number = graph.makers.get(name)
+        if number is None:
             continue
+        node = graph[number]
         position = [buffer.name for buffer in node.writes].index(name)
         access = Access(mark.dim, Fraction(1))
         part = participation_of(node, "", True, position, access, mesh)
@@ -234,7 +234,7 @@ def _is_own(stmt: Stmt) -> bool:
     return isinstance(stmt, Compute) and not stmt.unit.pads
 
 
-def _without_work(graph: Sequence[Node], plan: StreamPlan) -> Iterator[tuple[str, str]]:
+def _without_work(graph: Graph, plan: StreamPlan) -> Iterator[tuple[str, str]]:
     """The streams with chunks around which nothing works in any, and why."""
     for stream, mark in plan.marks.items():
         asked = mark.chunks not in (None, 1)
@@ -279,7 +279,7 @@ def moves(stmt: Stmt) -> bool:
 
 
 def plain_reports(
-    marks: Sequence[StreamChoice], graph: Sequence[Node], plan: StreamPlan
+    marks: Sequence[StreamChoice], graph: Graph, plan: StreamPlan
 ) -> Iterator[StreamReport]:
     """Reports on marks that are better not pipelined, one for each line."""
     streams = {
@@ -296,7 +296,7 @@ def plain_reports(
             yield stream_report(f"s{number}", mark, extent, off(mark.reason))
 
 
-def stop_notes(graph: Sequence[Node], plan: StreamPlan) -> Iterator[Note]:
+def stop_notes(graph: Graph, plan: StreamPlan) -> Iterator[Note]:
     """Where streams stopped, and why."""
     for number, reason in plan.declined.items():
         if number not in plan.parts:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.graph import Node, nodes
+from jhost.lowering.ir.graph import Graph, Node, nodes
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import (
@@ -26,7 +26,7 @@ from jhost.lowering.streams.propagation import Propagation, StreamPlan
 _EARLIER = "the program before, planned alike"
 
 
-def plan_program(program: Program) -> tuple[list[Node], StreamPlan]:
+def plan_program(program: Program) -> tuple[Graph, StreamPlan]:
     """The nodes of a straight-line program, and the streams that its marks make there.
 
     A mark that is off takes no other with it.  The plan is made once for a program, and
@@ -88,7 +88,7 @@ def takes_plan(program: Program) -> bool:
     return _EARLIER in program.derived
 
 
-def _plan(program: Program) -> tuple[list[Node], StreamPlan]:
+def _plan(program: Program) -> tuple[Graph, StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
     barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
     graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
@@ -102,7 +102,7 @@ def _plan(program: Program) -> tuple[list[Node], StreamPlan]:
 _planned = derived(_plan)
 
 
-def _made_earlier(program: Program) -> tuple[list[Node], StreamPlan] | None:
+def _made_earlier(program: Program) -> tuple[Graph, StreamPlan] | None:
     """The plan of the last program before that has one."""
     earlier: Program | None = program.derived.get(_EARLIER)
     while earlier is not None:

@@ -24,7 +24,6 @@ from jhost.lowering.ir.graph import (
     Group,
     Node,
     ShouldMerge,
-    dependencies,
     merge_groups,
     nodes,
 )
@@ -105,8 +104,7 @@ class _Segmenter:
             yield from stmts
             return
         graph = nodes(stmts)
-        before = dependencies(graph)
-        for group in merge_groups(graph, before, self.should_merge, chunk_of):
+        for group in merge_groups(graph, graph.before, self.should_merge, chunk_of):
             computes = [
                 node.stmt for node in group if isinstance(node.stmt, ir.Compute)
             ]

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.graph import (
+    Graph,
     Group,
     Node,
     ShouldMerge,
@@ -26,7 +27,7 @@ from jhost.lowering.ir.statements import (
 from tests.lowering.hand_built import buffer, communicate, compute, loop, select
 
 
-def copies(text: str) -> list[Node]:
+def copies(text: str) -> Graph:
     """`copies("x->y y->z")`: a graph of copies between the buffers so named."""
     pairs = [pair.split("->") for pair in text.split()]
     return nodes([Set(out=named(out), source=named(source)) for source, out in pairs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.bodies import programs
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import PipelineKind
@@ -61,3 +63,35 @@ def test_statements_that_are_new_join_what_reaches_them(
     for each in (p for whole in handed_on for p in programs(whole) if p.marks):
         anew = dataclasses.replace(each)  # nothing is known of it
         assert plan_program(each)[1] == plan_program(anew)[1]
+
+
+def asking(program: Program, **said: object) -> Program:
+    """`program` with its last stream mark saying something else."""
+    *others, last = program.marks
+    changes: dict[str, Any] = {**said}
+    return dataclasses.replace(
+        program, marks=(*others, dataclasses.replace(last, **changes))
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "shared"),
+    [
+        ({"unpipelined": True}, True),
+        ({"pipeline": None}, True),
+        ({"pipeline": "collective"}, False),  # two streams, and not one
+    ],
+)
+def test_marks_that_agree_alike_have_one_plan(
+    said: dict[str, object], shared: bool
+) -> None:
+    program = built(gated, (16, 8), (8, 8), (8, 8), tp=2)
+    program = StreamDefaults(pipeline="p2p").applied_to(program)
+    marks = [mark for mark in program.marks if isinstance(mark, StreamChoice)]
+    program = dataclasses.replace(program, marks=tuple(marks))
+    _, known = plan.plan_program(program)
+    other = asking(program, **said)
+    assert not plan.take_known(other, [program])
+    _, taken = plan.plan_program(other)
+    assert (taken.parts is known.parts) == shared
+    assert taken == plan.plan_program(asking(program, **said))[1]
