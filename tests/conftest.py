@@ -127,8 +127,16 @@ def pytest_configure_node(node: Any) -> None:
 # does is checked with the oldest as well, by the tests of rules, of the frontend, of
 # emission and interpretation, and of whole programs.
 NEWEST = (
-    "cost", "ir", "layouts", "loops", "padding", "schedule", "streams", "units", "verify"
-)  # fmt: skip
+    "cost",
+    "ir",
+    "layouts",
+    "loops",
+    "padding",
+    "schedule",
+    "streams",
+    "units",
+    "verify",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
