@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
-    if config.getoption("keep_compiled") and config.cache is not None:
+    if config.getoption("keep_compiled"):
         _keep_compiled(config.cache.mkdir("xla"))
     examples: Any = config.getoption("--examples")
     hypothesis.settings.register_profile(
