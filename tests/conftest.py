@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 pytest_plugins = ["jhost.pytest_plugin"]
 
@@ -66,6 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="try all variants of the tests that are marked `newest`",
     )
     group.addoption(
+        "--keep-compiled",
+        action="store_true",
+        help="keep what XLA compiles in pytest's cache for the next run with this",
+    )
+    group.addoption(
         "--explore",
         action="store_true",
         help="have property tests try other programs on every run",
@@ -89,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
+    if config.getoption("keep_compiled"):
+        _keep_compiled(config.cache.mkdir("xla"))
     examples: Any = config.getoption("--examples")
     hypothesis.settings.register_profile(
         "jhost",
@@ -104,6 +112,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("programs", max_examples=examples)
 
 
+def _keep_compiled(folder: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["variants"] = node.config.option.variants
@@ -112,8 +126,16 @@ def pytest_configure_node(node: Any) -> None:
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
 # does is checked with the oldest as well, by the tests of rules, of the frontend, of
 # emission and interpretation, and of whole programs.
-NEWEST = frozenset(
-    "cost ir layouts loops padding schedule streams units verify".split()
+NEWEST = (
+    "cost",
+    "ir",
+    "layouts",
+    "loops",
+    "padding",
+    "schedule",
+    "streams",
+    "units",
+    "verify",
 )
 
 
@@ -181,6 +203,16 @@ def uncombined(monkeypatch: pytest.MonkeyPatch) -> None:
     from jhost.lowering.loops import combine_small
 
     monkeypatch.setattr(combine_small, "SMALL", 0)
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """XLA compiles all that it is asked for, whatever was kept."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
-from jhost._jax import aval_of
+from jhost._jax import ClosedJaxpr, aval_of
 from jhost.lowering.rules.dim_rule import DimRule, Dims, FactorDim, bind, factors_of
 from jhost.lowering.rules.elementwise import ELEMENTWISE
 from jhost.lowering.rules.reducers import Reducer

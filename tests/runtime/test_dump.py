@@ -102,6 +102,7 @@ def test_without_a_folder_host_ir_goes_to_standard_error(
     assert "\nprogram model\n" in err
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("word", ["hlo", "schedule"])
 def test_xla_writes_its_own_modules(
     folder: Path, monkeypatch: pytest.MonkeyPatch, word: str
