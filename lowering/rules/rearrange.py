@@ -71,7 +71,7 @@ def slice(eqn: JaxprEqn) -> DimRule:
     if not has_windows(eqn):
         return along(eqn, cut, sizes="limit_indices")
     if any(map(functools.partial(_is_small, eqn), cut)):
-        return small_slice(eqn, cut)
+        return _small_slice(eqn, cut)
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     result = shape_of(eqn.outvars[0])
     made = _one_operand(
@@ -95,7 +95,7 @@ def _is_small(eqn: JaxprEqn, dim: int) -> bool:
     return 8 * left <= size and can_be_summed(aval_of(eqn.invars[0]).dtype)
 
 
-def small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
+def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
     """A slice with little left of a dim: what each device has of it, and no more.
 
     The sum over the devices is the slice.  Other dims of which something is left out
