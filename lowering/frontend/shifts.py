@@ -20,6 +20,7 @@ from jhost._jax import Atom, aval_of, new_eqn
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.rotate import rotate_p
+from jhost.lowering.rules.windows import has_windows
 
 _Fill: TypeAlias = Var | Literal
 
@@ -64,10 +65,9 @@ class _Writer:
             self.fills[eqn.outvars[0]] = eqn.invars[0]
         elif name == "convert_element_type":
             self.makers[eqn.outvars[0]] = eqn
-        elif name == "concatenate":
-            return self.concatenation(eqn)
-        elif name in ("slice", "pad"):
-            return self.moved(eqn)
+        elif name in ("concatenate", "slice", "pad") and has_windows(eqn):
+            moves = name != "concatenate"
+            return self.moved(eqn) if moves else self.concatenation(eqn)
         return eqn
 
     def moved(self, eqn: JaxprEqn) -> JaxprEqn:
