@@ -135,9 +135,8 @@ class _Writer:
         """A concatenation of one slice and of one value in many places."""
         dim, parts = eqn.params["dimension"], eqn.invars
         places = [n for n, cut in enumerate(cuts) if cut is not None]
-        fills = [
-            self.fills.get(part) for n, part in enumerate(parts) if n not in places
-        ]
+        others = (part for n, part in enumerate(parts) if n not in places)
+        fills = [self.fills.get(p) if isinstance(p, Var) else None for p in others]
         if len(places) != 1 or not fills or None in fills:
             return None
         if not all(self.same(fill, fills[0]) for fill in fills):
