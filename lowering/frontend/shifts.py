@@ -45,14 +45,14 @@ class _Shifted:
 
 def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
     """`flat`, with one equation for each chain of slices and pads that can be one."""
-    writer = _Writer()
+    writer = _ShiftWriter()
     eqns = [writer.equation(each) for eqn in flat.eqns for each in _as_slices(eqn)]
     if len(eqns) == len(flat.eqns) and all(map(operator.is_, eqns, flat.eqns)):
         return flat
     return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
 
 
-class _Writer:
+class _ShiftWriter:
     def __init__(self) -> None:
         self.shifted: dict[Var, _Shifted] = {}
         self.fills: dict[Var, _Fill] = {}

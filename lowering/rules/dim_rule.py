@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
 
 
@@ -35,7 +35,7 @@ class FactorDim:
 
     factor: int
     scale: int = 1
-    reads: Reads | None = None
+    reads: WindowReads | None = None
 
 
 Dims: TypeAlias = tuple[FactorDim | None, ...]
