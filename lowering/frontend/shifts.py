@@ -20,6 +20,7 @@ from jhost._jax import Atom, aval_of, new_eqn
 from jhost.lowering.frontend.inline_calls import FlatJaxpr, needed
 from jhost.lowering.rules.dim_rule import shape_of
 from jhost.lowering.rules.rotate import rotate_p
+from jhost.lowering.rules.windows import has_windows
 
 _Fill: TypeAlias = Var | Literal
 
@@ -44,14 +45,14 @@ class _Shifted:
 
 def with_shifts(flat: FlatJaxpr) -> FlatJaxpr:
     """`flat`, with one equation for each chain of slices and pads that can be one."""
-    writer = _Writer()
+    writer = _ShiftWriter()
     eqns = [writer.equation(each) for eqn in flat.eqns for each in _as_slices(eqn)]
     if len(eqns) == len(flat.eqns) and all(map(operator.is_, eqns, flat.eqns)):
         return flat
     return dataclasses.replace(flat, eqns=needed(eqns, flat.outvars))
 
 
-class _Writer:
+class _ShiftWriter:
     def __init__(self) -> None:
         self.shifted: dict[Var, _Shifted] = {}
         self.fills: dict[Var, _Fill] = {}
@@ -64,10 +65,9 @@ class _Writer:
             self.fills[eqn.outvars[0]] = eqn.invars[0]
         elif name == "convert_element_type":
             self.makers[eqn.outvars[0]] = eqn
-        elif name == "concatenate":
-            return self.concatenation(eqn)
-        elif name in ("slice", "pad"):
-            return self.moved(eqn)
+        elif name in ("concatenate", "slice", "pad") and has_windows(eqn):
+            moves = name != "concatenate"
+            return self.moved(eqn) if moves else self.concatenation(eqn)
         return eqn
 
     def moved(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -135,9 +135,8 @@ class _Writer:
         """A concatenation of one slice and of one value in many places."""
         dim, parts = eqn.params["dimension"], eqn.invars
         places = [n for n, cut in enumerate(cuts) if cut is not None]
-        fills = [
-            self.fills.get(part) for n, part in enumerate(parts) if n not in places
-        ]
+        others = (part for n, part in enumerate(parts) if n not in places)
+        fills = [self.fills.get(p) if isinstance(p, Var) else None for p in others]
         if len(places) != 1 or not fills or None in fills:
             return None
         if not all(self.same(fill, fills[0]) for fill in fills):

@@ -12,7 +12,7 @@ from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
 from jhost.lowering.rules.flops import flops_of
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
 
 Assignment: TypeAlias = tuple[tuple[str, ...], ...]
@@ -20,14 +20,14 @@ Assignment: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class OperandWindow:
     """A dim of an operand that the steps of a factor read in windows, of so many."""
 
     operand: int
     dim: int
     size: int
     factor: int
-    reads: Reads
+    reads: WindowReads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class Operation:
     taking: bool = False
     like: str | None = None
     pinned: Assignment | None = None
-    windows: tuple[Window, ...] = ()
+    windows: tuple[OperandWindow, ...] = ()
     reduces: bool = False
     cut: tuple[frozenset[int], ...] = ()
     flops: int = 0
@@ -159,11 +159,11 @@ def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
     )
 
 
-def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[Window]:
+def _windows(maps: Sequence[Dims], ins: Sequence[Buffer]) -> Iterator[OperandWindow]:
     for operand, (dims, buffer) in enumerate(zip(maps, ins, strict=True)):
         for dim, mapped in enumerate(dims):
             if mapped is not None and mapped.reads is not None:
-                yield Window(
+                yield OperandWindow(
                     operand=operand,
                     dim=dim,
                     size=buffer.shape[dim],

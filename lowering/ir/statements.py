@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jhost.lowering.ir.index import Constant, Index
 from jhost.lowering.rules.dim_rule import DimRule
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Neighbours:
     source: Buffer
     dim: int
     axes: tuple[str, ...]
-    reads: Reads
+    reads: WindowReads
     count: int
 
 

@@ -15,7 +15,7 @@ from jhost.lowering.ir.index import Constant, linear_rank
 from jhost.lowering.ir.layout import axes_size, dims_of, layout_of
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
-from jhost.lowering.layouts.exchange import Exchange
+from jhost.lowering.layouts.exchange import HaloWriter
 from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard
 
 
@@ -38,7 +38,7 @@ class _Converter:
     def __init__(self, program: Program) -> None:
         self.mesh = dict(program.mesh.shape)
         self.names = FreshNames.of(program)
-        self.exchange = Exchange(self.mesh, self.names)
+        self.exchange = HaloWriter(self.mesh, self.names)
         self.results = {result.name for result in program.results}
 
     def convert(self, stmt: ir.Stmt) -> list[ir.Stmt]:

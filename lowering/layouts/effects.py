@@ -12,7 +12,7 @@ from jhost.lowering.ir.layout import (
     size_in_bytes,
 )
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.halo import Piece, plan_halo
+from jhost.lowering.layouts.halo import HaloPiece, plan_halo
 from jhost.lowering.layouts.preferences import Preferences
 from jhost.lowering.layouts.transfer_bytes import (
     AS_IT_LIES,
@@ -79,7 +79,7 @@ class Effects:
         """What comes from neighbours, where dims are read in windows."""
         total = NOTHING
         shapes: dict[int, list[int]] = {}
-        seen: set[tuple[str, int, Piece]] = set()
+        seen: set[tuple[str, int, HaloPiece]] = set()
         for window in op.windows:
             axes, name = assignment[window.factor], op.ins[window.operand]
             devices = axes_size(axes, self.costs.mesh)

@@ -11,12 +11,12 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.layouts.halo import Piece, plan_halo
+from jhost.lowering.layouts.halo import HaloPiece, plan_halo
 from jhost.lowering.rules.halo import edge_p, window_p
 from jhost.lowering.units.make import unit_of
 
 
-class Exchange:
+class HaloWriter:
     """Writes the statements of one program; what was sent once is not sent again."""
 
     def __init__(self, mesh: dict[str, int], names: FreshNames) -> None:
@@ -33,7 +33,7 @@ class Exchange:
         if not pieces:  # nothing is read: any part will do
             first = (0,) * devices
             size = min(part, halo.window)
-            own = Piece(
+            own = HaloPiece(
                 distance=0, mirrored=False, size=size, starts=first, places=first
             )
             return self.with_pieces(stmt, [self.piece(stmt, own, made)], [first], made)
@@ -55,7 +55,7 @@ class Exchange:
         return [*made, self.compute("window", window_p, pieces, stmt.out, stmt, params)]
 
     def piece(
-        self, stmt: ir.Neighbours, piece: Piece, made: list[ir.Stmt]
+        self, stmt: ir.Neighbours, piece: HaloPiece, made: list[ir.Stmt]
     ) -> ir.Buffer:
         """What a device has of a piece, its own or received."""
         key = stmt.source.name, stmt.dim, stmt.axes, piece.distance, piece.mirrored
@@ -67,7 +67,9 @@ class Exchange:
             )
         return self.sent[key]
 
-    def edge(self, stmt: ir.Neighbours, piece: Piece, made: list[ir.Stmt]) -> ir.Buffer:
+    def edge(
+        self, stmt: ir.Neighbours, piece: HaloPiece, made: list[ir.Stmt]
+    ) -> ir.Buffer:
         """The part of a device's part that it sends, or keeps."""
         source = stmt.source
         if piece.size == source.shape[stmt.dim]:
@@ -94,7 +96,7 @@ class Exchange:
     def moved(
         self,
         stmt: ir.Neighbours,
-        piece: Piece,
+        piece: HaloPiece,
         edge: ir.Buffer,
         made: list[ir.Stmt],
     ) -> ir.Buffer:
@@ -111,7 +113,7 @@ class Exchange:
         made += [communicate, ir.Wait(communication=communicate.name)]
         return out
 
-    def shift(self, stmt: ir.Neighbours, piece: Piece) -> Index:
+    def shift(self, stmt: ir.Neighbours, piece: HaloPiece) -> Index:
         """How much further on the device is that a device sends to."""
         if piece.mirrored:
             return Constant(piece.distance) - linear_rank(stmt.axes, self.mesh) * 2

@@ -11,11 +11,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class HaloPiece:
     """A stretch of a device's part that others need, of `size` elements.
 
     Device r gets it from the device at `distance`: `r + distance`, or `distance - r` if
@@ -41,7 +41,7 @@ class Halo:
     """The pieces of which windows of `window` elements are made."""
 
     window: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HaloPiece, ...]
 
     def is_own(self, part: int) -> bool:
         """Whether the windows are the parts themselves."""
@@ -52,7 +52,7 @@ class Halo:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_halo(reads: Reads, count: int, part: int, devices: int) -> Halo:
+def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
     """How each of `devices` gets the window of its `count` steps, out of such parts."""
     found: dict[int, dict[int, range]] = {}
     for device in range(devices):
@@ -73,11 +73,11 @@ def plan_halo(reads: Reads, count: int, part: int, devices: int) -> Halo:
 def _piece(
     distance: int,
     shared: Mapping[int, range],
-    reads: Reads,
+    reads: WindowReads,
     count: int,
     part: int,
     devices: int,
-) -> Piece:
+) -> HaloPiece:
     """What moves over one distance, where these elements are shared by receiver."""
     mirrored, window = reads.stride < 0, reads.window(count)
     size = max(map(len, shared.values()))
@@ -102,7 +102,7 @@ def _piece(
     others = window
     if alike and regular and len(set(placed.values())) == 1:
         others = next(iter(placed.values()))
-    return Piece(
+    return HaloPiece(
         distance=distance,
         mirrored=mirrored,
         size=size,

@@ -21,7 +21,7 @@ from jhost.lowering.ir.layout import (
 )
 from jhost.lowering.ir.marks import BarrierMark, Mark
 from jhost.lowering.ir.names import FreshNames
-from jhost.lowering.ir.operation import Operation, Window
+from jhost.lowering.ir.operation import OperandWindow, Operation
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
 from jhost.lowering.ir.statements import (
@@ -218,7 +218,7 @@ class Rewriter:
         )
         self.body.extend(moved)
 
-    def window(self, source: Buffer, window: Window, number: int) -> Buffer:
+    def window(self, source: Buffer, window: OperandWindow, number: int) -> Buffer:
         """What the steps of an operation on a device read of an operand."""
         axes = self.solution.assignments[number][window.factor]
         devices = axes_size(axes, self.mesh)

@@ -84,7 +84,8 @@ def _blocks(stmt: Stmt, way: int, reached: ReachedAxes, mesh: Mapping[str, int])
         (way, stmt.outs[0].name, dim), set()
     )
     counts = [axes_size(each, mesh) for each in axes]
-    return max((n for n in counts if x.shape[dim] % n == 0), default=1)
+    size = x.shape[dim] or 1
+    return max((n for n in counts if size % n == 0), default=1)
 
 
 def _in_blocks(stmt: Compute, blocks: int) -> Callable[[Any], Any]:

@@ -7,8 +7,9 @@ each device has its part of them, and needs one row of a neighbour's.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost._jax import NO_LINE, source_line
@@ -39,7 +40,7 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
         for wish in _windowed(each, stmt)
     ]
     mesh = dict(program.mesh.shape)
-    uneven = [w for w in wanted if any(w.size % n for n in _sizes(mesh.values()))]
+    uneven = [wish for wish in wanted if wish.size % math.prod(mesh.values())]
     if not uneven:  # as in most programs
         return {}
     reached = reached_axes(program)
@@ -58,10 +59,6 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
                 )
                 requests.setdefault(wish.dim[0], []).append(request)
     return requests
-
-
-def _sizes(sizes: Iterable[int]) -> list[int]:
-    return [n for n in sizes if n > 1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer, sum_of
 from jhost.lowering.rules.windows import (
     is_whole,
@@ -29,7 +29,7 @@ from jhost.lowering.rules.windows import (
 )
 
 
-class _Maps:
+class _ConvolutionMaps:
     """The maps of a convolution's operands and result, while they are written down."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -62,7 +62,7 @@ _LHS, _RHS, _OUT = range(3)
 @rule("conv_general_dilated")
 def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
     """Batch, features or groups of them, and space, which is read in windows."""
-    maps, groups = _Maps(eqn), None
+    maps, groups = _ConvolutionMaps(eqn), None
     features, batches = (
         eqn.params[name] for name in ("feature_group_count", "batch_group_count")
     )
@@ -79,7 +79,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
     return dataclasses.replace(made, counted=made.windowed)
 
 
-def _features_together(maps: _Maps) -> None:
+def _features_together(maps: _ConvolutionMaps) -> None:
     """Features of the left are summed over, those of the kernel are the result's."""
     contracted = FactorDim(maps.factors.new(maps.size(_LHS, 1), maps.reducer))
     maps.put(_LHS, 1, contracted)
@@ -89,7 +89,7 @@ def _features_together(maps: _Maps) -> None:
     maps.put(_OUT, 1, free)
 
 
-def _in_groups(maps: _Maps, features: int, batches: int) -> int | None:
+def _in_groups(maps: _ConvolutionMaps, features: int, batches: int) -> int | None:
     """The factor of groups, each a convolution of its own side by side with others."""
     count = max(features, batches)
     factor = maps.factors.new(count)
@@ -100,7 +100,7 @@ def _in_groups(maps: _Maps, features: int, batches: int) -> int | None:
     return factor
 
 
-def _space(maps: _Maps, space: int) -> FactorDim | None:
+def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
     """How a dim of the left follows positions of the result, or of the kernel.
 
     The kernel of a derivative is as large as the result was.  Its positions are summed
@@ -114,7 +114,7 @@ def _space(maps: _Maps, space: int) -> FactorDim | None:
     by_kernel = sizes[_RHS] > sizes[_OUT]
     stride, apart = strides[::-1] if by_kernel else strides
     count, other = (sizes[_RHS], sizes[_OUT])[:: 1 if by_kernel else -1]
-    reads = Reads(
+    reads = WindowReads(
         size=sizes[_LHS],
         first=-params["padding"][space][0],
         stride=stride,

@@ -5,20 +5,22 @@ A rule names the *factors* of an equation: its independent indices in the einsum
 to None where the dim must be whole.  Padding, layouts and streams all read this one
 table.  The rules themselves stand in `elementwise.py`, `shape.py`, `contract.py`,
 `ragged.py`, `along.py`, `index.py`, `gather.py`, `scatter.py`, `random.py`,
-`attention.py`, `written_attention.py`, `partitioning.py` and `shard_map.py`, and are
-written down with `building.py`; `table.py` has them all.
+`attention.py`, `written_attention.py`, `partitioning.py` and `shard_map.py`, and those
+that read windows of dims in `rearrange.py`, `rotate.py`, `pooling.py` and
+`convolution.py`.  They are written down with `building.py` and `windows.py`; `table.py`
+has them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
 
 
@@ -33,7 +35,7 @@ class FactorDim:
 
     factor: int
     scale: int = 1
-    reads: Reads | None = None
+    reads: WindowReads | None = None
 
 
 Dims: TypeAlias = tuple[FactorDim | None, ...]
@@ -148,6 +150,7 @@ class DimRule:
         traffic: for such a kernel, the bytes that it moves between its products.
         pinned: for each factor, the mesh axes that the equation itself asks for; no
             others will do.
+        windowed: the factors whose steps read windows of some operand.
         contracts: whether it multiplies and sums, because a reduced factor is in both
             first operands; that takes as long as a transfer.
     """
@@ -168,10 +171,12 @@ class DimRule:
     matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
     traffic: Callable[[Place], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
+    windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # Found once: passes ask for it more often than for anything else.
+        object.__setattr__(self, "windowed", frozenset(self._windowed()))
         object.__setattr__(self, "contracts", self._contracts())
 
     @property
@@ -195,15 +200,11 @@ class DimRule:
         """
         return self.picked | self.updates | self.windowed
 
-    @property
-    def windowed(self) -> frozenset[int]:
-        """The factors whose steps read windows of some operand."""
-        return frozenset(
-            dim.factor
-            for dims in self.operands
-            for dim in dims
-            if dim is not None and dim.reads is not None
-        )
+    def _windowed(self) -> Iterator[int]:
+        for dims in self.operands:
+            for dim in dims:
+                if dim is not None and dim.reads is not None:
+                    yield dim.factor
 
     def _contracts(self) -> bool:
         if self.matmul is not None:

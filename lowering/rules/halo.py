@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import DimRule, Place, rule, shape_of
@@ -90,8 +91,11 @@ def _assembled(
     pieces: Sequence[Any], places: Sequence[Any], dim: int, size: int
 ) -> Any:
     """Pieces at their places; anything elsewhere, and what is outside is left out."""
-    pairs = zip(pieces, places, strict=True)
-    if all(isinstance(p, int) and 0 <= p <= size - x.shape[dim] for x, p in pairs):
+    # XLA:CPU (of JAX 0.12) ends the process at a concatenation of less than bytes.
+    in_bytes = pieces[0].dtype == np.bool_ or bits(pieces[0].dtype) >= 8
+    lasts = [size - piece.shape[dim] for piece in pieces]
+    pairs = zip(places, lasts, strict=True)
+    if in_bytes and all(isinstance(at, int) and 0 <= at <= n for at, n in pairs):
         return _side_by_side(pieces, places, dim, size)
     # Selected, not written one into another: XLA makes it where it is read.
     shape = list(pieces[0].shape)

@@ -22,7 +22,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.rules.windows import (
     is_whole,
@@ -56,11 +56,11 @@ def windows(eqn: JaxprEqn) -> DimRule:
     return dataclasses.replace(made, counted=made.windowed)
 
 
-def reads_of(eqn: JaxprEqn, dim: int, size: int) -> Reads:
+def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
     """What a window reads that slides over a dim."""
     params = eqn.params
     apart = params["window_dilation"][dim]
-    return Reads(
+    return WindowReads(
         size=size,
         first=-params["padding"][dim][0],
         stride=params["window_strides"][dim],
@@ -135,8 +135,10 @@ def _handed_back(
     # The windows that reach the places from `stride * i` on, counted from the i-th.
     first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
     factor = factors.new(count)
-    reached = Reads(size=count, first=first, extent=last - first + 1, steps=(0, count))
-    read = Reads(
+    reached = WindowReads(
+        size=count, first=first, extent=last - first + 1, steps=(0, count)
+    )
+    read = WindowReads(
         size=size,
         first=first * stride - low,
         stride=stride,

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
+class WindowReads:
     """Which elements of a dim the steps of a factor read.
 
     Step i reads the `extent` places from `first + stride * i` on.  Between each two

@@ -27,7 +27,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer, identity, sum_of
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.windows import (
@@ -44,7 +44,7 @@ _MOST_PIECES = 8
 
 
 def _one_operand(
-    eqn: JaxprEqn, reads: dict[int, Reads], others: Sequence[Any] = ()
+    eqn: JaxprEqn, reads: dict[int, WindowReads], others: Sequence[Any] = ()
 ) -> DimRule:
     """The rule where an element of the result is one of the first operand.
 
@@ -71,13 +71,13 @@ def slice(eqn: JaxprEqn) -> DimRule:
     if not has_windows(eqn):
         return along(eqn, cut, sizes="limit_indices")
     if any(map(functools.partial(_is_small, eqn), cut)):
-        return small_slice(eqn, cut)
+        return _small_slice(eqn, cut)
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     result = shape_of(eqn.outvars[0])
     made = _one_operand(
         eqn,
         {
-            dim: Reads(
+            dim: WindowReads(
                 size=shape_of(eqn.invars[0])[dim],
                 first=starts[dim],
                 stride=strides[dim] if strides else 1,
@@ -95,7 +95,7 @@ def _is_small(eqn: JaxprEqn, dim: int) -> bool:
     return 8 * left <= size and can_be_summed(aval_of(eqn.invars[0]).dtype)
 
 
-def small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
+def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
     """A slice with little left of a dim: what each device has of it, and no more.
 
     The sum over the devices is the slice.  Other dims of which something is left out
@@ -172,7 +172,7 @@ def rev(eqn: JaxprEqn) -> DimRule:
     if not has_windows(eqn):
         return along(eqn, reversed_dims)
     reads = {
-        dim: Reads(
+        dim: WindowReads(
             size=shape[dim], first=shape[dim] - 1, stride=-1, steps=(0, shape[dim])
         )
         for dim in reversed_dims
@@ -200,7 +200,7 @@ def pad(eqn: JaxprEqn) -> DimRule:
         return along(eqn, padded)
     result = shape_of(eqn.outvars[0])
     reads = {
-        dim: Reads(
+        dim: WindowReads(
             size=shape[dim],
             first=-config[dim][0],
             dilation=config[dim][2] + 1,
@@ -240,7 +240,7 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
     dims = factors.dims(shapes[0], whole=(dim,))
     factor = factors.new(total)
     reads = [
-        Reads(size=size, first=size - end, steps=(end - size, end))
+        WindowReads(size=size, first=size - end, steps=(end - size, end))
         for size, end in zip(sizes, ends, strict=True)
     ]
 

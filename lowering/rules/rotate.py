@@ -25,7 +25,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.windows import window_of
 
 
@@ -48,11 +48,11 @@ def rotate(eqn: JaxprEqn) -> DimRule:
     dims = factors.dims(shape)
     seam = size - start
     reads = (
-        Reads(size=size, first=start, steps=(0, seam)),
-        Reads(size=size, first=-seam, steps=(seam, size)),
+        WindowReads(size=size, first=start, steps=(0, seam)),
+        WindowReads(size=size, first=-seam, steps=(seam, size)),
     )
 
-    def read(mapped: FactorDim | None, reads: Reads) -> FactorDim:
+    def read(mapped: FactorDim | None, reads: WindowReads) -> FactorDim:
         assert mapped is not None
         return dataclasses.replace(mapped, reads=reads)
 

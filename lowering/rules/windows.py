@@ -18,13 +18,13 @@ from jax.extend.core import JaxprEqn
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import FactorDim, Place
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 
 _MOST = np.iinfo(np.int32).max
 
 
 def reading(
-    factors: Factors, reads: Reads, count: int
+    factors: Factors, reads: WindowReads, count: int
 ) -> tuple[FactorDim | None, FactorDim | None]:
     """How a dim that is read in windows follows a new factor of `count` steps.
 
@@ -37,7 +37,7 @@ def reading(
     return reading_dim(factor, reads, count), FactorDim(factor)
 
 
-def reading_dim(factor: int, reads: Reads, count: int) -> FactorDim:
+def reading_dim(factor: int, reads: WindowReads, count: int) -> FactorDim:
     """How a dim that is read in windows follows a factor of `count` steps."""
     inside = reads.first >= 0 and reads.first + reads.extent <= reads.stride
     if inside and reads.dilation == 1 and reads.size == reads.stride * count:
@@ -94,7 +94,7 @@ def window_of(
     return x if reads.dilation == 1 else _dilated(x, dim, mapped, place, value)
 
 
-def _leaves(reads: Reads, count: int, parts: int) -> bool:
+def _leaves(reads: WindowReads, count: int, parts: int) -> bool:
     """Whether the window of some part is not all in the dim."""
     starts = [reads.start(step, count) for step in (0, (parts - 1) * count)]
     return min(starts) < 0 or max(starts) + reads.window(count) > reads.size

@@ -150,6 +150,8 @@ def _compute_part(
     if entered is None or rule.pinned is not None:
         return whole_reason(stmt, access.dim)
     factor = entered.factor
+    if factor in rule.windowed:
+        return f"{unit_eqn.eqn.primitive.name} reads elements of other chunks"
     # Each chunk would take as long as the whole: see `DimRule.unstreamed`.
     if factor in rule.unstreamed:
         return f"{unit_eqn.eqn.primitive.name} takes all of dim {access.dim} at once"

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jhost.lowering.layouts.halo import Halo, plan_halo
-from jhost.lowering.rules.reads import Reads
+from jhost.lowering.rules.reads import WindowReads
 
 
 def _windows(halo: Halo, parts: np.ndarray) -> np.ndarray:
@@ -28,11 +28,11 @@ def _windows(halo: Halo, parts: np.ndarray) -> np.ndarray:
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[Reads, int, int, int]:
+def _cases(draw: st.DrawFn) -> tuple[WindowReads, int, int, int]:
     devices, part = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     count = draw(st.integers(1, 6))
     first, end = sorted(draw(st.tuples(*[st.integers(0, devices * count)] * 2)))
-    reads = Reads(
+    reads = WindowReads(
         size=draw(st.integers(1, devices * part)),
         first=draw(st.integers(-8, devices * part + 4)),
         stride=draw(st.sampled_from((-2, -1, 1, 1, 2, 3))),
@@ -45,7 +45,7 @@ def _cases(draw: st.DrawFn) -> tuple[Reads, int, int, int]:
 
 @hypothesis.given(_cases())
 def test_each_device_has_in_its_window_what_its_steps_read(
-    case: tuple[Reads, int, int, int],
+    case: tuple[WindowReads, int, int, int],
 ) -> None:
     reads, count, part, devices = case
     halo = plan_halo(reads, count, part, devices)
@@ -67,7 +67,7 @@ def test_each_device_has_in_its_window_what_its_steps_read(
 
 
 def test_a_shift_takes_one_element_of_one_neighbour() -> None:
-    halo = plan_halo(Reads(size=16, first=-1, steps=(0, 16)), 4, 4, 4)
+    halo = plan_halo(WindowReads(size=16, first=-1, steps=(0, 16)), 4, 4, 4)
     assert [(p.distance, p.size, p.places[1]) for p in halo.pieces] == [
         (0, 3, 1),
         (3, 1, 0),
@@ -75,20 +75,22 @@ def test_a_shift_takes_one_element_of_one_neighbour() -> None:
 
 
 def test_a_shift_by_a_part_takes_the_whole_part() -> None:
-    halo = plan_halo(Reads(size=16, first=4, steps=(0, 12)), 4, 4, 4)
+    halo = plan_halo(WindowReads(size=16, first=4, steps=(0, 12)), 4, 4, 4)
     assert [(p.distance, p.size) for p in halo.pieces] == [(1, 4)]
 
 
 def test_a_reversal_exchanges_whole_parts() -> None:
-    halo = plan_halo(Reads(size=16, first=15, stride=-1, steps=(0, 16)), 4, 4, 4)
+    halo = plan_halo(WindowReads(size=16, first=15, stride=-1, steps=(0, 16)), 4, 4, 4)
     assert [(p.distance, p.mirrored, p.size) for p in halo.pieces] == [(3, True, 4)]
 
 
 def test_a_window_wider_than_a_part_takes_several_neighbours() -> None:
-    halo = plan_halo(Reads(size=4, first=-2, extent=3, steps=(0, 4)), 1, 1, 4)
+    halo = plan_halo(WindowReads(size=4, first=-2, extent=3, steps=(0, 4)), 1, 1, 4)
     assert [(p.distance, p.size) for p in halo.pieces] == [(0, 1), (2, 1), (3, 1)]
 
 
 def test_a_device_that_reads_its_own_part_alone_gets_nothing() -> None:
-    halo = plan_halo(Reads(size=16, first=0, extent=2, stride=2, steps=(0, 8)), 2, 4, 4)
+    halo = plan_halo(
+        WindowReads(size=16, first=0, extent=2, stride=2, steps=(0, 8)), 2, 4, 4
+    )
     assert halo.is_own(4)

@@ -39,9 +39,9 @@ def received(program: Program) -> int:
 # --- How much moves ----------------------------------------------------------------- #
 
 
-def _rows(fun: Callable[[Array], Any], out: P = ROWS, devices: int = 4) -> int:
+def _rows(fun: Callable[[Array], Any], out: Any = ROWS) -> int:
     """What a function of 16 rows of 3 receives, which gives what it should."""
-    return received(exact(fun, integers(16, 3), **tp(devices, (ROWS,), out)))
+    return received(exact(fun, integers(16, 3), **tp(4, (ROWS,), out)))
 
 
 @pytest.mark.parametrize(
@@ -289,4 +289,54 @@ def test_chains_of_windows_are_exact(case: Case) -> None:
     for kind in kinds:
         hypothesis.event(kind)
     given = interpreted(case.function, **case.settings())(x)
-    chex.assert_trees_all_equal(np.asarray(given), np.asarray(case.function(x)))
+    chex.assert_trees_all_equal(
+        np.asarray(given), np.asarray(case.function(jnp.asarray(x)))
+    )
+
+
+# --- Of every kind of element ------------------------------------------------------- #
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "int4", "float8_e4m3fn"])
+def test_elements_of_any_size_are_shifted(dtype: str) -> None:
+    x = jnp.asarray(np.arange(8) % 2).astype(dtype)
+
+    def shift(x: Array) -> Array:
+        return lax.rev(lax.pad(x, x.dtype.type(0), [(1, -1, 0)]), [0])
+
+    found = jhost.jit(shift, **tp(4, (ROWS,), ROWS))(x)
+    chex.assert_trees_all_equal(found.astype(int), shift(x).astype(int))
+
+
+def test_random_keys_come_whole() -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    found = jhost.jit(lambda k: jnp.roll(k, 1), **tp(4, (ROWS,), ROWS))(keys)
+    data = jax.random.key_data
+    chex.assert_trees_all_equal(data(found), data(jnp.roll(keys, 1)))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.pad(x, ((4, 4), (0, 0))),
+        lambda x: jnp.roll(x, 1, 0),
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1), (1, 1), [(2, 2), (0, 0)]),
+    ],
+    ids=["pad", "roll", "cumsum", "reduce_window"],
+)
+def test_empty_arrays_are_read_in_windows(fun: Callable[[Array], Array]) -> None:
+    x = jnp.zeros((0, 3))
+    found = interpreted(fun, **tp(4, (ROWS,), ROWS))(x)
+    chex.assert_trees_all_equal(np.asarray(found), np.asarray(fun(x)))
+
+
+def test_what_is_not_finite_stays_where_it_is() -> None:
+    x = np.array(integers(16, 3))
+    x[3], x[5], x[7] = np.nan, -0.0, np.inf
+
+    def f(x: Array) -> Array:
+        pooled = lax.reduce_window(x, -np.inf, lax.max, (3, 1), (1, 1), "SAME")
+        return pooled + jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0))) + 1 / x[5:6]
+
+    exact(f, x, **tp(4, (ROWS,), ROWS))

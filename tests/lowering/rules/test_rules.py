@@ -15,6 +15,7 @@ import jhost
 from jhost._ragged.order import permuted
 from jhost.lowering.rules.elementwise import ELEMENTWISE
 from jhost.lowering.rules.properties import INLINED
+from jhost.lowering.rules.rotate import rotate_p
 from jhost.lowering.rules.table import known_primitives, opaque_reason, ruled_primitives
 
 CheckRule: TypeAlias = Callable[..., set[str]]
@@ -110,7 +111,7 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     "reduce_xor": (lambda x: lax.reduce_xor(x, (1,)), _ints(3, 4)),
     "sort": (lambda x, y: lax.sort((x, y), dimension=1), _ints(3, 5), _ints(3, 5)),
     "top_k": (lambda x: lax.top_k(x, 2), _ints(3, 5)),
-    # rules_along.py: windows
+    # pooling.py
     "reduce_window": (lambda x: _pool(x, 1, lambda a, b: a * b + a), _ints(3, 4)),
     "reduce_window_max": (lambda x: _pool(x, -np.inf, lax.max), _floats(3, 4)),
     "reduce_window_min": (lambda x: _pool(x, np.inf, lax.min), _floats(3, 4)),
@@ -229,6 +230,7 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
     "pad": (lambda x: lax.pad(x, 0, ((0, 0, 0), (1, -1, 2))), _ints(3, 4)),
     "reshape": (lambda x: lax.reshape(x, (10, 3, 4)), _ints(6, 5, 1, 4)),
     "rev": (lambda x: lax.rev(x, (1,)), _ints(3, 4)),
+    "rotate": (lambda x: rotate_p.bind(x, x, dim=1, start=3), _ints(3, 4)),
     "slice": (lambda x: lax.slice(x, (0, 1), (3, 4), (1, 2)), _ints(3, 5)),
     "split": (lambda x: lax.split(x, (1, 3), axis=1), _ints(3, 4)),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), _ints(3, 1, 4)),
@@ -239,7 +241,7 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
 }
 
 # Those that other tests have, and three that no public module names.
-_IN_OWN_TESTS = ("custom_partitioning", "iota_2x32_shape")
+_IN_OWN_TESTS = ("custom_partitioning", "edge", "iota_2x32_shape", "window")
 _CONSTRAINTS = ("reshard", "sharding_constraint")
 _FACTORIZATIONS: dict[str, tuple[Any, ...]] = {
     "geqp3": (_symmetric(), np.zeros((3, 2), np.int32)),

@@ -55,7 +55,7 @@ def test_one_dim(fun: Callable[[Any], Any], check_rule: CheckRule) -> None:
 def test_convolutions(
     padding: tuple[int, int], more: dict[str, Any], check_rule: CheckRule
 ) -> None:
-    params = {"window_strides": (1,), **more}
+    params: dict[str, Any] = {"window_strides": (1,), **more}
     channels = 4 // params.get("feature_group_count", 1)
 
     def convolved(x: Any, kernel: Any) -> Any:
