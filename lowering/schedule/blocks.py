@@ -129,7 +129,8 @@ class StatementBlocks:
         if stmt.reducer or not all(map(_is_cheap, stmt.unit.eqns)):
             return False
         views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
-        return views or _bytes(stmt.outs) <= _bytes(stmt.ins)
+        scalars = not any(out.shape for out in stmt.outs)
+        return views or scalars or _bytes(stmt.outs) <= _bytes(stmt.ins)
 
     # --- Behind it ------------------------------------------------------------ #
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -37,10 +36,6 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
             body.append(replace_buffers(stmt, replaced))
     results = tuple(replaced.get(each.name, each) for each in program.results)
     return dataclasses.replace(program, body=tuple(body), results=results)
-
-
-_When: TypeAlias = int | ir.Buffer
-"""Which iteration, in the order that they run in: a number, or a count in a body."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,32 +103,36 @@ class _Writer:
     def statements(self) -> tuple[list[ir.Stmt], Mapping[str, ir.Buffer]]:
         """The statements, and what stands for each value that the scan gave."""
         cycle, scan = self.cycle, self.scan
+        count = self.start()
         stacks = {y.name: self.filled(y) for y in scan.ys}
         state = _Carried(scan.carry, (), (), stacks)
         if cycle.early:
-            state = dataclasses.replace(state, came=self.gathered(0))
+            state = dataclasses.replace(state, came=self.gathered(count))
         if cycle.late:
-            state = self.iteration(state, 0)
-        state = self.loop(state)
+            state, count = self.iteration(state, count), self.next(count)
+        state, count = self.loop(state, count)
         if cycle.early:
-            state = self.iteration(state, scan.length - 1)
+            state = self.iteration(state, count, is_last=True)
+            count = self.next(count)
         if cycle.late:
-            state = self.summed(state, scan.length - 1)
+            state = self.summed(state, count)
         ends = zip(scan.carried, state.carry, strict=True)
-        return self.body, {end.name: now for end, now in ends} | dict(state.stacks)
+        stacks = {y: self.written(stack) for y, stack in state.stacks.items()}
+        return self.body, {end.name: now for end, now in ends} | stacks
 
-    def iteration(self, state: _Carried, number: _When) -> _Carried:
+    def iteration(
+        self, state: _Carried, count: ir.Buffer, *, is_last: bool = False
+    ) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         if self.cycle.late and state.terms:
-            state = self.summed(state, number, -1)
-        is_last = number == self.scan.length - 1
-        ahead = () if is_last or not self.cycle.early else self.gathered(number, 1)
-        return dataclasses.replace(self.computed(state, number), came=ahead)
+            state = self.summed(state, count)
+        ahead = self.cycle.early and not is_last
+        came = self.gathered(count, 1) if ahead else ()
+        return dataclasses.replace(self.computed(state, count), came=came)
 
-    def loop(self, state: _Carried) -> _Carried:
-        """The scan itself, and what it hands on."""
-        inside, kept = self.inside(), self.cycle.inside
-        start = self.constant(kept.start)
+    def loop(self, state: _Carried, start: ir.Buffer) -> tuple[_Carried, ir.Buffer]:
+        """The scan itself: what it hands on, and how many iterations are done then."""
+        inside = self.inside()
         before = _Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
@@ -157,10 +156,11 @@ class _Writer:
             xs=(),
             carried=outs,
             ys=(),
-            length=len(kept),
+            length=len(self.cycle.inside),
         )
         self.body.append(scan)
-        return _like(state, outs[1:])
+        after, count = _like(state, outs[1:]), outs[0]
+        return after, self.once(after.all[0], count)
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:
@@ -169,22 +169,22 @@ class _Writer:
 
     # --- The parts of an iteration --------------------------------------------- #
 
-    def gathered(self, number: _When, ahead: int = 0) -> tuple[ir.Buffer, ...]:
+    def gathered(self, count: ir.Buffer, ahead: int = 0) -> tuple[ir.Buffer, ...]:
         """What is gathered for the iteration `ahead` of one."""
         found: list[ir.Buffer] = []
         for each in self.cycle.early:
             stmts = (*each.issued, ir.Wait(communication=each.stmt.name))
-            known = self.consts | self.read(stmts, number, ahead)
+            known = self.consts | self.read(stmts, count, ahead)
             made = self.add(stmts, known)
             found.append(made[each.stmt.out.name])
         return tuple(found)
 
-    def computed(self, state: _Carried, number: _When) -> _Carried:
+    def computed(self, state: _Carried, count: ir.Buffer) -> _Carried:
         """The work of an iteration, and what it stacks itself."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
             **self.consts,
-            **self.read(self.core, number),
+            **self.read(self.core, count),
             **{p.name: b for p, b in zip(self.carried, state.carry, strict=True)},
             **dict(zip(gathers, state.came, strict=True)),
         }
@@ -192,7 +192,7 @@ class _Writer:
         stacks = dict(state.stacks)
         for result, y in zip(self.results, self.scan.ys, strict=True):
             if result.name in made:
-                stacks[y.name] = self.stored(stacks[y.name], made[result.name], number)
+                stacks[y.name] = self.stored(stacks[y.name], made[result.name], count)
         ends = self.scan.body.results[: len(self.scan.carried)]
         terms = (each.stmt.source.name for each in self.cycle.late)
         return _Carried(
@@ -202,8 +202,8 @@ class _Writer:
             stacks,
         )
 
-    def summed(self, state: _Carried, number: _When, ahead: int = 0) -> _Carried:
-        """The sums of the iteration `ahead` of one, into their stacks."""
+    def summed(self, state: _Carried, count: ir.Buffer) -> _Carried:
+        """The sums of the iteration before one, into their stacks."""
         stacks = dict(state.stacks)
         for each, terms in zip(self.cycle.late, state.terms, strict=True):
             stmts = (each.stmt, ir.Wait(communication=each.stmt.name), *each.behind)
@@ -211,7 +211,7 @@ class _Writer:
             for result, y in zip(self.results, self.scan.ys, strict=True):
                 if result.name in made and result.name != each.stmt.source.name:
                     stacks[y.name] = self.stored(
-                        stacks[y.name], made[result.name], number, ahead
+                        stacks[y.name], made[result.name], count, -1
                     )
         return dataclasses.replace(state, terms=(), stacks=stacks)
 
@@ -226,7 +226,7 @@ class _Writer:
         return made
 
     def read(
-        self, stmts: Sequence[ir.Stmt], number: _When, ahead: int = 0
+        self, stmts: Sequence[ir.Stmt], count: ir.Buffer, ahead: int = 0
     ) -> dict[str, ir.Buffer]:
         """The slices of an iteration that statements read, or that leave it."""
         found: dict[str, ir.Buffer] = {}
@@ -237,14 +237,14 @@ class _Writer:
             whole = self.stacks[param.name]
             out = _fresh(param, self.names)
             found[param.name] = out
-            self.at(_sliced, [whole], out, number, ahead)
+            self.at(_sliced, [whole], out, count, ahead)
         return found
 
     def stored(
-        self, stack: ir.Buffer, value: ir.Buffer, number: _When, ahead: int = 0
+        self, stack: ir.Buffer, value: ir.Buffer, count: ir.Buffer, ahead: int = 0
     ) -> ir.Buffer:
         out = _fresh(stack, self.names)
-        self.at(_written, [stack, value], out, number, ahead)
+        self.at(_written, [stack, value], out, count, ahead)
         return out
 
     def at(
@@ -252,34 +252,54 @@ class _Writer:
         fun: Callable[..., jax.Array],
         ins: Sequence[ir.Buffer],
         out: ir.Buffer,
-        number: _When,
+        count: ir.Buffer,
         ahead: int,
     ) -> None:
         """A computation at the place of an iteration in stacks."""
         last = self.scan.length - 1
 
-        def place(count: jax.Array | int) -> jax.Array | int:
+        def at_place(count: jax.Array, *args: jax.Array) -> jax.Array:
             when = count + ahead
-            return last - when if self.scan.reverse else when
+            return fun(last - when if self.scan.reverse else when, *args)
 
-        if isinstance(number, int):
-            self.compute(lambda *args: fun(place(number), *args), ins, out)
-        else:
-            self.compute(
-                lambda count, *args: fun(place(count), *args), [number, *ins], out
-            )
+        self.compute(at_place, [count, *ins], out)
 
     def filled(self, stack: ir.Buffer) -> ir.Buffer:
         out = _fresh(stack, self.names)
         self.compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
         return out
 
-    def constant(self, value: int) -> ir.Buffer:
+    def written(self, stack: ir.Buffer) -> ir.Buffer:
+        """A stack in which the last place is written before anything reads another.
+
+        XLA would fuse the write with each reader, and keep the stack as it was before.
+        """
+        out = _fresh(stack, self.names)
+        self.compute(lax.optimization_barrier, [stack], out)
+        return out
+
+    def start(self) -> ir.Buffer:
+        """The count of the first iteration."""
         out = ir.Buffer(
             name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
         )
         # A scalar by itself would be a literal, which is no value of a program.
-        self.compute(lambda: lax.squeeze(lax.full((1,), value, np.int32), [0]), [], out)
+        self.compute(lambda: lax.squeeze(lax.full((1,), 0, np.int32), [0]), [], out)
+        return out
+
+    def once(self, there: ir.Buffer, count: ir.Buffer) -> ir.Buffer:
+        """A count that is known once another value is there.
+
+        XLA knows how far a loop counts.  By a place that it knows it would read from
+        the stack before another place was written, and so keep both stacks; and it
+        would cast the weights of the first and the last iteration at one time.
+        """
+        out = _fresh(count, self.names)
+        self.compute(
+            lambda count, there: lax.optimization_barrier((count, there))[0],
+            [count, there],
+            out,
+        )
         return out
 
     def next(self, count: ir.Buffer) -> ir.Buffer:
@@ -317,18 +337,15 @@ def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
     return _Carried(carry, came, terms, dict(zip(state.stacks, left, strict=True)))
 
 
-def _sliced(place: jax.Array | int, stack: jax.Array) -> jax.Array:
-    if isinstance(place, int):
-        return lax.index_in_dim(stack, place, keepdims=False)
+def _sliced(place: jax.Array, stack: jax.Array) -> jax.Array:
     starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     sizes = (1, *stack.shape[1:])
     part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     return lax.squeeze(part, [0])
 
 
-def _written(place: jax.Array | int, stack: jax.Array, value: jax.Array) -> jax.Array:
-    starts = (np.int32(place) if isinstance(place, int) else place,)
-    starts += (np.int32(0),) * (stack.ndim - 1)
+def _written(place: jax.Array, stack: jax.Array, value: jax.Array) -> jax.Array:
+    starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     return lax.dynamic_update_slice(
         stack, lax.expand_dims(value, [0]), starts, allow_negative_indices=False
     )
