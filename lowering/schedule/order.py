@@ -125,6 +125,8 @@ class _Walk:
         """How many bytes sums that are under way take."""
         self.sums: list[list[_ScheduledTransfer]] = []
         """Sums under way, by when they were issued."""
+        self.again: list[_ScheduledTransfer] = []
+        """Those of which another round is under way since the last sums were issued."""
         self.queue: list[_ScheduledTransfer] = []
         """Collectives under way, in the order in which they were issued."""
         self.seen: set[int] = set()
@@ -176,7 +178,8 @@ class _Walk:
         sends = _sends(gathers)
         self.body += _on_transfers(sends) if sends else []
         if sums:
-            self.sums.append(sums)
+            self.sums.append([*sums, *self.again])
+            self.again = []
             self.moves(*_sends(sums))
         self.queue += [each for each in (*gathers, *sums) if each.way == "collective"]
 
@@ -196,15 +199,18 @@ class _Walk:
             for each in self.to_come
             if each.sums and each.interval.ready == number
         )
-        waited = 0
-        while made and made + self.held > self.window and waited < len(self.sums):
-            waited += 1
+        if not made:
+            return False
+        waited, held = False, self.held + 1
+        # A sum that has another round goes on beside the next work.
+        while self.sums and held > self.held > self.window - made:
+            waited, held = True, self.held
             self.round()
-        return waited > 0
+        return waited
 
     @property
     def held(self) -> int:
-        return sum(each.held for sums in self.sums for each in sums)
+        return sum(each.held for sums in (*self.sums, self.again) for each in sums)
 
     def round(self) -> None:
         """Wait for the first sums under way; what has another round goes on."""
@@ -212,7 +218,7 @@ class _Walk:
         self.moves(*_waits(first), *_ends(first))
         if left := self.round_over(first):
             self.moves(*_sends(left))
-            self.sums.append(left)
+            self.again += left
         self.resume()
 
     # --- Wait ----------------------------------------------------------------- #
@@ -233,6 +239,7 @@ class _Walk:
         transfers = [*transfers, *self.ended_before(transfers)]
         rest = ([t for t in sums if t not in transfers] for sums in self.sums)
         self.sums = [sums for sums in rest if sums]
+        self.again = [each for each in self.again if each not in transfers]
         left = [*transfers]
         while left:
             waits = _waits(left)
