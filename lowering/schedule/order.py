@@ -193,20 +193,21 @@ class _Walk:
             self.body += self.blocks.all[number].stmts
 
     def make_room(self, number: int) -> bool:
-        """Wait for sums before terms of others are made, if the window has no room."""
+        """Wait for the first sums, if the window has no room for what a block makes.
+
+        Returns:
+            Whether it waited.
+        """
         made = sum(
             each.held
             for each in self.to_come
             if each.sums and each.interval.ready == number
         )
-        if not made:
+        # Not for all: what was issued last has had no work beside it.
+        if not (made and self.sums and made + self.held > self.window):
             return False
-        waited, held = False, self.held + 1
-        # A sum that has another round goes on beside the next work.
-        while self.sums and held > self.held > self.window - made:
-            waited, held = True, self.held
-            self.round()
-        return waited
+        self.round()
+        return True
 
     @property
     def held(self) -> int:
