@@ -6,14 +6,15 @@ gives all of them, by counts and not by seconds: all processes write the same pr
 
 - *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
   It keeps its order.
-- A gather makes bytes more.  It is issued before the first work behind its source, once
-  the gather two before it has been read.  So two gathers at most are under way, or
-  there and not yet read.
+- A gather makes bytes more.  It is issued before the first work behind its source, a
+  few works ahead of its reader at most, once a window of bytes has room for it beside
+  those that nothing has read yet.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
-  next work, and waited for when the sums after the next ones are issued.  At most three
-  times as many are kept.
+  next work, and waited for when the window has no room for the next terms that are
+  made.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
-  it.
+  it.  So does a collective that was issued before it over the same devices: these have
+  ended by then, as they run in order.
 - Cheap statements between a source and a transfer are issued with the transfer.  So a
   weight that is cast where it is used is cast and gathered early.
 
@@ -29,10 +30,11 @@ parallel they take 41.9, 44.2 by collectives, and 38.4 without any communication
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN, OWN, TRANSFERS, on_stream
 from jhost.lowering.schedule.blocks import (
@@ -40,46 +42,28 @@ from jhost.lowering.schedule.blocks import (
     StatementBlocks,
     communication_of,
 )
+from jhost.lowering.schedule.intervals import Interval, IsOpen, intervals
 from jhost.lowering.schedule.permutes import Permutes, Round
-
-_WINDOW = 2
-"""How many gathers are under way or unread.
-
-So often sums are issued, too, until the first of them are waited for.
-"""
 
 Way: TypeAlias = Literal["permutes", "collective"]
 """How a transfer is made: by permutes, or as the collective that it is."""
 
+_WINDOW = 5
+"""How many times the largest sum's terms the sums under way may take.
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Interval:
-    """A transfer with work between the block that it is issued before and its reader.
-
-    `reader` is the first block that reads what comes and cannot wait.  The blocks
-    `along` are issued with it.
-    """
-
-    stmt: ir.Communicate
-    issue: int
-    reader: int
-    along: tuple[int, ...] = ()
-
-    @property
-    def gathers(self) -> bool:
-        return self.stmt.kind == "AllGather"
+So there is room for two all-reduces as permutes, which bring as much as they send, and
+for three reduce-scatters over two devices.
+"""
 
 
-def beside_work(
-    program: Program, is_open: Callable[[ir.Communicate], bool]
-) -> list[ir.Communicate]:
+def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     """The gathers and sums, of those that are open, that have work to stand beside."""
     kinds = ("AllGather", "ReduceScatter", "AllReduce")
     moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
     # Most programs that passes ask about have none.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
         return []
-    return [each.stmt for each in _intervals(StatementBlocks(program), is_open)]
+    return [each.stmt for each in intervals(StatementBlocks(program), is_open)]
 
 
 def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
@@ -91,59 +75,6 @@ def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
     return dataclasses.replace(program, body=tuple(body))
 
 
-# --- Where they are issued -------------------------------------------------------- #
-
-
-def _intervals(
-    blocks: StatementBlocks, is_open: Callable[[ir.Communicate], bool]
-) -> list[Interval]:
-    """The intervals of gathers and sums, by reader: who is needed first comes first."""
-    found: dict[int, Interval] = {}
-    for number, stmt, reader, working in sorted(
-        (*_gathers(blocks), *_sums(blocks)), key=lambda each: each[0]
-    ):
-        if not is_open(stmt):
-            continue
-        behind, along = blocks.before(stmt)
-        # What is made of another transfer stays where that one is waited for.
-        if not found.keys().isdisjoint(behind):
-            continue
-        ready = max(behind, default=-1)
-        issue = next((work for work in working if work > ready), reader)
-        if issue < reader:
-            found[number] = Interval(stmt, issue, reader, tuple(along))
-    return sorted(found.values(), key=lambda each: each.reader)
-
-
-_Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
-"""Its block, itself, its reader's block, and the work that it may be issued before."""
-
-
-def _sums(blocks: StatementBlocks) -> Iterator[_Candidate]:
-    working = [number for number, block in enumerate(blocks.all) if block.works]
-    for number, stmt in blocks.transfers():
-        if stmt.kind in ("ReduceScatter", "AllReduce"):
-            yield number, stmt, blocks.reader(number, stmt), working
-
-
-def _gathers(blocks: StatementBlocks) -> Iterator[_Candidate]:
-    # A loop would keep the whole for all of its iterations.
-    working = [number for number, block in enumerate(blocks.all) if block.contracts]
-    readers: list[int] = []
-    for number, stmt, reader in sorted(_read(blocks), key=lambda each: each[2]):
-        # This bounds what is gathered and not yet read, and with it memory.
-        turn = readers[-_WINDOW] if len(readers) >= _WINDOW else 0
-        readers.append(reader)
-        yield number, stmt, reader, [work for work in working if work >= turn]
-
-
-def _read(blocks: StatementBlocks) -> Iterator[tuple[int, ir.Communicate, int]]:
-    """The gathers, each with the first block that reads it and cannot wait."""
-    for number, stmt in blocks.transfers():
-        if stmt.kind == "AllGather":
-            yield number, stmt, blocks.reader(number, stmt)
-
-
 # --- The walk --------------------------------------------------------------------- #
 
 
@@ -152,7 +83,23 @@ class _ScheduledTransfer:
     """A transfer, with those of its rounds that have not ended."""
 
     interval: Interval
+    way: Way
     rounds: list[Round]
+
+    @property
+    def sums(self) -> bool:
+        return not self.interval.gathers
+
+    @property
+    def held(self) -> int:
+        """The bytes of a sum's terms, and of what comes.
+
+        As a collective of XLA's an all-reduce works in place.
+        """
+        if self.way == "collective" and self.interval.stmt.kind == "AllReduce":
+            return self.interval.bytes
+        sent = (s for s in self.rounds[0].sends if isinstance(s, ir.Communicate))
+        return self.interval.bytes + sum(bytes_of(stmt.out) for stmt in sent)
 
 
 class _Walk:
@@ -166,15 +113,22 @@ class _Walk:
         permutes = Permutes(program)
         self.transfers = {
             each.stmt.out.name: _ScheduledTransfer(
-                each, _rounds(each.stmt, ways, permutes)
+                each, ways[each.stmt.name], _rounds(each.stmt, ways, permutes)
             )
-            for each in _intervals(self.blocks, lambda stmt: stmt.name in ways)
+            for each in intervals(self.blocks, lambda stmt: stmt.name in ways)
         }
         """By the name of what they bring, those that have not ended."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
+        terms = (t.interval.bytes for t in self.transfers.values() if t.sums)
+        self.window = _WINDOW * max(terms, default=0)
+        """How many bytes sums that are under way take."""
         self.sums: list[list[_ScheduledTransfer]] = []
         """Sums under way, by when they were issued."""
+        self.again: list[_ScheduledTransfer] = []
+        """Those of which another round is under way since the last sums were issued."""
+        self.queue: list[_ScheduledTransfer] = []
+        """Collectives under way, in the order in which they were issued."""
         self.seen: set[int] = set()
         self.put_off: list[StatementBlock] = []
         self.body: list[ir.Stmt] = []
@@ -195,11 +149,12 @@ class _Walk:
                 self.put_off.append(block)
                 return
             self.require(block.reads)
+        waited = self.make_room(number)
         if block.works:
             self.issue([t for t in self.to_come if t.interval.issue == number])
         # While gathers are under way, work stands on a stream as well: its tokens say
         # when they are issued and when they are waited for.
-        beside = any(t.interval.gathers for t in self.under_way())
+        beside = waited or any(not t.sums for t in self.under_way())
         self.body += _on_own(block) if beside else block.stmts
 
     def under_way(self) -> list[_ScheduledTransfer]:
@@ -214,16 +169,19 @@ class _Walk:
     # --- Issue ---------------------------------------------------------------- #
 
     def issue(self, transfers: Sequence[_ScheduledTransfer]) -> None:
-        """Issue what is due, and wait for the first of the sums under way."""
+        """Issue what is due."""
         for transfer in transfers:
             self.along(transfer)
         self.to_come = [each for each in self.to_come if each not in transfers]
-        gathers = [each for each in transfers if each.interval.gathers]
-        sums = [each for each in transfers if not each.interval.gathers]
+        gathers = [each for each in transfers if not each.sums]
+        sums = [each for each in transfers if each.sums]
         sends = _sends(gathers)
         self.body += _on_transfers(sends) if sends else []
         if sums:
-            self.issue_sums(sums)
+            self.sums.append([*sums, *self.again])
+            self.again = []
+            self.moves(*_sends(sums))
+        self.queue += [each for each in (*gathers, *sums) if each.way == "collective"]
 
     def along(self, transfer: _ScheduledTransfer) -> None:
         """What goes with a transfer, unless it has had its turn."""
@@ -234,16 +192,34 @@ class _Walk:
             self.seen.add(number)
             self.body += self.blocks.all[number].stmts
 
-    def issue_sums(self, sums: list[_ScheduledTransfer]) -> None:
-        first = self.sums.pop(0) if len(self.sums) == _WINDOW else []
-        self.sums.append(sums)
-        # New sums are issued before the wait, which may take a while.
-        self.moves(*_sends(sums), *_waits(first), *_ends(first))
-        left = self.round_over(first)
-        # What has another round goes on with the sums that are issued now.
-        if left:
-            self.sums[-1] += left
+    def make_room(self, number: int) -> bool:
+        """Wait for the first sums, if the window has no room for what a block makes.
+
+        Returns:
+            Whether it waited.
+        """
+        made = sum(
+            each.held
+            for each in self.to_come
+            if each.sums and each.interval.ready == number
+        )
+        # Not for all: what was issued last has had no work beside it.
+        if not (made and self.sums and made + self.held > self.window):
+            return False
+        self.round()
+        return True
+
+    @property
+    def held(self) -> int:
+        return sum(each.held for sums in (*self.sums, self.again) for each in sums)
+
+    def round(self) -> None:
+        """Wait for the first sums under way; what has another round goes on."""
+        first = self.sums.pop(0)
+        self.moves(*_waits(first), *_ends(first))
+        if left := self.round_over(first):
             self.moves(*_sends(left))
+            self.again += left
         self.resume()
 
     # --- Wait ----------------------------------------------------------------- #
@@ -261,8 +237,10 @@ class _Walk:
         if not transfers:
             return
         assert not any(each in self.to_come for each in transfers)
+        transfers = [*transfers, *self.ended_before(transfers)]
         rest = ([t for t in sums if t not in transfers] for sums in self.sums)
         self.sums = [sums for sums in rest if sums]
+        self.again = [each for each in self.again if each not in transfers]
         left = [*transfers]
         while left:
             waits = _waits(left)
@@ -273,6 +251,17 @@ class _Walk:
                 self.moves(*_sends(left))
         self.resume()
 
+    def ended_before(
+        self, transfers: Sequence[_ScheduledTransfer]
+    ) -> Iterator[_ScheduledTransfer]:
+        """Collectives that have ended once others have: they run in order."""
+        axes = set[tuple[str, ...]]()
+        for each in reversed(self.queue):
+            if each in transfers:
+                axes.add(each.interval.stmt.axes)
+            elif each.interval.stmt.axes in axes:
+                yield each
+
     def round_over(
         self, transfers: Sequence[_ScheduledTransfer]
     ) -> list[_ScheduledTransfer]:
@@ -281,6 +270,7 @@ class _Walk:
             transfer.rounds.pop(0)
             if not transfer.rounds:
                 del self.transfers[transfer.interval.stmt.out.name]
+                self.queue = [each for each in self.queue if each is not transfer]
         return [transfer for transfer in transfers if transfer.rounds]
 
     def resume(self) -> None:

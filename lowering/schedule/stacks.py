@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -13,9 +12,6 @@ from jax import lax
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.units.make import unit_of
-
-When: TypeAlias = int | ir.Buffer
-"""Which iteration, in the order that they run in: a number, or a count in a body."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,19 +23,19 @@ class Stacks:
     body: list[ir.Stmt]
 
     def read(
-        self, stack: ir.Buffer, part: ir.Buffer, number: When, ahead: int
+        self, stack: ir.Buffer, part: ir.Buffer, count: ir.Buffer, ahead: int
     ) -> ir.Buffer:
         """The part of the iteration `ahead` of one, like a param of the body."""
         out = fresh(part, self.names)
-        self._at(_sliced, [stack], out, number, ahead)
+        self._at(_sliced, [stack], out, count, ahead)
         return out
 
     def written(
-        self, stack: ir.Buffer, value: ir.Buffer, number: When, ahead: int
+        self, stack: ir.Buffer, value: ir.Buffer, count: ir.Buffer, ahead: int
     ) -> ir.Buffer:
         """The stack with what the iteration `ahead` of one gives."""
         out = fresh(stack, self.names)
-        self._at(_written, [stack, value], out, number, ahead)
+        self._at(_written, [stack, value], out, count, ahead)
         return out
 
     def filled(self, stack: ir.Buffer) -> ir.Buffer:
@@ -48,13 +44,37 @@ class Stacks:
         self._compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
         return out
 
-    def count(self, value: int) -> ir.Buffer:
+    def finished(self, stack: ir.Buffer) -> ir.Buffer:
+        """A stack in which the last place is written before anything reads another.
+
+        XLA would fuse the write with each reader, and keep the stack as it was before.
+        """
+        out = fresh(stack, self.names)
+        self._compute(lax.optimization_barrier, [stack], out)
+        return out
+
+    def first_count(self) -> ir.Buffer:
+        """The count of the first iteration."""
         out = ir.Buffer(
             name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
         )
         # A scalar by itself would be a literal, which is no value of a program.
-        made = lambda: lax.squeeze(lax.full((1,), value, np.int32), [0])  # noqa: E731
-        self._compute(made, [], out)
+        self._compute(lambda: lax.squeeze(lax.full((1,), 0, np.int32), [0]), [], out)
+        return out
+
+    def known_behind(self, there: ir.Buffer, count: ir.Buffer) -> ir.Buffer:
+        """A count that is known once another value is there.
+
+        XLA knows how far a loop counts.  By a place that it knows it would read from
+        the stack before another place was written, and so keep both stacks; and it
+        would cast the weights of the first and the last iteration at one time.
+        """
+        out = fresh(count, self.names)
+        self._compute(
+            lambda count, there: lax.optimization_barrier((count, there))[0],
+            [count, there],
+            out,
+        )
         return out
 
     def next(self, count: ir.Buffer) -> ir.Buffer:
@@ -67,21 +87,16 @@ class Stacks:
         fun: Callable[..., jax.Array],
         ins: Sequence[ir.Buffer],
         out: ir.Buffer,
-        number: When,
+        count: ir.Buffer,
         ahead: int,
     ) -> None:
         last = self.scan.length - 1
 
-        def place(count: jax.Array | int) -> jax.Array | int:
+        def at_place(count: jax.Array, *args: jax.Array) -> jax.Array:
             when = count + ahead
-            return last - when if self.scan.reverse else when
+            return fun(last - when if self.scan.reverse else when, *args)
 
-        if isinstance(number, int):
-            self._compute(lambda *args: fun(place(number), *args), ins, out)
-        else:
-            self._compute(
-                lambda count, *args: fun(place(count), *args), [number, *ins], out
-            )
+        self._compute(at_place, [count, *ins], out)
 
     def _compute(
         self, fun: Callable[..., jax.Array], ins: Sequence[ir.Buffer], out: ir.Buffer
@@ -96,18 +111,15 @@ def fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
     return dataclasses.replace(buffer, name=names.fresh(buffer.name))
 
 
-def _sliced(place: jax.Array | int, stack: jax.Array) -> jax.Array:
-    if isinstance(place, int):
-        return lax.index_in_dim(stack, place, keepdims=False)
+def _sliced(place: jax.Array, stack: jax.Array) -> jax.Array:
     starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     sizes = (1, *stack.shape[1:])
     part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     return lax.squeeze(part, [0])
 
 
-def _written(place: jax.Array | int, stack: jax.Array, value: jax.Array) -> jax.Array:
-    starts = (np.int32(place) if isinstance(place, int) else place,)
-    starts += (np.int32(0),) * (stack.ndim - 1)
+def _written(place: jax.Array, stack: jax.Array, value: jax.Array) -> jax.Array:
+    starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     return lax.dynamic_update_slice(
         stack, lax.expand_dims(value, [0]), starts, allow_negative_indices=False
     )

@@ -18,7 +18,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Cycle
-from jhost.lowering.schedule.stacks import Stacks, When, fresh
+from jhost.lowering.schedule.stacks import Stacks, fresh
 
 
 def with_cycle(program: Program, cycle: Cycle) -> Program:
@@ -105,34 +105,37 @@ class _Writer:
     def statements(self) -> tuple[list[ir.Stmt], Mapping[str, ir.Buffer]]:
         """The statements, and what stands for each value that the scan gave."""
         cycle, scan = self.cycle, self.scan
+        count = self.make.first_count()
         stacks = {y.name: self.make.filled(y) for y in scan.ys}
         state = _Carried(scan.carry, (), (), stacks)
         if cycle.early:
-            state = dataclasses.replace(state, came=self.gathered(scan.carry, 0))
+            state = dataclasses.replace(state, came=self.gathered(scan.carry, count))
         if cycle.late:
-            state = self.iteration(state, 0)
+            state, count = self.iteration(state, count), self.make.next(count)
         if cycle.inside:
-            state = self.loop(state)
+            state, count = self.loop(state, count)
         if cycle.last_outside:
-            state = self.iteration(state, scan.length - 1)
+            state = self.iteration(state, count, is_last=True)
+            count = self.make.next(count)
         if cycle.late:
-            state = self.summed(state, scan.length - 1)
+            state = self.summed(state, count)
         ends = zip(scan.carried, state.carry, strict=True)
-        return self.body, {end.name: now for end, now in ends} | dict(state.stacks)
+        stacks = {y: self.make.finished(stack) for y, stack in state.stacks.items()}
+        return self.body, {end.name: now for end, now in ends} | stacks
 
-    def iteration(self, state: _Carried, number: When) -> _Carried:
+    def iteration(
+        self, state: _Carried, count: ir.Buffer, *, is_last: bool = False
+    ) -> _Carried:
         """An iteration, with what it does for those before and behind it."""
         if self.cycle.late and state.terms:
-            state = self.summed(state, number, -1)
-        is_last = number == self.scan.length - 1
+            state = self.summed(state, count)
         gathers = bool(self.cycle.early) and not is_last
-        ahead = self.gathered(state.carry, number, 1) if gathers else ()
-        return dataclasses.replace(self.computed(state, number), came=ahead)
+        ahead = self.gathered(state.carry, count, 1) if gathers else ()
+        return dataclasses.replace(self.computed(state, count), came=ahead)
 
-    def loop(self, state: _Carried) -> _Carried:
-        """The scan itself, and what it hands on."""
-        inside, kept = self.inside(), self.cycle.inside
-        start = self.make.count(kept.start)
+    def loop(self, state: _Carried, start: ir.Buffer) -> tuple[_Carried, ir.Buffer]:
+        """The scan itself: what it hands on, and how many iterations are done then."""
+        inside = self.inside()
         before = _Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
@@ -156,10 +159,11 @@ class _Writer:
             xs=(),
             carried=outs,
             ys=(),
-            length=len(kept),
+            length=len(self.cycle.inside),
         )
         self.body.append(scan)
-        return _like(state, outs[1:])
+        handed = _like(state, outs[1:])
+        return handed, self.make.known_behind(handed.all[0], outs[0])
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:
@@ -169,14 +173,14 @@ class _Writer:
     # --- The parts of an iteration --------------------------------------------- #
 
     def gathered(
-        self, carry: Sequence[ir.Buffer], number: When, ahead: int = 0
+        self, carry: Sequence[ir.Buffer], count: ir.Buffer, ahead: int = 0
     ) -> tuple[ir.Buffer, ...]:
         """What is gathered for the iteration `ahead` of one, which has that `carry`."""
         counts = self.counts(carry, ahead)
         found: list[ir.Buffer] = []
         for each in self.cycle.early:
             stmts = (*each.issued, ir.Wait(communication=each.stmt.name))
-            known = self.consts | counts | self.read(stmts, number, ahead)
+            known = self.consts | counts | self.read(stmts, count, ahead)
             made = self.add(stmts, known)
             found.append(made[each.stmt.out.name])
         return tuple(found)
@@ -192,12 +196,12 @@ class _Writer:
         made = known | self.add(counted.stmts, known)
         return {name: made[end] for name, end in counted.ends.items()}
 
-    def computed(self, state: _Carried, number: When) -> _Carried:
+    def computed(self, state: _Carried, count: ir.Buffer) -> _Carried:
         """The work of an iteration, and what it stacks itself."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
             **self.consts,
-            **self.read(self.core, number),
+            **self.read(self.core, count),
             **{p.name: b for p, b in zip(self.carried, state.carry, strict=True)},
             **dict(zip(gathers, state.came, strict=True)),
         }
@@ -206,7 +210,7 @@ class _Writer:
         for result, y in zip(self.results, self.scan.ys, strict=True):
             if result.name in made:
                 stack, value = stacks[y.name], made[result.name]
-                stacks[y.name] = self.make.written(stack, value, number, 0)
+                stacks[y.name] = self.make.written(stack, value, count, 0)
         terms = (each.stmt.source.name for each in self.cycle.late)
         return _Carried(
             tuple(made[end.name] for end in self.ends),
@@ -215,8 +219,8 @@ class _Writer:
             stacks,
         )
 
-    def summed(self, state: _Carried, number: When, ahead: int = 0) -> _Carried:
-        """The sums of the iteration `ahead` of one, into their stacks."""
+    def summed(self, state: _Carried, count: ir.Buffer) -> _Carried:
+        """The sums of the iteration before one, into their stacks."""
         stacks = dict(state.stacks)
         for each, terms in zip(self.cycle.late, state.terms, strict=True):
             stmts = (each.stmt, ir.Wait(communication=each.stmt.name), *each.behind)
@@ -224,7 +228,7 @@ class _Writer:
             for result, y in zip(self.results, self.scan.ys, strict=True):
                 if result.name in made and result.name != each.stmt.source.name:
                     stack, value = stacks[y.name], made[result.name]
-                    stacks[y.name] = self.make.written(stack, value, number, ahead)
+                    stacks[y.name] = self.make.written(stack, value, count, -1)
         return dataclasses.replace(state, terms=(), stacks=stacks)
 
     # --- Statements ------------------------------------------------------------ #
@@ -240,7 +244,7 @@ class _Writer:
         return made
 
     def read(
-        self, stmts: Sequence[ir.Stmt], number: When, ahead: int = 0
+        self, stmts: Sequence[ir.Stmt], count: ir.Buffer, ahead: int = 0
     ) -> dict[str, ir.Buffer]:
         """The slices of an iteration that statements read, or that leave it."""
         found: dict[str, ir.Buffer] = {}
@@ -249,7 +253,7 @@ class _Writer:
             if param.name not in wanted:
                 continue
             stack = self.stacks[param.name]
-            found[param.name] = self.make.read(stack, param, number, ahead)
+            found[param.name] = self.make.read(stack, param, count, ahead)
             name = found[param.name].name
             self.said[name] = display_name(self.scan.body, param.name)
         return found

@@ -1,0 +1,99 @@
+"""From where on a transfer may be under way, and which work reads what it brings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.schedule.blocks import StatementBlocks
+
+IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
+"""Whether a transfer may stand elsewhere than it does."""
+
+_WINDOW = 2
+"""How many times the largest gather those are that have come and were not read yet."""
+
+_AHEAD = 8
+"""How many works a gather is ahead of its reader at most.
+
+What comes earlier takes memory for longer, and is hidden no better.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """A transfer with work between the block that it is issued before and its reader.
+
+    `ready` is the last block that makes what it is made of, -1 if that is given, and
+    `reader` the first one that reads what comes and cannot wait.  The blocks `along`
+    are issued with it.
+    """
+
+    stmt: ir.Communicate
+    ready: int
+    issue: int
+    reader: int
+    along: tuple[int, ...] = ()
+
+    @property
+    def gathers(self) -> bool:
+        return self.stmt.kind == "AllGather"
+
+    @property
+    def bytes(self) -> int:
+        """Of the larger side, which is what a gather brings and a sum is made of."""
+        return _bytes(self.stmt)
+
+
+def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[Interval]:
+    """Those of gathers and sums, by reader: who is needed first comes first."""
+    found: dict[int, Interval] = {}
+    for number, stmt, reader, working in sorted(
+        (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
+    ):
+        behind, along = blocks.before(stmt)
+        # What is made of another transfer stays where that one is waited for.
+        if not found.keys().isdisjoint(behind):
+            continue
+        ready = max(behind, default=-1)
+        issue = next((work for work in working if work > ready), reader)
+        if issue < reader:
+            found[number] = Interval(stmt, ready, issue, reader, tuple(along))
+    return sorted(found.values(), key=lambda each: each.reader)
+
+
+_Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
+"""Its block, itself, its reader's block, and the work that it may be issued before."""
+
+
+def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Candidate]:
+    working = [number for number, block in enumerate(blocks.all) if block.works]
+    for number, stmt in blocks.transfers():
+        if stmt.kind in ("ReduceScatter", "AllReduce") and is_open(stmt):
+            yield number, stmt, blocks.reader(number, stmt), working
+
+
+def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Candidate]:
+    # A loop would keep the whole for all of its iterations.
+    working = [number for number, block in enumerate(blocks.all) if block.contracts]
+    found = [
+        (number, stmt, blocks.reader(number, stmt))
+        for number, stmt in blocks.transfers()
+        if stmt.kind == "AllGather" and is_open(stmt)
+    ]
+    window = _WINDOW * max((_bytes(stmt) for _, stmt, _ in found), default=0)
+    unread: list[tuple[int, int]] = []
+    turn = 0
+    for number, stmt, reader in sorted(found, key=lambda each: each[2]):
+        while sum(size for _, size in unread) + _bytes(stmt) > window:
+            turn, _ = unread.pop(0)
+        unread.append((reader, _bytes(stmt)))
+        ahead = [work for work in working if work < reader][-_AHEAD:]
+        yield number, stmt, reader, [work for work in ahead if work >= turn]
+
+
+def _bytes(stmt: ir.Communicate) -> int:
+    return max(bytes_of(stmt.source), bytes_of(stmt.out))
