@@ -84,8 +84,8 @@ def check(axes: Mapping[str, int], mesh: Mesh) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
-@jax.numpy_dtype_promotion("standard")
 def test_a_step_between_processes_never_waits_and_takes_no_more_memory(
     apart: Callable[[Mapping[str, int]], Mesh],
 ) -> None:
-    check({"fsdp": 2}, apart({"fsdp": 2}))
+    with jax.numpy_dtype_promotion("standard"):
+        check({"fsdp": 2}, apart({"fsdp": 2}))
