@@ -18,7 +18,7 @@ from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, t
 from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
-from jhost.lowering.ir.marks import SumsPlace
+from jhost.lowering.ir.marks import SumsPosition
 from jhost.lowering.ir.statements import PipelineKind
 
 FORMAT = 2
@@ -61,7 +61,7 @@ class Candidate:
     minimum: float
     median: float
     predicted: float | None
-    sums: SumsPlace = "in chunks"
+    sums: SumsPosition = "in chunks"
 
     def __post_init__(self) -> None:
         if self.pipeline not in (None, "collective", "p2p"):

@@ -9,15 +9,15 @@ from typing import Any, get_args
 from unittest import mock
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
-from jhost.lowering.ir.marks import SumsPlace
+from jhost.lowering.ir.marks import SumsPosition
 from jhost.lowering.loops import combine_small, planned
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.order import TransferForm
 
-EVERY: tuple[SumsPlace, ...] = get_args(SumsPlace)
+EVERY: tuple[SumsPosition, ...] = get_args(SumsPosition)
 
 
 @contextmanager
-def standing(sums: SumsPlace) -> Generator[None]:
+def standing(sums: SumsPosition) -> Generator[None]:
     """Streams have those of their loops there, whatever was chosen."""
     choose = planned.choose_pipeline
 
@@ -36,7 +36,7 @@ def by_permutes() -> Generator[None]:
 
 
 @contextmanager
-def moving(way: Way | None) -> Generator[None]:
+def moving(way: TransferForm | None) -> Generator[None]:
     """What moves outside of loops goes that way wherever there is work beside it.
 
     Of any size, so that none is small and goes with others; with None as was chosen.

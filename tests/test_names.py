@@ -1,4 +1,4 @@
-"""One word for one thing: each class has a name of its own, and each pass has one."""
+"""One word for one thing: each class and type has a name of its own, each pass one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,38 @@ ROOT = Path(__file__).parents[1]
 
 
 @functools.cache
-def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
-    """Each class with its file, by its place in the tree and not by a link to it."""
+def modules() -> tuple[Path, ...]:
     folders = [ROOT / name for name in ("jhost", "lowering", "runtime")]
     return tuple(
-        (str(path.relative_to(ROOT)), node)
+        path
         for folder in folders
         for path in sorted(folder.rglob("*.py"))
         if not any(part.is_symlink() for part in path.parents)
+    )
+
+
+@functools.cache
+def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
+    """Each class with its file, by its place in the tree and not by a link to it."""
+    return tuple(
+        (str(path.relative_to(ROOT)), node)
+        for path in modules()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
+    )
+
+
+@functools.cache
+def aliases() -> tuple[tuple[str, str, int], ...]:
+    """The file of each type alias, its name and its line."""
+    return tuple(
+        (str(path.relative_to(ROOT)), node.target.id, node.lineno)
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.annotation, ast.Name)
+        and node.annotation.id == "TypeAlias"
     )
 
 
@@ -40,10 +62,12 @@ def passes() -> Iterator[tuple[str, str, str]]:
                     pass
 
 
-def test_no_two_classes_have_one_name() -> None:
+def test_no_two_classes_or_types_have_one_name() -> None:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path, node in classes():
         found[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
+    for path, name, line in aliases():
+        found[name.lstrip("_")].append(f"{path}:{line}")
     assert {name: at for name, at in found.items() if len(at) > 1} == {}
     assert len(found) > 100
 

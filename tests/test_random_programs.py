@@ -19,8 +19,8 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
-from jhost.lowering.ir.marks import SumsPlace
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.ir.marks import SumsPosition
+from jhost.lowering.schedule.order import TransferForm
 from tests import apart, sums
 from tests.jhost.derived import vjp
 from tests.lowering.traced import interpreted
@@ -29,7 +29,7 @@ from tests.random_programs import OF_MORE_AXES, REFUSALS, Case, cases
 from tests.random_rows import LOOKUPS, UPDATES
 from tests.random_steps import BOOLEANS, INT4, INT8, SMOOTH, UINT8, WHOLE, ZEROS
 
-WAYS = st.sampled_from([None, *get_args(Way)])
+WAYS = st.sampled_from([None, *get_args(TransferForm)])
 """How what moves outside of loops does."""
 
 EXACT = 2.0**20
@@ -61,7 +61,7 @@ def type_of(array: jax.Array) -> tuple[Any, ...]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(WHOLE), st.sampled_from(sums.EVERY), WAYS)
 def test_random_programs_equal_the_plain_function(
-    case: Case, where: SumsPlace, way: Way | None
+    case: Case, where: SumsPosition, way: TransferForm | None
 ) -> None:
     with sums.standing(where), sums.moving(way):
         assert_case(case)
@@ -186,7 +186,7 @@ def leaves_of(results: Any) -> list[Any]:
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(cases(SMOOTH), st.booleans(), st.sampled_from(sums.EVERY), WAYS)
 def test_their_gradients_equal_the_plain_functions(
-    case: Case, inside: bool, where: SumsPlace, way: Way | None
+    case: Case, inside: bool, where: SumsPosition, way: TransferForm | None
 ) -> None:
     """Around a jhost function, and `inside` of one."""
     case.count()

@@ -15,16 +15,16 @@ from hypothesis import given, strategies as st
 
 import jhost
 from jhost.lowering.layouts import carry_partial_sums
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.order import TransferForm
 from tests import sums
 from tests.lowering.traced import by_statements
 from tests.random_scans import ScanCase, scans
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(scans(), st.sampled_from([*get_args(Way), None]), st.booleans())
+@given(scans(), st.sampled_from([*get_args(TransferForm), None]), st.booleans())
 def test_random_scans_equal_the_plain_function(
-    case: ScanCase, way: Way | None, compiled: bool
+    case: ScanCase, way: TransferForm | None, compiled: bool
 ) -> None:
     """However transfers go, be they as small as here."""
     case.count()

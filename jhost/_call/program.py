@@ -102,11 +102,13 @@ def lower_as(call_jaxpr: Any, unmarked: Any) -> None:
     _unmarked[call_jaxpr] = unmarked
 
 
-Streams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
+ReachingStreams: TypeAlias = Sequence[tuple[str, StreamChoice] | None]
 
 
 @cached_by_jaxpr
-def streams_of(call_jaxpr: Any, config: Config) -> tuple[Streams, Streams]:
+def streams_of(
+    call_jaxpr: Any, config: Config
+) -> tuple[ReachingStreams, ReachingStreams]:
     """For each operand and each result, the stream that reaches it, and its mark."""
     if not calls(call_jaxpr, stream_p):
         # The program need not be built to know that.

@@ -27,11 +27,11 @@ from jhost._jax import (
 from jhost.lowering.frontend.inline_calls import inline_plain_calls
 from jhost.lowering.ir.layout import size_in_bytes
 
-Least: TypeAlias = Callable[[Pair, Sequence[int]], Pair]
+LeastCut: TypeAlias = Callable[[Pair, Sequence[int]], Pair]
 """A pair, and the bytes that it costs to hand on each operand -> with the least."""
 
 
-def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: Least) -> Pair:
+def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) -> Pair:
     """The two programs with the least between any two scans of theirs.
 
     Args:
@@ -197,8 +197,8 @@ class _Scans:
         )
 
 
-def _with(eqns: Sequence[JaxprEqn], place: int, eqn: JaxprEqn) -> list[JaxprEqn]:
-    return [*eqns[:place], eqn, *eqns[place + 1 :]]
+def _with(eqns: Sequence[JaxprEqn], position: int, eqn: JaxprEqn) -> list[JaxprEqn]:
+    return [*eqns[:position], eqn, *eqns[position + 1 :]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.statements import Buffer
 from jhost.lowering.rules.properties import MARKS
 
-Chain: TypeAlias = tuple[JaxprEqn, ...]
+MarkerChain: TypeAlias = tuple[JaxprEqn, ...]
 """Marks on one value, each on what the one before it gives."""
 
-Mark: TypeAlias = tuple[Primitive, Mapping[str, Any]]
+MarkerCall: TypeAlias = tuple[Primitive, Mapping[str, Any]]
 
 Reached: TypeAlias = Mapping[int, tuple[str, StreamChoice]]
 """The streams that reach values by number, and the marks that would say so of them."""
@@ -212,10 +212,10 @@ def _with_marked_operands(
     return rewritten(split.second, invars=invars, eqns=[*eqns, *jaxpr.eqns])
 
 
-def _chains(split: Split) -> dict[int, Chain]:
+def _chains(split: Split) -> dict[int, MarkerChain]:
     """The marks on each residual where the first makes it, by operand of the second."""
     makers = {eqn.outvars[0]: eqn for eqn in split.first.eqns if _is_mark(eqn)}
-    chains: dict[int, Chain] = {}
+    chains: dict[int, MarkerChain] = {}
     for result, operand in _made(split).items():
         chain: list[JaxprEqn] = []
         atom = split.first.jaxpr.outvars[result]
@@ -232,7 +232,7 @@ def _is_mark(eqn: JaxprEqn) -> bool:
 
 
 def _chained(
-    before: Var, marks: Sequence[Mark], after: Var, *, like: JaxprEqn
+    before: Var, marks: Sequence[MarkerCall], after: Var, *, like: JaxprEqn
 ) -> list[JaxprEqn]:
     """`marks`, one on the other, from one variable to another."""
     between = [fresh_var(after.aval) for _ in marks[1:]]
@@ -244,18 +244,18 @@ def _chained(
     ]
 
 
-def _shard(spec: Spec) -> Mark:
+def _shard(spec: Spec) -> MarkerCall:
     return shard_p, {"spec": spec}
 
 
-def _stream(mark: StreamChoice | None) -> list[Mark]:
+def _stream(mark: StreamChoice | None) -> list[MarkerCall]:
     if mark is None:
         return []
     chunks, pipeline = mark.chunks or "auto", mark.pipeline or "auto"
     return [(stream_p, {"axis": mark.dim, "chunks": chunks, "pipeline": pipeline})]
 
 
-def _lasting(chain: Chain) -> Chain:
+def _lasting(chain: MarkerChain) -> MarkerChain:
     """`chain` without the streams that a `serial` further on keeps from its readers."""
     serials = [
         place for place, eqn in enumerate(chain) if eqn.primitive.name == "serial"

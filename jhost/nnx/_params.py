@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from jhost import errors
 
-Sharding: TypeAlias = tuple[str | None, ...]
+AxisByDim: TypeAlias = tuple[str | None, ...]
 """The mesh axis of each dim, as in flax's `out_sharding`."""
 
 
-def annotate(layer: Any, *, kernel: Sharding, bias: Sharding = ()) -> P:
+def annotate(layer: Any, *, kernel: AxisByDim, bias: AxisByDim = ()) -> P:
     """Shards a layer's parameters that have no sharding yet; that of its kernel."""
     layer.kernel = annotated(layer.kernel, kernel)
     if layer.bias is not None:
@@ -23,7 +23,7 @@ def annotate(layer: Any, *, kernel: Sharding, bias: Sharding = ()) -> P:
     return partition_spec(layer.kernel)
 
 
-def annotated(param: Any, sharding: Sharding) -> Any:
+def annotated(param: Any, sharding: AxisByDim) -> Any:
     """`param` with that sharding as its metadata, unless it has one."""
     metadata = param.get_metadata()
     if metadata.get("out_sharding") or not any(sharding):

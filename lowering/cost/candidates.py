@@ -18,7 +18,7 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
-from jhost.lowering.ir.marks import StreamChoice, SumsPlace
+from jhost.lowering.ir.marks import StreamChoice, SumsPosition
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.lowering.ir.remarks import Prediction, StreamReport
@@ -36,7 +36,7 @@ NOT_PIPELINED = "not pipelined"
 _AHEAD = 0.75
 """Up to this share of a program's time, launching it leaves the host ahead of it."""
 
-_SUMS: Mapping[SumsPlace, str] = {
+_SUMS: Mapping[SumsPosition, str] = {
     "whole": "behind the loops",
     "beside transfers": "beside transfers",
 }

@@ -28,7 +28,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
-from jhost.lowering.schedule.order import Way, beside_work, in_order
+from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.segment import Segment
@@ -45,7 +45,7 @@ def _is_large(stmt: Communicate) -> bool:
     return bytes_of(stmt.source) >= _LEAST
 
 
-_TURNS: Sequence[tuple[Way, bool]] = [
+_TURNS: Sequence[tuple[TransferForm, bool]] = [
     ("collective", True),
     ("collective", False),
     ("permutes", True),
@@ -56,7 +56,7 @@ _TURNS: Sequence[tuple[Way, bool]] = [
 What is not weighed comes first, for the others are weighed beside it.
 """
 
-_HOW: Mapping[Way, str] = {"permutes": " by permutes", "collective": ""}
+_HOW: Mapping[TransferForm, str] = {"permutes": " by permutes", "collective": ""}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ChooseTransfers(EachProgram):
         every = beside_work(
             program, lambda stmt: way_of(stmt) is not None and self.is_open(stmt)
         )
-        ways: dict[str, Way] = {}
+        ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
         made = Weighed(program)
         for way, gathers in _TURNS:
@@ -90,7 +90,10 @@ class ChooseTransfers(EachProgram):
             ]
             if not stmts:
                 continue
-            more: dict[str, Way] = {**ways, **{stmt.name: way for stmt in stmts}}
+            more: dict[str, TransferForm] = {
+                **ways,
+                **{stmt.name: way for stmt in stmts},
+            }
             other = Weighed(in_order(program, more))
             if self.is_better(way, made, other):
                 ways, made = more, other
@@ -99,7 +102,7 @@ class ChooseTransfers(EachProgram):
             return program
         return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
 
-    def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
+    def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> TransferForm | None:
         """How a transfer is made that stands beside work, if there is a way."""
         if not self.between.isdisjoint(stmt.axes):
             return "collective"
@@ -121,7 +124,7 @@ class ChooseTransfers(EachProgram):
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
-    def is_better(self, way: Way, made: Weighed, other: Weighed) -> bool:
+    def is_better(self, way: TransferForm, made: Weighed, other: Weighed) -> bool:
         """Whether the `other` program's transfers, more by that `way`, should be so."""
         if way == "collective" or self.pipeline != "auto":
             return True
@@ -152,7 +155,7 @@ class Weighed:
         return self.known
 
 
-def _said(way: Way, gathers: bool, stmts: Sequence[Communicate]) -> Note:
+def _said(way: TransferForm, gathers: bool, stmts: Sequence[Communicate]) -> Note:
     axes = " and ".join(dict.fromkeys(axis for stmt in stmts for axis in stmt.axes))
     whole = sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
     moved = f"{bytes_text(whole)} {'gathered' if gathers else 'summed'} over {axes}"

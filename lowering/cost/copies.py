@@ -21,15 +21,15 @@ from jhost.lowering.ir.program import Program
 class Copies:
     """The copies of each statement; asked in the order in which a program runs.
 
-    `places` says who wrote what so far.  A value that is `in_pieces` never becomes one
+    `writers` says who wrote what so far.  A value that is `in_pieces` never becomes one
     array.  A value that is `copied` in any case, because a scan stacks it, say, is
     taken from its pieces then.
     """
 
     def __init__(
-        self, places: Writers, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
+        self, writers: Writers, *, in_pieces: AbstractSet[str], copied: AbstractSet[str]
     ) -> None:
-        self.places = places
+        self.writers = writers
         self.in_pieces = in_pieces
         self.copied = copied
 
@@ -70,8 +70,8 @@ class Copies:
 
     def alias(self, buffer: ir.Buffer) -> ir.Select | None:
         """Which part of an array a buffer is, if it is one."""
-        root, *_ = self.places.of(buffer.name)
-        _, alias = self.places.aliases.get(buffer.name, (None, None))
+        root, *_ = self.writers.of(buffer.name)
+        _, alias = self.writers.aliases.get(buffer.name, (None, None))
         return None if root in self.in_pieces else alias
 
 

@@ -62,7 +62,7 @@ def _transfer_times(program: Program, rates: Rates, in_body: bool) -> _Times:
     inside = partial(predict_body, rates=rates)
     tasks = unrolled(program, rates, inside, in_body=in_body)
     spans = {
-        number: _Stretch(end - tasks[number].seconds, end)
+        number: _ExposedStretch(end - tasks[number].seconds, end)
         for number, end in ends_of(tasks).items()
         if tasks[number].seconds
     }
@@ -78,7 +78,7 @@ def _transfer_times(program: Program, rates: Rates, in_body: bool) -> _Times:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class _Stretch:
+class _ExposedStretch:
     start: float
     end: float
 
@@ -87,17 +87,17 @@ class _Stretch:
         return self.end - self.start
 
 
-def _common(one: _Stretch, other: _Stretch) -> float:
+def _common(one: _ExposedStretch, other: _ExposedStretch) -> float:
     """The seconds that two have in common."""
     return max(min(one.end, other.end) - max(one.start, other.start), 0.0)
 
 
-def _union(spans: Iterable[_Stretch]) -> Sequence[_Stretch]:
+def _union(spans: Iterable[_ExposedStretch]) -> Sequence[_ExposedStretch]:
     """The same moments, with none in two spans."""
-    found: list[_Stretch] = []
+    found: list[_ExposedStretch] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
-            found[-1] = _Stretch(found[-1].start, max(found[-1].end, span.end))
+            found[-1] = _ExposedStretch(found[-1].start, max(found[-1].end, span.end))
         else:
             found.append(span)
     return found

@@ -19,7 +19,7 @@ from jhost.lowering.rules.contract import read_in_other_order
 from jhost.lowering.rules.dim_rule import part_shape, shape_of
 from jhost.lowering.rules.flops import matmul_of
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.units.evaluate import ChunkAt, Site, UnitPlace
+from jhost.lowering.units.evaluate import ChunkAt, EqnShard, Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,28 +194,28 @@ class _UnitKernels:
 
     # --- Sizes on this device ------------------------------------------------- #
 
-    def place(self, unit_eqn: UnitEqn) -> UnitPlace:
-        return UnitPlace(unit_eqn, self.site)
+    def shard(self, unit_eqn: UnitEqn) -> EqnShard:
+        return EqnShard(unit_eqn, self.site)
 
     def matmul(self, unit_eqn: UnitEqn) -> tuple[int, int, int, int]:
         """Batch, m, n and k of a contraction."""
-        rule, place = unit_eqn.rule, self.place(unit_eqn)
-        return rule.matmul(place) if rule.matmul else matmul_of(rule, place)
+        rule, shard = unit_eqn.rule, self.shard(unit_eqn)
+        return rule.matmul(shard) if rule.matmul else matmul_of(rule, shard)
 
     def between(self, unit_eqn: UnitEqn) -> int:
         """The bytes that a contraction moves between its products."""
-        rule, place = unit_eqn.rule, self.place(unit_eqn)
-        return rule.traffic(place) if rule.traffic else 0
+        rule, shard = unit_eqn.rule, self.shard(unit_eqn)
+        return rule.traffic(shard) if rule.traffic else 0
 
     def sizes(self) -> dict[int, int]:
         """The bytes of each value here."""
         found: dict[int, int] = {}
         for unit_eqn in self.eqns:
-            eqn, rule, place = unit_eqn.eqn, unit_eqn.rule, self.place(unit_eqn)
+            eqn, rule, shard = unit_eqn.eqn, unit_eqn.rule, self.shard(unit_eqn)
             maps = (*rule.operands, *rule.results)
             for var, dims in zip((*eqn.invars, *eqn.outvars), maps, strict=True):
                 if not isinstance(var, Literal):
-                    shape = part_shape(dims, shape_of(var), place)
+                    shape = part_shape(dims, shape_of(var), shard)
                     found[self.value(var)] = math.prod(shape) * itemsize(var)
         return found
 

@@ -92,31 +92,31 @@ class Sections:
 
         Crossing its border, values lie as they do in the whole.
         """
-        place = self.place(numbers)
-        first = self.firsts[place]
-        body = self.programs[place]
+        holder = self.holder(numbers)
+        first = self.firsts[holder]
+        body = self.programs[holder]
         body = with_marks(body, marks[first : first + len(all_marks(body))])
         alike = [body.marks[number - first] for number in numbers]
         layer = self.layer(numbers)
         own = body if layer is None else section(body, layer)
-        if place or layer:
-            own = with_fixed_border(own, self.layouts[place])
+        if holder or layer:
+            own = with_fixed_border(own, self.layouts[holder])
         return Section(
             program=own,
             numbers=[n for n, m in enumerate(own.marks) if any(m is a for a in alike)],
-            in_body=place > 0,
+            in_body=holder > 0,
             in_pieces=_border(own) - _border(body),
-            carried={} if layer is None else self.carried(place, layer, own),
+            carried={} if layer is None else self.carried(holder, layer, own),
         )
 
-    def carried(self, place: int, layer: range, own: Program) -> Mapping[str, str]:
+    def carried(self, holder: int, layer: range, own: Program) -> Mapping[str, str]:
         """The params of a layer that the layer before it makes, if it is alike.
 
         Each with the result that the layer itself makes in its stead.
         """
-        body, start = self.programs[place].body, layer.start - len(layer)
+        body, start = self.programs[holder].body, layer.start - len(layer)
         # What stands before it is no whole layer.
-        if start not in (0, *self.borders[place]):
+        if start not in (0, *self.borders[holder]):
             return {}
         earlier = _made(body[start : layer.start])
         made = _made(body[layer.start : layer.start + len(layer)])
@@ -134,16 +134,16 @@ class Sections:
         """How values lie in the whole."""
         return layouts_in_whole(self.program)
 
-    def place(self, numbers: Sequence[int]) -> int:
+    def holder(self, numbers: Sequence[int]) -> int:
         """The program among `programs` that has marks alike."""
         return bisect.bisect_right(self.firsts, numbers[0]) - 1
 
     def layer(self, numbers: Sequence[int]) -> range | None:
         """The statements of the layer in the middle of those that have marks alike."""
-        place, made = self.place(numbers), self.made(numbers)
-        if not made or not self.borders[place]:
+        holder, made = self.holder(numbers), self.made(numbers)
+        if not made or not self.borders[holder]:
             return None
-        borders = [0, *self.borders[place], len(self.programs[place].body)]
+        borders = [0, *self.borders[holder], len(self.programs[holder].body)]
         layers = sorted({bisect.bisect_right(borders, number) for number in made})
         # The first layer has nothing before it, and the last one nothing behind it.
         after = layers[len(layers) // 2]
@@ -157,7 +157,7 @@ class Sections:
         """
         found: list[list[int]] = [[] for _ in self.programs]
         for numbers in sorted(marks_alike(self.program), key=len):
-            made, borders = self.made(numbers), found[self.place(numbers)]
+            made, borders = self.made(numbers), found[self.holder(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
             # All between the same borders: layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
@@ -166,8 +166,8 @@ class Sections:
 
     def made(self, numbers: Sequence[int]) -> list[int]:
         """The statements that make values with marks alike; none of them is a param."""
-        place = self.place(numbers)
-        marks, first = self.programs[place].marks, self.firsts[place]
+        holder = self.holder(numbers)
+        marks, first = self.programs[holder].marks, self.firsts[holder]
         names = [marks[number - first].buffer for number in numbers]
-        makers = self.makers[place]
+        makers = self.makers[holder]
         return [makers[name] for name in names] if makers.keys() >= set(names) else []

@@ -104,7 +104,7 @@ def unrolled(
     walk = _Unrolled(program, rates, predict, in_body, in_pieces, carried or {})
     walk.run(program.body)
     if carried:
-        walk.places.carry(carried)
+        walk.writers.carry(carried)
         walk.run(program.body)
     return walk.tasks
 
@@ -129,12 +129,12 @@ class _Unrolled(Machine):
         # No device does more than the last one, whose queries see most keys.
         self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
-        self.places = Writers()
+        self.writers = Writers()
         self.chains: dict[StreamKey, frozenset[int]] = {}
         self.in_flight: dict[str, int] = {}
         self.depth = 0
         self.copies = Copies(
-            self.places,
+            self.writers,
             in_pieces=in_pieces | written_in_pieces(program),
             copied=taken_from_pieces(program)
             | ({b.name for b in program.results} if in_body else set()),
@@ -150,13 +150,13 @@ class _Unrolled(Machine):
         for stmt in body:
             match stmt:
                 case ir.Allocate(buffer=buffer):
-                    self.places.allocate(buffer.name)
+                    self.writers.allocate(buffer.name)
                 case ir.For():
                     self.loop(stmt)
                 case ir.Select(index=index):
-                    self.places.select(stmt, evaluate(index, self.at))
+                    self.writers.select(stmt, evaluate(index, self.at))
                 case ir.Set(out=out, source=source):
-                    made = self.cut(source, self.places.makers(source))
+                    made = self.cut(source, self.writers.makers(source))
                     self.hand_on(out, made)
                     self.put(out, made)
                 case ir.Compute():
@@ -183,8 +183,8 @@ class _Unrolled(Machine):
             i = self.at[LoopIndex(loop.index)] = turn.iteration
             aliases, writers, in_flight = own[i]
             with (
-                set_aside(self.places.aliases, aliases),
-                set_aside(self.places.writers, writers),
+                set_aside(self.writers.aliases, aliases),
+                set_aside(self.writers.by_buffer, writers),
                 set_aside(self.in_flight, in_flight),
             ):
                 self.run(turn.body)
@@ -203,7 +203,7 @@ class _Unrolled(Machine):
         task = Task(
             seconds=inside.total,
             host=inside.host,
-            after=frozenset[int]().union(*map(self.places.makers, stmt.ins)),
+            after=frozenset[int]().union(*map(self.writers.makers, stmt.ins)),
             meet=max(map(self.meeting, stmt.bodies)),
             inside=inside,
         )
@@ -246,7 +246,7 @@ class _Unrolled(Machine):
         outs = list(zip(values, stmt.outs, strict=True))
         urgent = {var for var, buffer in outs if buffer.name in self.sent}
         made = {
-            id(var): self.places.makers(buffer)
+            id(var): self.writers.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
         # XLA's scheduler starts a transfer early, so its operands are made first.
@@ -269,7 +269,7 @@ class _Unrolled(Machine):
         times = 1 + any(each.rule.matmul is not None for each in stmt.unit.eqns)
         work += [Kernel(times * bytes_of(buffer)) for buffer in sums]
         read = [*stmt.ins, *sums]
-        after = self.chain().union(*map(self.places.makers, read))
+        after = self.chain().union(*map(self.writers.makers, read))
         seconds = sum(kernel.seconds(self.rates) for kernel in work)
         task = Task(seconds=seconds, host=self.rates.host * len(work), after=after)
         self.add(task, stmt.outs)
@@ -277,7 +277,7 @@ class _Unrolled(Machine):
 
     def communicate(self, stmt: ir.Communicate) -> None:
         sent, received = is_transposed(stmt)
-        after = self.chain() | self.places.makers(stmt.source)
+        after = self.chain() | self.writers.makers(stmt.source)
         after = self.cut(stmt.source, after, always=sent)
         if not self.depth:
             self.join(after)  # what comes next on the stream comes after it was issued
@@ -328,7 +328,7 @@ class _Unrolled(Machine):
         self.add(task, [stmt.out])
 
     def add(self, task: Task, outs: Sequence[ir.Buffer]) -> None:
-        self.places.write(outs, len(self.tasks))
+        self.writers.write(outs, len(self.tasks))
         self.tasks.append(task)
 
     def hand_on(self, out: ir.Buffer, makers: frozenset[int]) -> None:

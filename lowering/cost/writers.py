@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
 
-Path: TypeAlias = tuple[object, ...]
+PartPath: TypeAlias = tuple[object, ...]
 """A buffer's name, then the aliases that lead to a part of it."""
 
 
@@ -15,36 +15,36 @@ class Writers:
     """The aliases by name, each with its place, and for each buffer who wrote where."""
 
     def __init__(self) -> None:
-        self.aliases: dict[str, tuple[Path, ir.Select]] = {}
-        self.writers: dict[object, dict[Path, int]] = {}
+        self.aliases: dict[str, tuple[PartPath, ir.Select]] = {}
+        self.by_buffer: dict[object, dict[PartPath, int]] = {}
 
     def allocate(self, name: str) -> None:
         """Nothing has been written to that buffer."""
-        self.writers[name] = {}
+        self.by_buffer[name] = {}
 
     def select(self, stmt: ir.Select, index: int) -> None:
         """The part with that index has the name that the alias gives it."""
         # By the number that the index has here, so equal parts are one place.
-        place = (*self.of(stmt.source.name), (stmt.dim, index))
-        self.aliases[stmt.out.name] = place, stmt
+        path = (*self.of(stmt.source.name), (stmt.dim, index))
+        self.aliases[stmt.out.name] = path, stmt
 
     def write(self, buffers: Iterable[ir.Buffer], task: int) -> None:
         """The task of that number writes them."""
         for buffer in buffers:
-            root, *_ = place = self.of(buffer.name)
+            root, *_ = path = self.of(buffer.name)
             # All of it is new: earlier writers of parts do not matter any more.
-            if len(place) == 1:
-                self.writers[root] = {}
-            self.writers.setdefault(root, {})[place] = task
+            if len(path) == 1:
+                self.by_buffer[root] = {}
+            self.by_buffer.setdefault(root, {})[path] = task
 
     def carry(self, results: Mapping[str, str]) -> None:
         """Params hold what has been written to results, piece by piece."""
         for param, result in results.items():
-            place = self.of(result)
-            made = self.written(place).items()
-            self.writers[param] = {(param, *p[len(place) :]): task for p, task in made}
+            path = self.of(result)
+            made = self.written(path).items()
+            self.by_buffer[param] = {(param, *p[len(path) :]): task for p, task in made}
 
-    def of(self, name: str) -> Path:
+    def of(self, name: str) -> PartPath:
         found = self.aliases.get(name)
         return found[0] if found else (name,)
 
@@ -52,10 +52,10 @@ class Writers:
         """The tasks that wrote what `buffer` holds, or a part of it."""
         return frozenset(self.written(self.of(buffer.name)).values())
 
-    def written(self, place: Path) -> dict[Path, int]:
+    def written(self, path: PartPath) -> dict[PartPath, int]:
         """The tasks that wrote to a place, to its parts, or to what it is a part of."""
         return {
             part: task
-            for part, task in self.writers.get(place[0], {}).items()
-            if all(a == b for a, b in zip(part, place, strict=False))
+            for part, task in self.by_buffer.get(path[0], {}).items()
+            if all(a == b for a, b in zip(part, path, strict=False))
         }

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from jax import lax
 
-Values: TypeAlias = tuple[Any, ...]
+TiedValues: TypeAlias = tuple[Any, ...]
 
 
 class EmittedBarriers:
@@ -54,6 +54,6 @@ class EmittedBarriers:
         return list(tied[: len(values)])
 
 
-def distinct(values: Iterable[Any]) -> Values:
+def distinct(values: Iterable[Any]) -> TiedValues:
     """The values, each once."""
     return tuple({id(value): value for value in values}.values())

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax import lax
 
-from jhost.lowering.emit.barriers import EmittedBarriers, Values, distinct
+from jhost.lowering.emit.barriers import EmittedBarriers, TiedValues, distinct
 from jhost.lowering.ir.machine import Machine, StreamKey
 
 
@@ -23,8 +23,8 @@ from jhost.lowering.ir.machine import Machine, StreamKey
 class IssuedTransfer:
     """What a communication brings, and the tokens of its stream when it was issued."""
 
-    results: Values
-    before: Values
+    results: TiedValues
+    before: TiedValues
 
 
 class Order:
@@ -37,14 +37,14 @@ class Order:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.barriers = EmittedBarriers()
-        self.chains: dict[StreamKey, Values] = {}
+        self.chains: dict[StreamKey, TiedValues] = {}
         # XLA:GPU has one compute queue: steps on other streams come in turn as well.
-        self.last_compute: Values = ()
+        self.last_compute: TiedValues = ()
         # The last work outside of loops, where no stream orders it.
-        self.last_work: Values = ()
+        self.last_work: TiedValues = ()
         self.in_flight: dict[str, IssuedTransfer] = {}
         # By identity of a value that is read outside of loops: what it is read behind.
-        self.apart: dict[int, tuple[Any, Values]] = {}
+        self.apart: dict[int, tuple[Any, TiedValues]] = {}
         self.depth = 0
 
     @property
@@ -53,11 +53,11 @@ class Order:
         return self.depth > 0 or not self.machine.on_default_stream
 
     @property
-    def chain(self) -> Values:
+    def chain(self) -> TiedValues:
         """The tokens of the current stream."""
         return self.chains.get(self.machine.current, ())
 
-    def join(self, values: Values) -> None:
+    def join(self, values: TiedValues) -> None:
         """The current stream goes on when the values are there."""
         if self.active:
             self.chains[self.machine.current] = distinct((*self.chain, *values))

@@ -77,7 +77,7 @@ def _in_the_order_of_their_readers(
     """Contractions whose operands change places where that leaves the last dim last."""
     reads = Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
     reads.update(outvars)
-    places = {
+    readers_of = {
         eqn.invars[0]: place
         for place, eqn in enumerate(eqns)
         if eqn.primitive.name == "transpose" and not isinstance(eqn.invars[0], Literal)
@@ -86,7 +86,7 @@ def _in_the_order_of_their_readers(
     for place, eqn in enumerate(eqns):
         if not _has_batch(eqn) or reads[eqn.outvars[0]] != 1:
             continue
-        reader = places.get(eqn.outvars[0])
+        reader = readers_of.get(eqn.outvars[0])
         if reader is not None and _can_swap(eqn, eqns[reader]):
             changed[place], changed[reader] = _swapped(eqn, eqns[reader])
     return [eqn for eqn in changed if eqn is not None]

@@ -46,7 +46,7 @@ class Markers(Values):
         # What a body is given is laid out as outside: a weight of which a body wants
         # more than a device has is gathered in each iteration, not whole before.
         self.given: set[str] = set()
-        self.reads = _Reads(flat)
+        self.reads = _ReadCounts(flat)
 
     def copy(self, eqn: JaxprEqn) -> ir.Buffer:
         return self.set(self.operand(eqn), eqn.outvars[0])
@@ -172,7 +172,7 @@ MARKERS: Mapping[str, Callable[[Markers, JaxprEqn], ir.Buffer]] = {
 """What takes up the equations of each marker."""
 
 
-class _Reads:
+class _ReadCounts:
     """How many equations and results read each value; a stream mark is no reader."""
 
     def __init__(self, flat: FlatJaxpr) -> None:

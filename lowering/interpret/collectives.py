@@ -66,8 +66,8 @@ def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnD
             return [every[targets.index(device)] for device in range(count)]
         case "SwapAxes":
             size = math.isqrt(count)
-            places = np.arange(count).reshape(size, size).T.ravel()
-            return [every[place] for place in places]
+            mirrored = np.arange(count).reshape(size, size).T.ravel()
+            return [every[rank] for rank in mirrored]
 
 
 def _total(stmt: Communicate, every: OnDevices) -> np.ndarray:

@@ -37,30 +37,30 @@ class ArrayView:
     """
 
     owner: str
-    places: tuple[Indices, ...]
+    indices: tuple[Indices, ...]
     kept: tuple[int, ...]
 
     def select(self, stmt: Select, starts: Sequence[int], size: int) -> ArrayView:
         """The part that `stmt` takes; `starts` has an entry for each device."""
         dim = self.kept[stmt.dim]
-        places = [
+        indices = [
             (*at[:dim], _cut(at[dim], start, size, stmt.groups), *at[dim + 1 :])
-            for at, start in zip(self.places, starts, strict=True)
+            for at, start in zip(self.indices, starts, strict=True)
         ]
         # A dim that is dropped is still one of the buffer's, with one index.
         kept = tuple(d for d in self.kept if not (stmt.drop and d == dim))
-        return ArrayView(self.owner, tuple(places), kept)
+        return ArrayView(self.owner, tuple(indices), kept)
 
     def read(self, arrays: OnDevices) -> OnDevices:
         """What is there, of arrays as large as the buffer."""
         return [
             np.reshape(array[np.ix_(*at)], self.shape(at) + array.shape[len(at) :])
-            for array, at in zip(arrays, self.places, strict=True)
+            for array, at in zip(arrays, self.indices, strict=True)
         ]
 
     def write(self, arrays: OnDevices, values: OnDevices) -> None:
         """Put `values` there."""
-        for array, at, value in zip(arrays, self.places, values, strict=True):
+        for array, at, value in zip(arrays, self.indices, values, strict=True):
             assert value.shape[: len(self.kept)] == self.shape(at), self.owner
             shape = (*map(len, at), *array.shape[len(at) :])
             # By indices: in groups an alias is no one slice of its buffer.
@@ -68,21 +68,21 @@ class ArrayView:
 
     def mark(self, written: OnDevices) -> None:
         """Note that something was written there."""
-        for array, at in zip(written, self.places, strict=True):
+        for array, at in zip(written, self.indices, strict=True):
             array[np.ix_(*at)] = True
 
-    def shape(self, places: Indices) -> tuple[int, ...]:
+    def shape(self, indices: Indices) -> tuple[int, ...]:
         """The alias's own shape on a device."""
-        return tuple(len(places[dim]) for dim in self.kept)
+        return tuple(len(indices[dim]) for dim in self.kept)
 
 
 def whole(owner: str, memory: ArrayMemory) -> ArrayView:
     """All of a buffer."""
-    places = tuple(tuple(map(np.arange, each.shape)) for each in memory.written)
-    return ArrayView(owner, places, tuple(range(memory.written[0].ndim)))
+    indices = tuple(tuple(map(np.arange, each.shape)) for each in memory.written)
+    return ArrayView(owner, indices, tuple(range(memory.written[0].ndim)))
 
 
-def _cut(places: np.ndarray, start: int, size: int, groups: int) -> np.ndarray:
-    taken = places.reshape(groups, len(places) // groups)[:, start : start + size]
+def _cut(indices: np.ndarray, start: int, size: int, groups: int) -> np.ndarray:
+    taken = indices.reshape(groups, len(indices) // groups)[:, start : start + size]
     assert taken.shape == (groups, size), "an alias is a part of its source"
     return taken.ravel()

@@ -15,35 +15,35 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-Operand: TypeAlias = "Index | int"
+IndexLike: TypeAlias = "Index | int"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Index:
     """An integer expression; arithmetic on it builds a larger one."""
 
-    def __add__(self, other: Operand) -> Index:
+    def __add__(self, other: IndexLike) -> Index:
         return _binary("+", self, other)
 
-    def __radd__(self, other: Operand) -> Index:
+    def __radd__(self, other: IndexLike) -> Index:
         return _binary("+", other, self)
 
-    def __sub__(self, other: Operand) -> Index:
+    def __sub__(self, other: IndexLike) -> Index:
         return _binary("-", self, other)
 
-    def __rsub__(self, other: Operand) -> Index:
+    def __rsub__(self, other: IndexLike) -> Index:
         return _binary("-", other, self)
 
-    def __mul__(self, other: Operand) -> Index:
+    def __mul__(self, other: IndexLike) -> Index:
         return _binary("*", self, other)
 
-    def __rmul__(self, other: Operand) -> Index:
+    def __rmul__(self, other: IndexLike) -> Index:
         return _binary("*", other, self)
 
-    def __floordiv__(self, other: Operand) -> Index:
+    def __floordiv__(self, other: IndexLike) -> Index:
         return _binary("//", self, other)
 
-    def __mod__(self, other: Operand) -> Index:
+    def __mod__(self, other: IndexLike) -> Index:
         return _binary("mod", self, other)
 
 
@@ -108,12 +108,12 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def as_index(value: Operand) -> Index:
+def as_index(value: IndexLike) -> Index:
     """An integer as an expression; an expression as it is."""
     return value if isinstance(value, Index) else Constant(int(value))
 
 
-def minimum(left: Operand, right: Operand) -> Index:
+def minimum(left: IndexLike, right: IndexLike) -> Index:
     """The smaller of two expressions: the size of a ragged last chunk."""
     return _binary("min", left, right)
 
@@ -181,7 +181,7 @@ def leaves(index: Index) -> frozenset[Index]:
             return frozenset({index})
 
 
-def _binary(op: str, left: Operand, right: Operand) -> Index:
+def _binary(op: str, left: IndexLike, right: IndexLike) -> Index:
     left, right = as_index(left), as_index(right)
     if isinstance(left, Constant) and isinstance(right, Constant):
         return Constant(int(_OPERATORS[op](left.value, right.value)))

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from jhost.lowering.ir.statements import PipelineKind, node
 
-SumsPlace: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
+SumsPosition: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
 """Where contractions over all chunks stand: in the loop, which adds them up, behind it,
 or beside transfers, in the place of its chunks."""
 
@@ -78,7 +78,7 @@ class StreamChoice(OnLines):
     by_name: bool = True
     streams: int | None = None
     zigzag: bool = True
-    sums: SumsPlace = "in chunks"
+    sums: SumsPosition = "in chunks"
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()

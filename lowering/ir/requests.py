@@ -8,7 +8,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
 from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
-from jhost.lowering.ir.marks import Mark, StreamChoice, StreamRequest, SumsPlace, Wish
+from jhost.lowering.ir.marks import (
+    Mark,
+    StreamChoice,
+    StreamRequest,
+    SumsPosition,
+    Wish,
+)
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.statements import Compute, PipelineKind
@@ -90,7 +96,7 @@ class Tuned:
     pipeline: PipelineKind | None = None
     chunks: int | None = None
     streams: int | None = None
-    sums: SumsPlace = "in chunks"
+    sums: SumsPosition = "in chunks"
     reason: str = ""
     measured: tuple[tuple[str, float], ...] = ()
 

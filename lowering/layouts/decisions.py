@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.operation import Assignment, Operation
-from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.effects import AssignmentEffects
 from jhost.lowering.layouts.transfer_bytes import (
     NOTHING,
     LayoutCost,
@@ -20,10 +20,10 @@ from jhost.lowering.layouts.transfer_bytes import (
     TransferBytes,
 )
 
-Move: TypeAlias = tuple[str, Layout]
+WantedLayout: TypeAlias = tuple[str, Layout]
 """A value, and a layout that some operation wants it in."""
 
-_NO_MOVES = frozenset[Move]()
+_NO_MOVES = frozenset[WantedLayout]()
 
 
 class Decisions:
@@ -36,7 +36,7 @@ class Decisions:
     def __init__(
         self,
         operations: Sequence[Operation],
-        effects: Effects,
+        effects: AssignmentEffects,
         costs: ReshardCosts,
         given: Mapping[str, Layout],
     ) -> None:
@@ -47,7 +47,7 @@ class Decisions:
         self.assignments: dict[int, Assignment] = {}
         self.total = NOTHING
         self.flops = 0
-        self.movers: dict[Move, list[int]] = {}
+        self.movers: dict[WantedLayout, list[int]] = {}
         self.moves_of: dict[str, set[Layout]] = {}
         self.moving: dict[str, TransferBytes] = {}
 
@@ -94,7 +94,7 @@ class Decisions:
             if wanted - {self.layouts[name]}
         }
 
-    def known(self, number: int) -> frozenset[Move]:
+    def known(self, number: int) -> frozenset[WantedLayout]:
         """The moves of an operation's operands that others before it make."""
         known = [
             (name, want)
@@ -105,7 +105,7 @@ class Decisions:
         ]
         return frozenset(known) if known else _NO_MOVES  # as most often
 
-    def _add(self, move: Move, number: int) -> None:
+    def _add(self, move: WantedLayout, number: int) -> None:
         movers = self.movers.setdefault(move, [])
         if not movers:
             self.moves_of.setdefault(move[0], set()).add(move[1])
@@ -117,7 +117,7 @@ class Decisions:
             if place == 0:
                 self._count(move[0])
 
-    def _drop(self, move: Move, number: int) -> None:
+    def _drop(self, move: WantedLayout, number: int) -> None:
         movers = self.movers.get(move, [])
         if number in movers:
             is_first = movers[0] == number

@@ -23,7 +23,7 @@ from jhost.lowering.layouts.transfer_bytes import (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Effect:
+class AssignmentEffect:
     """What an assignment asks of the operands, and makes of the results.
 
     `cost` is of bringing the results to where they rest, `more` of the way from there
@@ -38,16 +38,16 @@ class Effect:
     flops: int
 
 
-class Effects:
+class AssignmentEffects:
     """The effects of assignments, each found out once while the preferences stay."""
 
     def __init__(self, preferences: Preferences, costs: ReshardCosts) -> None:
         self.preferences = preferences
         self.costs = costs
         # By the operation itself: an id may be another's after it.
-        self.known: dict[tuple[Operation, Assignment, Hashable], Effect] = {}
+        self.known: dict[tuple[Operation, Assignment, Hashable], AssignmentEffect] = {}
 
-    def of(self, op: Operation, assignment: Assignment) -> Effect:
+    def of(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
         # Preferences are part of the key, as they change from round to round.
         key = op, assignment, self.preferences.about(op.outs)
         effect = self.known.get(key)
@@ -55,7 +55,7 @@ class Effects:
             effect = self.known[key] = self.found(op, assignment)
         return effect
 
-    def found(self, op: Operation, assignment: Assignment) -> Effect:
+    def found(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
         rests: list[tuple[str, Layout]] = []
         cost, more, at_rest = NOTHING, NOTHING, True
         for position, name in enumerate(op.outs):
@@ -73,7 +73,7 @@ class Effects:
         halo = self.halo(op, assignment)
         cost, at_rest = cost + halo, at_rest and halo == NOTHING
         flops = self.flops(op, assignment)
-        return Effect(tuple(wants), tuple(rests), cost, more, at_rest, flops)
+        return AssignmentEffect(tuple(wants), tuple(rests), cost, more, at_rest, flops)
 
     def halo(self, op: Operation, assignment: Assignment) -> TransferBytes:
         """What comes from neighbours, where dims are read in windows."""

@@ -136,7 +136,7 @@ def _dims_of_values(
 ) -> dict[str, int]:
     return {
         buffers[position].name: access.dim
-        for number, part in plan.parts_of(stream).items()
+        for number, part in plan.participations_of(stream).items()
         for buffers, accesses in (
             (graph[number].reads, part.reads),
             (graph[number].writes, part.writes),

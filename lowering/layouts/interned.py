@@ -34,10 +34,10 @@ class Interned:
     def fill(self, op: Operation, layout: Layout) -> Compute:
         """An operation that reads nothing, to make its result in `layout`."""
         assert isinstance(op.stmt, Compute)
-        place = id(op.stmt), layout
-        if place not in self.fills:
-            self.fills[place] = _filling(op, op.stmt, layout)
-        return self.fills[place]
+        key = id(op.stmt), layout
+        if key not in self.fills:
+            self.fills[key] = _filling(op, op.stmt, layout)
+        return self.fills[key]
 
 
 def _filling(op: Operation, stmt: Compute, layout: Layout) -> Compute:

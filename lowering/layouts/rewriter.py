@@ -169,11 +169,11 @@ class Rewriter:
     def at_rest(self, buffer: Buffer) -> Buffer:
         """`buffer` in the layout that the solution gives it."""
         name = self.prefix + buffer.name
-        placed = self.place(buffer, self.solution.layouts[name])
+        placed = self.laid_out(buffer, self.solution.layouts[name])
         self.buffers[name] = placed
         return placed
 
-    def place(
+    def laid_out(
         self, buffer: Buffer, layout: Layout, partial: Partial = (), name: str = ""
     ) -> Buffer:
         return dataclasses.replace(
@@ -256,7 +256,7 @@ class Rewriter:
             position = op.outs.index(self.prefix + buffer.name)
             rest = self.at_rest(buffer)
             assignment = self.solution.assignments[number]
-            produced = self.place(buffer, *op.produced(position, assignment))
+            produced = self.laid_out(buffer, *op.produced(position, assignment))
             if op.forwards:
                 produced = rest
             if produced != rest:
@@ -286,7 +286,7 @@ class Rewriter:
             name = local_name(value)
             name = self.names.fresh(f"{name}_{_RESHARDED[last.kind]}")
             whole = self.solution.costs.buffers[value]
-            target = self.place(whole, layout, name=name)
+            target = self.laid_out(whole, layout, name=name)
             self.body.append(Reshard(out=target, source=source))
             self.remarks.append(self.explain.operand(number, position, have))
         self.resharded[value, layout] = target
@@ -303,6 +303,6 @@ class Rewriter:
         """The result of an operation that reads nothing, made in `layout`."""
         fill = self.written.fill(op, layout)
         (out,) = fill.outs
-        target = self.place(out, layout, name=self.names.fresh(out.name))
+        target = self.laid_out(out, layout, name=self.names.fresh(out.name))
         self.body.append(dataclasses.replace(fill, outs=(target,)))
         return target

@@ -21,8 +21,8 @@ from jhost.lowering.ir.operation import (
     assignments_by,
     claims_of,
 )
-from jhost.lowering.layouts.decisions import Decisions, Move
-from jhost.lowering.layouts.effects import Effects
+from jhost.lowering.layouts.decisions import Decisions, WantedLayout
+from jhost.lowering.layouts.effects import AssignmentEffects
 from jhost.lowering.layouts.flat_bodies import Flattened, buffers_of, repeats_of
 from jhost.lowering.layouts.hidden_dims import StreamedDim
 from jhost.lowering.layouts.preferences import Preferences
@@ -77,7 +77,7 @@ class Solver:
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
         self.preferences = Preferences(self.buffers, marks, self.mesh)
-        self.effects = Effects(self.preferences, self.costs)
+        self.effects = AssignmentEffects(self.preferences, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}
         for number, op in enumerate(self.operations):
@@ -158,7 +158,10 @@ class Solver:
         return found
 
     def find_cheapest(
-        self, op: Operation, layouts: Mapping[str, Layout], moves: Collection[Move]
+        self,
+        op: Operation,
+        layouts: Mapping[str, Layout],
+        moves: Collection[WantedLayout],
     ) -> Assignment:
         """The best among assignments that share the work over as many axes, by bytes.
 
@@ -215,7 +218,7 @@ class Solver:
         op: Operation,
         assignment: Assignment,
         layouts: Mapping[str, Layout],
-        moves: Collection[Move],
+        moves: Collection[WantedLayout],
     ) -> AssignmentRank:
         """How good an assignment is, with the way to what the consumers prefer."""
         effect = self.effects.of(op, assignment)

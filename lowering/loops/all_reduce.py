@@ -29,10 +29,10 @@ PIECE = LoopIndex("p")
 class AllReduceLoop(P2PLoop):
     """A loop over pieces, `back` the gathers of its group that return the totals."""
 
-    def __init__(self, work: LoopSpec, back: Set[int]) -> None:
-        rest = tuple(node for node in work.nodes if id(node) not in back)
-        super().__init__(dataclasses.replace(work, nodes=rest))
-        self.back = tuple(node for node in work.nodes if id(node) in back)
+    def __init__(self, spec: LoopSpec, back: Set[int]) -> None:
+        rest = tuple(node for node in spec.nodes if id(node) not in back)
+        super().__init__(dataclasses.replace(spec, nodes=rest))
+        self.back = tuple(node for node in spec.nodes if id(node) in back)
         self.others = self.devices - 1
         # The streams behind these carry the ways back, so that no step waits for one.
         self.used = min(self.streams, self.others * self.pieces)
@@ -137,7 +137,7 @@ def ways_back(
     # A single piece has no next one whose steps could hide its way back.
     if choice.pipeline != "p2p" or pieces == 1:
         return {}
-    nodes = [(graph[number], part) for number, part in choice.parts.items()]
+    nodes = [(graph[number], part) for number, part in choice.participations.items()]
     sums = {node.writes[0].name: node for node, part in nodes if part.ratio < 1}
     return {
         id(node): sums[node.reads[0].name]

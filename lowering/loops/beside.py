@@ -5,7 +5,7 @@ Chunks hide a backward's transfers, but they make matmuls smaller, and the chunk
 to be put together for these contractions.  The contractions can hide the transfers
 themselves.  Whole shards come while contractions of earlier loops are computed, and
 sums go to their owners beside the loop's own contractions.  Which contractions stand
-beside which transfer is said in `schedule/waiting_sums.py`.
+beside which transfer is said in `schedule/waiting_contractions.py`.
 
 On two H100s six layers of Llama 8B in a scan, forward and backward, take 67.6 ms so,
 69.8 with the contractions behind loops over chunks, and 73.6 by one collective each.
@@ -23,7 +23,7 @@ from jhost.lowering.ir.index import Constant
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.moves import MovingLoop
-from jhost.lowering.schedule.waiting_sums import WaitingSums
+from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 
 _MOVES = ir.Stream(name="moves")
 """The queue of the transfers."""
@@ -35,13 +35,13 @@ class WholeShards(MovingLoop):
     All of it stands on OWN, where the operands are made and the results are read.
     """
 
-    def __init__(self, work: LoopSpec, sums: Sequence[Node]) -> None:
-        super().__init__(work)
-        self.beside = _statements(sums)
+    def __init__(self, spec: LoopSpec, contractions: Sequence[Node]) -> None:
+        super().__init__(spec)
+        self.beside = _statements(contractions)
 
     def statements(self) -> list[ir.Stmt]:
         moved: list[ir.Stmt] = []
-        for node in self.work.nodes:
+        for node in self.spec.nodes:
             # All shards are under way at once: nothing here works on one at a time.
             for step in range(self.devices):
                 self.step, self.chunks, self.body = Constant(step), {}, []
@@ -64,9 +64,9 @@ class WholeShards(MovingLoop):
 class Unchunked:
     """The work of a loop on whole arrays, with sums beside what comes and goes."""
 
-    def __init__(self, work: LoopSpec, sums: WaitingSums) -> None:
-        self.work = work
-        self.sums = sums
+    def __init__(self, spec: LoopSpec, contractions: WaitingContractions) -> None:
+        self.spec = spec
+        self.contractions = contractions
         self.filled: dict[str, ir.Buffer] = {}
         self.last: list[ir.Stmt] = []
 
@@ -76,7 +76,7 @@ class Unchunked:
         for moves, nodes in itertools.groupby(self.in_order(), self.is_moved):
             group = [*nodes]
             body += self.moved(group) if moves else self.computed(group)
-        self.sums.made(self.work.nodes)
+        self.contractions.made(self.spec.nodes)
         return [
             # On a stream of its own: its tokens order the work against the transfers.
             ir.GetCurrentStream(stream=MAIN),
@@ -87,18 +87,18 @@ class Unchunked:
 
     def in_order(self) -> list[Node]:
         """First the transfers whose operands are not made here, then all others."""
-        made = {buffer.name for node in self.work.nodes for buffer in node.writes}
+        made = {buffer.name for node in self.spec.nodes for buffer in node.writes}
         return sorted(
-            self.work.nodes,
+            self.spec.nodes,
             key=lambda node: not self.is_moved(node) or node.reads[0].name in made,
         )
 
     def is_moved(self, node: Node) -> bool:
         communicates = isinstance(node.stmt, ir.Communicate)
-        return communicates and self.work.part(node).ratio != 1
+        return communicates and self.spec.participation(node).ratio != 1
 
     def computed(self, nodes: Group) -> list[ir.Stmt]:
-        self.sums.made(nodes)
+        self.contractions.made(nodes)
         return _statements(nodes)
 
     def moved(self, nodes: Group) -> list[ir.Stmt]:
@@ -107,20 +107,20 @@ class Unchunked:
         If nothing here reads their totals, these are added up behind all of this, on no
         stream.  XLA may then fuse them with their readers, and reads parts in place.
         """
-        work = dataclasses.replace(self.work, nodes=nodes)
-        shards = WholeShards(work, self.sums.beside())
+        spec = dataclasses.replace(self.spec, nodes=nodes)
+        shards = WholeShards(spec, self.contractions.beside())
         statements = shards.statements()
         self.filled |= shards.filled
         if not self.reads(nodes):
             self.last += shards.totals()
             return statements
-        self.sums.made(nodes)
+        self.contractions.made(nodes)
         return [*statements, *shards.totals()]
 
     def reads(self, nodes: Group) -> bool:
         """Whether anything here reads what the nodes make."""
         made = {buffer.name for node in nodes for buffer in node.writes}
-        return any(b.name in made for node in self.work.nodes for b in node.reads)
+        return any(b.name in made for node in self.spec.nodes for b in node.reads)
 
 
 def _statements(nodes: Iterable[Node]) -> list[ir.Stmt]:

@@ -31,7 +31,7 @@ from jhost.lowering.loops.zigzag import (
     is_causal,
     share_of_work,
 )
-from jhost.lowering.schedule.waiting_sums import WaitingSums
+from jhost.lowering.schedule.waiting_contractions import WaitingContractions
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.units.make import unit_of
 
@@ -66,10 +66,10 @@ class LoopBuilder:
         self.choices = choices
         self.extents = extents
         self.streams = streams
-        self.parts = {
+        self.participations = {
             id(graph[number]): part
             for choice in choices.values()
-            for number, part in choice.parts.items()
+            for number, part in choice.participations.items()
         }
         self.back = {
             gather: of_sum
@@ -77,7 +77,7 @@ class LoopBuilder:
             for gather, of_sum in ways_back(graph, choice, self.mesh).items()
         }
         self.readers = _readers(program, graph)
-        self.sums = WaitingSums(
+        self.contractions = WaitingContractions(
             graph, (n for choice in choices.values() for n in choice.beside)
         )
         self.adding: list[Group] = []
@@ -98,7 +98,7 @@ class LoopBuilder:
         # `jax.checkpoint` needs this: what is computed again has to wait for its
         # cotangent, or it would be kept from the forward on.
         for number, node in enumerate(self.graph):
-            if id(node) in self.parts:
+            if id(node) in self.participations:
                 found = {makers.get(name, number) for name in node.barrier}
                 before[number] = before[number] | {n for n in found if n < number}
         return before
@@ -108,11 +108,13 @@ class LoopBuilder:
 
         Their nodes are of one kind: see `kind_of`.
         """
-        return id(one[0]) not in self.parts or self.should_share_loop(one, other)
+        return id(one[0]) not in self.participations or self.should_share_loop(
+            one, other
+        )
 
     def kind_of(self, node: Node) -> str | tuple[str, ...] | None:
         """The stream that a node joins; outside of streams its barrier, or None."""
-        part = self.parts.get(id(node))
+        part = self.participations.get(id(node))
         return part.stream if part else node.barrier or None
 
     def should_share_loop(self, one: Group, other: Group) -> bool:
@@ -126,7 +128,7 @@ class LoopBuilder:
 
     def aligned(self, maker: Node, user: Node) -> bool:
         """Whether `user` reads what `maker` writes in the very chunks it is made in."""
-        made, used = self.part(maker), self.part(user)
+        made, used = self.participation(maker), self.participation(user)
         # A sum is complete when the last device's part of it is there, and then on its
         # way back while the loop goes on.
         sums = self.choices[made.stream].pipeline == "p2p" and made.ratio < 1
@@ -147,14 +149,14 @@ class LoopBuilder:
         self.adding = self.groups_that_add(groups)
         for group in groups:
             # Such a contraction stands where a transfer or a reader takes it.
-            if group[0] in self.sums.every:
+            if group[0] in self.contractions.every:
                 continue
-            for node in self.sums.before(group):
+            for node in self.contractions.before(group):
                 yield from self.lower((node,))
             yield from self.lower(group)
-            self.sums.made(group)
+            self.contractions.made(group)
         # No transfer is left that these could hide.
-        for node in self.sums.waiting:
+        for node in self.contractions.waiting:
             yield from self.lower((node,))
 
     def groups_that_add(self, groups: Sequence[Group]) -> list[Group]:
@@ -162,13 +164,13 @@ class LoopBuilder:
         makers = {
             buffer.name: number
             for number, group in enumerate(groups)
-            if id(group[0]) in self.parts
+            if id(group[0]) in self.participations
             for node in group
             for buffer in node.writes
         }
         found = {
             max((makers[b.name] for b in node.reads if b.name in makers), default=-1)
-            for node in self.sums.every
+            for node in self.contractions.every
         }
         return [groups[number] for number in sorted(found - {-1})]
 
@@ -180,7 +182,7 @@ class LoopBuilder:
 
     def statements(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
-        streamed = id(group[0]) in self.parts
+        streamed = id(group[0]) in self.participations
         # Outside of loops only the pieces of one barrier merge: see `should_merge`.
         if len(group) > 1 and not streamed:
             return [self.barrier(group)]
@@ -210,13 +212,13 @@ class LoopBuilder:
         return Compute(unit=unit, ins=ins, outs=outs)
 
     def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
-        stream = self.part(group[0]).stream
+        stream = self.participation(group[0]).stream
         choice = self.choices[stream]
         if self.is_unpipelined(group):
             return None
-        work = LoopSpec(
+        spec = LoopSpec(
             nodes=group,
-            parts=self.parts,
+            participations=self.participations,
             readers=self.readers,
             stream=stream,
             extent=self.extents[stream],
@@ -226,29 +228,29 @@ class LoopBuilder:
             names=self.names,
         )
         if choice.pipeline == "collective":
-            return CollectiveLoop(work)
-        if all(self.part(node).ratio == 1 for node in group):
+            return CollectiveLoop(spec)
+        if all(self.participation(node).ratio == 1 for node in group):
             return None  # nothing comes or goes
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):
             return None  # nothing would run beside what comes and goes
         back = self.back.keys() & {id(node) for node in group}
         if back:
-            return AllReduceLoop(work, back)
-        if is_causal(work):
-            return self.balanced(work)
+            return AllReduceLoop(spec, back)
+        if is_causal(spec):
+            return self.balanced(spec)
         # With more chunks than devices, chunks are what was asked for.
         if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
-            return Unchunked(work, self.sums)
-        return P2PLoop(work)
+            return Unchunked(spec, self.contractions)
+        return P2PLoop(spec)
 
-    def balanced(self, work: LoopSpec) -> P2PLoop:
+    def balanced(self, spec: LoopSpec) -> P2PLoop:
         """A loop over keys that not all queries see, in zigzag order if it can be."""
-        dims = dims_in_zigzag_order(work)
-        self.notes.append(share_of_work(work, dims))
+        dims = dims_in_zigzag_order(spec)
+        self.notes.append(share_of_work(spec, dims))
         if isinstance(dims, str):
-            return P2PLoop(work)
-        return ZigzagLoop(work, dims, self.ordered)
+            return P2PLoop(spec)
+        return ZigzagLoop(spec, dims, self.ordered)
 
     def is_unpipelined(self, group: Group) -> bool:
         """Whether a loop gains nothing: marks in it say so, and none else."""
@@ -265,8 +267,8 @@ class LoopBuilder:
             notes=tuple(self.notes),
         )
 
-    def part(self, node: Node) -> Participation:
-        return self.parts[id(node)]
+    def participation(self, node: Node) -> Participation:
+        return self.participations[id(node)]
 
 
 def _readers(program: Program, graph: Sequence[Node]) -> dict[str, list[int]]:

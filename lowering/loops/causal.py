@@ -20,7 +20,7 @@ def rule_of(node: Node) -> DimRule | None:
     return unit_eqn.rule
 
 
-def window_of(node: Node, work: LoopSpec) -> AttentionWindow | None:
+def window_of(node: Node, spec: LoopSpec) -> AttentionWindow | None:
     """Which queries see which keys, where a device has both of the same positions."""
     rule = rule_of(node)
     if rule is None or rule.window is None:
@@ -29,8 +29,12 @@ def window_of(node: Node, work: LoopSpec) -> AttentionWindow | None:
     (unit_eqn,) = node.stmt.unit.eqns
     seen = rule.window
     same = rule.sizes[seen.queries] == rule.sizes[seen.keys]
-    spread = unit_eqn.axes[seen.queries] == work.choice.axes
-    return seen if same and spread and work.part(node).factor == seen.keys else None
+    spread = unit_eqn.axes[seen.queries] == spec.choice.axes
+    return (
+        seen
+        if same and spread and spec.participation(node).factor == seen.keys
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,22 +61,22 @@ class HiddenSteps:
         return step - minimum(step // (self.before + 1), 1) * self.count
 
 
-def hidden_steps(work: LoopSpec) -> HiddenSteps:
+def hidden_steps(spec: LoopSpec) -> HiddenSteps:
     """The steps of a p2p loop that work on keys that no query sees.
 
     At step k device r has the keys of device r + k: those of the k-th device behind it,
     and, of the last k devices, of the one D - k before it.
     """
-    devices = axes_size(work.choice.axes, work.mesh)
+    devices = axes_size(spec.choice.axes, spec.mesh)
     lefts, rights = list[int](), list[int]()
-    for node in work.nodes:
-        part, rule = work.part(node), rule_of(node)
+    for node in spec.nodes:
+        part, rule = spec.participation(node), rule_of(node)
         # Somebody outside of the loop wants this from every device.
-        if part.ratio >= 1 and any(work.leaves(node.writes[i]) for i in part.writes):
+        if part.ratio >= 1 and any(spec.leaves(node.writes[i]) for i in part.writes):
             return HiddenSteps()
         if rule is None:
             continue
-        window = window_of(node, work)
+        window = window_of(node, spec)
         # It may see all keys.
         if window is None:
             return HiddenSteps()

@@ -28,12 +28,12 @@ class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
     There are `extent` steps to cut, and iterations take turns on `streams` at most.
-    `parts` and the `readers` of each buffer are by identity of their nodes; `names` are
-    those taken in the program.
+    `participations` and the `readers` of each buffer are by identity of their nodes;
+    `names` are those taken in the program.
     """
 
     nodes: Group
-    parts: Mapping[int, Participation]
+    participations: Mapping[int, Participation]
     readers: Mapping[str, Sequence[int]]
     stream: str
     extent: int
@@ -42,8 +42,8 @@ class LoopSpec:
     streams: int
     names: FreshNames
 
-    def part(self, node: Node) -> Participation:
-        return self.parts[id(node)]
+    def participation(self, node: Node) -> Participation:
+        return self.participations[id(node)]
 
     def leaves(self, buffer: ir.Buffer) -> bool:
         """Whether anything outside of the loop reads `buffer`."""
@@ -52,7 +52,7 @@ class LoopSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class DimChunk:
     """The steps `[start : start + size]` of a dim that a chunk covers.
 
     There are `extent` steps in each of `groups` stretches of the dim, and `most` is the
@@ -73,22 +73,22 @@ class ChunkLoop(abc.ABC):
     What it has `filled` a chunk at a time is shown so from then on.
     """
 
-    def __init__(self, work: LoopSpec) -> None:
-        self.work = work
-        self.stream = work.stream
+    def __init__(self, spec: LoopSpec) -> None:
+        self.spec = spec
+        self.stream = spec.stream
         self.filled: dict[str, ir.Buffer] = {}
         self.before: list[ir.Stmt] = []
         self.body: list[ir.Stmt] = []
         self.after: list[ir.Stmt] = []
         self.chunks: dict[tuple[str, Access], ir.Buffer] = {}
-        self.sums: dict[str, ir.Buffer] = {}
+        self.accumulators: dict[str, ir.Buffer] = {}
 
     @abc.abstractmethod
     def statements(self) -> list[ir.Stmt]:
         """The whole loop, from its allocations to what follows it."""
 
     @abc.abstractmethod
-    def window(self, groups: int) -> Cut:
+    def window(self, groups: int) -> DimChunk:
         """The chunk of a dim of that many groups, in this iteration."""
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class ChunkLoop(abc.ABC):
 
     def node(self, node: Node) -> None:
         """Append `node`, working on a chunk."""
-        part = self.work.part(node)
+        part = self.spec.participation(node)
         ins = [self.read(b, part.reads.get(i)) for i, b in enumerate(node.reads)]
         match node.stmt:
             case ir.Compute() as stmt:
@@ -116,7 +116,7 @@ class ChunkLoop(abc.ABC):
 
     def compute(self, node: Node, stmt: ir.Compute, ins: Sequence[ir.Buffer]) -> None:
         """A computation on a chunk; into accumulators where results lack its factor."""
-        part = self.work.part(node)
+        part = self.spec.participation(node)
         (unit_eqn,) = stmt.unit.eqns
         assert part.factor is not None
         reducer = unit_eqn.rule.reducers[part.factor]
@@ -155,7 +155,7 @@ class ChunkLoop(abc.ABC):
         """An alias of a chunk; what leaves the loop is copied out of it."""
         alias = self.chunk(stmt.out, access)
         self.body.append(dataclasses.replace(stmt, out=alias, source=source))
-        if self.work.leaves(stmt.out):
+        if self.spec.leaves(stmt.out):
             out = self.write(stmt.out, access)
             self.body.append(ir.Set(out=out, source=alias))
 
@@ -171,7 +171,7 @@ class ChunkLoop(abc.ABC):
 
     def write(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         """Where a result goes: an alias of its whole, or a chunk that stays here."""
-        if not self.work.leaves(buffer):
+        if not self.spec.leaves(buffer):
             return self.chunk(buffer, access)
         whole = with_stream(buffer, access.dim, self.stream)
         self.filled[whole.name] = whole
@@ -190,7 +190,7 @@ class ChunkLoop(abc.ABC):
         shape[access.dim] = window.groups * window.most * _scale(buffer, access, window)
         chunk = dataclasses.replace(
             with_stream(buffer, access.dim, self.stream),
-            name=self.work.names.fresh(f"{buffer.name}_i"),
+            name=self.spec.names.fresh(f"{buffer.name}_i"),
             shape=tuple(shape),
         )
         self.chunks[buffer.name, access] = chunk
@@ -218,19 +218,19 @@ class ChunkLoop(abc.ABC):
         if not is_sum or not is_narrow(buffer):
             self.allocate(buffer)
             return buffer
-        if buffer.name in self.sums:
-            return self.sums[buffer.name]
-        name = self.work.names.fresh(f"{buffer.name}_sum")
+        if buffer.name in self.accumulators:
+            return self.accumulators[buffer.name]
+        name = self.spec.names.fresh(f"{buffer.name}_sum")
         wide = dataclasses.replace(buffer, name=name, dtype=summed_in(buffer.dtype))
         self.allocate(wide)
         unit = unit_of(
-            self.work.names.fresh("narrow"),
+            self.spec.names.fresh("narrow"),
             lambda x: lax.convert_element_type(x, buffer.dtype),
             jax.ShapeDtypeStruct(wide.shape, wide.dtype),
         )
         # Rounded once, behind the loop.
         self.after.append(ir.Compute(unit=unit, ins=(wide,), outs=(buffer,)))
-        self.sums[buffer.name] = wide
+        self.accumulators[buffer.name] = wide
         return wide
 
 
@@ -241,6 +241,6 @@ def with_stream(buffer: ir.Buffer, dim: int, stream: str) -> ir.Buffer:
     return dataclasses.replace(buffer, dims=tuple(dims))
 
 
-def _scale(buffer: ir.Buffer, access: Access, window: Cut) -> int:
+def _scale(buffer: ir.Buffer, access: Access, window: DimChunk) -> int:
     """The elements of the dim that one step stands for."""
     return buffer.shape[access.dim] // (window.groups * window.extent)

@@ -14,7 +14,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex, minimum
 from jhost.lowering.ir.queues import MAIN, on_stream
-from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
+from jhost.lowering.loops.chunk import ChunkLoop, DimChunk, LoopSpec
 
 INDEX = LoopIndex("i")
 
@@ -22,30 +22,30 @@ INDEX = LoopIndex("i")
 class CollectiveLoop(ChunkLoop):
     """A loop of as many iterations as chunks, the last maybe smaller."""
 
-    def __init__(self, work: LoopSpec) -> None:
-        super().__init__(work)
-        self.extent = work.extent
-        self.steps = -(-self.extent // work.choice.chunks)
+    def __init__(self, spec: LoopSpec) -> None:
+        super().__init__(spec)
+        self.extent = spec.extent
+        self.steps = -(-self.extent // spec.choice.chunks)
         # As `torch.chunk` cuts: equal chunks, the last one smaller, maybe fewer than
         # were asked for.  Loops are unrolled, so a smaller chunk costs nothing.
         self.count = -(-self.extent // self.steps)
 
     def statements(self) -> list[ir.Stmt]:
-        for node in self.work.nodes:
+        for node in self.spec.nodes:
             self.node(node)
-        wait, work = in_turns(self.body, self.count, self.work.streams)
+        wait, work = in_turns(self.body, self.count, self.spec.streams)
         return [*self.before, ir.GetCurrentStream(stream=MAIN), wait, work, *self.after]
 
-    def window(self, groups: int) -> Cut:
+    def window(self, groups: int) -> DimChunk:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
         # Every chunk begins and ends at a multiple of this, the smaller last one too.
         grain = math.gcd(self.steps, self.extent)
-        return Cut(start, size, self.steps, self.extent, groups, grain)
+        return DimChunk(start, size, self.steps, self.extent, groups, grain)
 
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """Append the same collective, on a chunk."""
-        out = self.write(node.writes[0], self.work.part(node).writes[0])
+        out = self.write(node.writes[0], self.spec.participation(node).writes[0])
         chunked = dataclasses.replace(stmt, out=out, source=source)
         self.body.extend((chunked, *node.stmts[1:]))
 

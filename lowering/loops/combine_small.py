@@ -49,7 +49,7 @@ _KINDS = ("AllReduce", "AllGather", "ReduceScatter")
 
 _SAID = "{{}}: {} small transfers over {} are one {}"
 
-Groups: TypeAlias = Sequence[Sequence[Communicate]]
+CombinedGroups: TypeAlias = Sequence[Sequence[Communicate]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:
     """The nodes of a program, and the communications that may be combined, by name."""
     if stream_choices(program):
         graph, plan = plan_program(program)
-        streamed = plan.parts.keys()
+        streamed = plan.participations.keys()
     else:
         barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
         graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
@@ -159,7 +159,7 @@ class _CombiningWalk:
         self.close(-1)
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> CombinedGroups:
         """Those that are more than one."""
         return [each.members for each in self.closed if len(each.members) > 1]
 

@@ -22,7 +22,7 @@ DEFAULT_CHUNKS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelining:
-    """What a stream gets: `parts` are the nodes that work in chunks, by number.
+    """What a stream gets, and the `participations` of nodes that work in chunks.
 
     A p2p pipeline moves its chunks along the mesh axes `axes`.  A pipeline that was
     asked for `by_name` stands even where nothing runs beside the transfers.  Loops take
@@ -34,7 +34,7 @@ class Pipelining:
     pipeline: PipelineKind
     chunks: int
     reason: str
-    parts: Mapping[int, Participation]
+    participations: Mapping[int, Participation]
     axes: tuple[str, ...] = ()
     by_name: bool = True
     streams: int | None = None
@@ -76,7 +76,7 @@ def choose_pipeline(
 
 def off(reason: str) -> Pipelining:
     """No pipeline."""
-    return Pipelining(pipeline="off", chunks=1, reason=reason, parts={})
+    return Pipelining(pipeline="off", chunks=1, reason=reason, participations={})
 
 
 def _collective(
@@ -89,7 +89,9 @@ def _collective(
         reason = _fewer_text(chunks, count, extent) + (f"; {why}" if why else "")
     if chunks == 1:
         return off("one chunk is no loop")
-    return Pipelining(pipeline="collective", chunks=chunks, reason=reason, parts=parts)
+    return Pipelining(
+        pipeline="collective", chunks=chunks, reason=reason, participations=parts
+    )
 
 
 def _fewer_text(chunks: int, count: int, extent: int) -> str:
@@ -161,7 +163,7 @@ def _p2p(
         pipeline="p2p",
         chunks=count,
         reason=reason,
-        parts=kept,
+        participations=kept,
         axes=axes,
         by_name=mark.by_name,
         streams=mark.streams,

@@ -114,7 +114,7 @@ class LowerStreams(EachProgram):
 
 def _as_built(choice: Pipelining, graph: Graph) -> Pipelining:
     """What loops go by of a choice: the order of sequences only where rows see some."""
-    stmts = (graph[number].stmt for number in choice.parts)
+    stmts = (graph[number].stmt for number in choice.participations)
     computes = (stmt for stmt in stmts if isinstance(stmt, Compute))
     windows = any(each.rule.window for stmt in computes for each in stmt.unit.eqns)
     zigzag = choice.zigzag or not windows

@@ -24,7 +24,7 @@ from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.index import Constant, Index, linear_rank
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.loops.causal import hidden_steps
-from jhost.lowering.loops.chunk import ChunkLoop, Cut, LoopSpec
+from jhost.lowering.loops.chunk import ChunkLoop, DimChunk, LoopSpec
 from jhost.lowering.loops.collective import chunk_size
 from jhost.lowering.schedule.permutes import combined, is_narrow, part_of, permute
 from jhost.lowering.streams.participation import Access
@@ -38,21 +38,21 @@ class MovingLoop(ChunkLoop):
     of the shard of the device `step` further on; `hidden` steps are left out.
     """
 
-    def __init__(self, work: LoopSpec) -> None:
-        super().__init__(work)
-        self.axes, self.extent = work.choice.axes, work.extent
-        self.devices = axes_size(self.axes, work.mesh)
-        self.rank = linear_rank(self.axes, work.mesh)
-        self.steps = -(-self.extent // (work.choice.chunks // self.devices))
+    def __init__(self, spec: LoopSpec) -> None:
+        super().__init__(spec)
+        self.axes, self.extent = spec.choice.axes, spec.extent
+        self.devices = axes_size(self.axes, spec.mesh)
+        self.rank = linear_rank(self.axes, spec.mesh)
+        self.steps = -(-self.extent // (spec.choice.chunks // self.devices))
         self.pieces = -(-self.extent // self.steps)
-        self.hidden = hidden_steps(work)
+        self.hidden = hidden_steps(spec)
         self.step: Index = Constant(0)
         self.piece: Index = Constant(0)
         self.terms: dict[str, ir.Buffer] = {}
 
     # --- Chunks --------------------------------------------------------------- #
 
-    def window(self, groups: int) -> Cut:
+    def window(self, groups: int) -> DimChunk:
         start = self.piece * self.steps
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
@@ -60,7 +60,7 @@ class MovingLoop(ChunkLoop):
             # The dim is whole here: the place of the shard in it comes first.
             start = self.rank_after(self.step) * self.extent + start
             extent *= self.devices
-        return Cut(start, size, self.steps, extent, grain=grain)
+        return DimChunk(start, size, self.steps, extent, grain=grain)
 
     def rank_after(self, shift: Index) -> Index:
         """The rank of the device `shift` further on; its own, about its own chunk."""
@@ -84,7 +84,7 @@ class MovingLoop(ChunkLoop):
         At both ends of an all-to-all the other dim is cut: device r sends of it what is
         for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
         """
-        part = self.work.part(node)
+        part = self.spec.participation(node)
         if stmt.kind == "ReduceScatter" and part.ratio < 1:
             self.move(self.term(stmt, source), source, self.step)
             return
@@ -103,7 +103,7 @@ class MovingLoop(ChunkLoop):
         self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer
     ) -> None:
         """A communication over other axes: all devices along them are at one step."""
-        name = self.work.names.fresh(stmt.name)
+        name = self.spec.names.fresh(stmt.name)
         self.body.append(dataclasses.replace(stmt, name=name, out=out, source=source))
         self.body.append(ir.Wait(communication=name))
 
@@ -112,7 +112,7 @@ class MovingLoop(ChunkLoop):
         if self.step == Constant(0):
             self.body.append(ir.Set(out=out, source=source))
             return
-        move = permute(source, out, self.axes, shift, self.work.names)
+        move = permute(source, out, self.axes, shift, self.spec.names)
         self.body.extend((move, ir.Wait(communication=move.name)))
 
     def part_of_other(
@@ -123,7 +123,7 @@ class MovingLoop(ChunkLoop):
         size = like.shape[dim]
         # Device r - k works on r's chunk at step k, so the part is that device's.
         start = self.rank_after(self.devices - self.step) * size
-        part = part_of(whole, dim, start, size, self.work.names, like=like)
+        part = part_of(whole, dim, start, size, self.spec.names, like=like)
         self.body.append(part)
         return part.out
 
@@ -143,7 +143,7 @@ class MovingLoop(ChunkLoop):
         scale = shard.shape[stmt.dim] // self.extent
         shape = list(shard.shape)
         shape[stmt.dim] = window.most * scale
-        name = self.work.names.fresh(f"{stmt.out.name}_piece")
+        name = self.spec.names.fresh(f"{stmt.out.name}_piece")
         piece = dataclasses.replace(shard, name=name, shape=tuple(shape))
         select = ir.Select(
             out=piece,
@@ -161,7 +161,7 @@ class MovingLoop(ChunkLoop):
             spread = tuple(ir.Dim(axes=dim.axes) for dim in source.dims)
             terms = dataclasses.replace(
                 stmt.out,
-                name=self.work.names.fresh(f"{stmt.out.name}_terms"),
+                name=self.spec.names.fresh(f"{stmt.out.name}_terms"),
                 # Steps that are left out send nothing.
                 shape=(self.devices - self.hidden.count, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
@@ -175,7 +175,7 @@ class MovingLoop(ChunkLoop):
         """An alias of the term of one step."""
         term = dataclasses.replace(
             terms,
-            name=self.work.names.fresh(f"{terms.name}_i"),
+            name=self.spec.names.fresh(f"{terms.name}_i"),
             shape=terms.shape[1:],
             dims=terms.dims[1:],
         )
@@ -189,7 +189,7 @@ class MovingLoop(ChunkLoop):
         """The terms added up, in the order of the steps."""
         # In one order on each device, so that a second run gives the same bits.
         self.body = []
-        for node in self.work.nodes:
+        for node in self.spec.nodes:
             stmt = node.stmt
             if isinstance(stmt, ir.Communicate) and stmt.out.name in self.terms:
                 self.total(stmt)
@@ -207,7 +207,7 @@ class MovingLoop(ChunkLoop):
         assert stmt.reducer is not None
         count = self.devices - self.hidden.count
         return unit_of(
-            self.work.names.fresh("total"),
+            self.spec.names.fresh("total"),
             functools.partial(combined, stmt.reducer, is_narrow(stmt.out)),
             *[jax.ShapeDtypeStruct(stmt.out.shape, stmt.out.dtype)] * count,
         )

@@ -24,14 +24,14 @@ from jhost.lowering.streams.participation import Access
 class P2PLoop(MovingLoop):
     """A loop over the other devices' chunks, and this device's own around it."""
 
-    def __init__(self, work: LoopSpec) -> None:
-        super().__init__(work)
-        self.group = work.nodes
-        growths = [work.part(node).ratio for node in work.nodes]
+    def __init__(self, spec: LoopSpec) -> None:
+        super().__init__(spec)
+        self.group = spec.nodes
+        growths = [spec.participation(node).ratio for node in spec.nodes]
         self.receives, self.sends = max(growths) > 1, min(growths) < 1
         # A stream waits for what it has sent, and would hold back the receive after.
-        fewer = None if self.sends else work.choice.streams
-        self.streams = min(work.streams, fewer or work.streams)
+        fewer = None if self.sends else spec.choice.streams
+        self.streams = min(spec.streams, fewer or spec.streams)
 
     def statements(self) -> list[ir.Stmt]:
         head, tail = self.split(self.pieces)

@@ -42,7 +42,7 @@ class PlannedStreams:
     @property
     def pipelined(self) -> set[int]:
         """The nodes that work in chunks, by number."""
-        return {number for each in self.made.values() for number in each.parts}
+        return {number for each in self.made.values() for number in each.participations}
 
     def remarks(self) -> list[Remark]:
         """What became of each stream, and why streams stop where they do."""
@@ -90,7 +90,9 @@ def _choose(
 ) -> Pipelining:
     mark, extent = plan.marks[stream], plan.extents[stream]
     try:
-        return choose_pipeline(mark, extent, graph, plan.parts_of(stream), mesh)
+        return choose_pipeline(
+            mark, extent, graph, plan.participations_of(stream), mesh
+        )
     except (errors.PipelineError, errors.ChunksError) as refusal:
         if strict:
             raise
@@ -111,7 +113,7 @@ def wishes_that_fail(
         if reason:
             wish = _wish_among(mark, "chunks")
         else:
-            parts = plan.parts_of(stream)
+            parts = plan.participations_of(stream)
             try:
                 choose_pipeline(mark, plan.extents[stream], graph, parts, mesh)
             except errors.PipelineError as refusal:
@@ -238,7 +240,7 @@ def _without_work(graph: Graph, plan: StreamPlan) -> Iterator[tuple[str, str]]:
     """The streams with chunks around which nothing works in any, and why."""
     for stream, mark in plan.marks.items():
         asked = mark.chunks not in (None, 1)
-        if not asked or plan.parts_of(stream) or plan.extents[stream] > 1:
+        if not asked or plan.participations_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():
             reads_writes = (*graph[number].reads, *graph[number].writes)
@@ -267,7 +269,8 @@ def stream_report(
         lines=mark.lines,
         predicted=mark.predicted,
         measured=mark.measured,
-        moves=not made.parts or any(moves(graph[number].stmt) for number in made.parts),
+        moves=not made.participations
+        or any(moves(graph[number].stmt) for number in made.participations),
     )
 
 
@@ -284,7 +287,7 @@ def plain_reports(
     """Reports on marks that are better not pipelined, one for each line."""
     streams = {
         buffer.name: part.stream
-        for number, part in plan.parts.items()
+        for number, part in plan.participations.items()
         for buffer in graph[number].writes
     }
     said: set[tuple[tuple[str, ...], str]] = set()
@@ -299,6 +302,6 @@ def plain_reports(
 def stop_notes(graph: Graph, plan: StreamPlan) -> Iterator[Note]:
     """Where streams stopped, and why."""
     for number, reason in plan.declined.items():
-        if number not in plan.parts:
+        if number not in plan.participations:
             values = tuple(buffer.name for buffer in graph[number].writes)
             yield Note(form=f"streams stop before {{}}: {reason}", values=values)

@@ -86,7 +86,7 @@ class _Factor:
         return free and whole and all(alike)
 
 
-_Factors: TypeAlias = Callable[[], Sequence[_Factor]]
+_FindFactors: TypeAlias = Callable[[], Sequence[_Factor]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,7 +99,9 @@ class _Uses:
     parts: list[tuple[ir.Select, Mapping[str, int]]] = dataclasses.field(
         default_factory=list[tuple[ir.Select, Mapping[str, int]]]
     )
-    computations: list[_Factors] = dataclasses.field(default_factory=list[_Factors])
+    computations: list[_FindFactors] = dataclasses.field(
+        default_factory=list[_FindFactors]
+    )
 
 
 def rotated_values(program: Program) -> set[ValueName]:
@@ -183,7 +185,7 @@ class _Rotations:
             self.same.merge((id(body), inside.name), (owner, outside.name))
 
     def computation(
-        self, owner: int, stmt: ir.Compute | ir.Set, found: _Factors
+        self, owner: int, stmt: ir.Compute | ir.Set, found: _FindFactors
     ) -> None:
         factors = functools.cache(found)
         for buffer in itertools.chain(*reads_writes(stmt)):

@@ -34,18 +34,18 @@ class ZigzagLoop(P2PLoop):
     """
 
     def __init__(
-        self, work: LoopSpec, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
+        self, spec: LoopSpec, dims: Mapping[str, int], ordered: dict[str, ir.Buffer]
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
-        for buffer in _touched(work):
+        for buffer in _touched(spec):
             # Once in a program: a later loop finds it in zigzag order.
             if buffer.name in dims and buffer.name not in ordered:
-                name = work.names.fresh(f"{buffer.name}_zigzag")
+                name = spec.names.fresh(f"{buffer.name}_zigzag")
                 ordered[buffer.name] = dataclasses.replace(buffer, name=name)
                 self.exchanges.append((buffer, dims[buffer.name]))
         self.ordered = ordered
-        self.made = {buffer.name for node in work.nodes for buffer in node.writes}
-        super().__init__(_reordered(work, {name: ordered[name] for name in dims}))
+        self.made = {buffer.name for node in spec.nodes for buffer in node.writes}
+        super().__init__(_reordered(spec, {name: ordered[name] for name in dims}))
 
     def statements(self) -> list[ir.Stmt]:
         return [
@@ -69,7 +69,7 @@ class ZigzagLoop(P2PLoop):
     def exchange(self, buffer: ir.Buffer, dim: int, back: bool) -> Iterator[ir.Stmt]:
         """A value's halves from order of position to zigzag order, or `back`."""
         ordered = self.ordered[buffer.name]
-        size, names = buffer.shape[dim] // 2, self.work.names
+        size, names = buffer.shape[dim] // 2, self.spec.names
         waits: list[ir.Stmt] = []
         yield ir.Allocate(buffer=buffer if back else ordered)
         for each in exchanges(self.rank, self.devices):
@@ -89,25 +89,25 @@ class ZigzagLoop(P2PLoop):
         yield from waits
 
 
-def _touched(work: LoopSpec) -> Iterator[ir.Buffer]:
+def _touched(spec: LoopSpec) -> Iterator[ir.Buffer]:
     """Each buffer that the nodes read or write, once."""
-    every = (b for node in work.nodes for b in (*node.reads, *node.writes))
+    every = (b for node in spec.nodes for b in (*node.reads, *node.writes))
     yield from {buffer.name: buffer for buffer in every}.values()
 
 
-def _reordered(work: LoopSpec, ordered: Mapping[str, ir.Buffer]) -> LoopSpec:
+def _reordered(spec: LoopSpec, ordered: Mapping[str, ir.Buffer]) -> LoopSpec:
     """The work on buffers in zigzag order instead."""
-    devices = axes_size(work.choice.axes, work.mesh)
-    new = {id(node): _node_on(node, ordered, devices) for node in work.nodes}
-    parts = {id(new[id(node)]): work.part(node) for node in work.nodes}
+    devices = axes_size(spec.choice.axes, spec.mesh)
+    new = {id(node): _node_on(node, ordered, devices) for node in spec.nodes}
+    parts = {id(new[id(node)]): spec.participation(node) for node in spec.nodes}
     readers = {
         name: [id(new[reader]) if reader in new else reader for reader in found]
-        for name, found in work.readers.items()
+        for name, found in spec.readers.items()
     }
     # 0 stands for the caller: exchanges read these outside of the loop.
     readers |= {buffer.name: [0] for buffer in ordered.values()}
     return dataclasses.replace(
-        work, nodes=tuple(new.values()), parts=parts, readers=readers
+        spec, nodes=tuple(new.values()), participations=parts, readers=readers
     )
 
 
@@ -130,20 +130,20 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
 # --- Which loops, and what they exchange -------------------------------------------- #
 
 
-def is_causal(work: LoopSpec) -> bool:
+def is_causal(spec: LoopSpec) -> bool:
     """Whether queries, sharded as keys are, see all of those up to their positions."""
-    return any(_is_triangular(node, work) for node in work.nodes)
+    return any(_is_triangular(node, spec) for node in spec.nodes)
 
 
-def _is_triangular(node: Node, work: LoopSpec) -> bool:
-    seen = window_of(node, work)
+def _is_triangular(node: Node, spec: LoopSpec) -> bool:
+    seen = window_of(node, spec)
     return seen is not None and seen.is_causal
 
 
-def share_of_work(work: LoopSpec, dims: Mapping[str, int] | str) -> Note:
+def share_of_work(spec: LoopSpec, dims: Mapping[str, int] | str) -> Note:
     """Says how a causal loop shares its work: it exchanges `dims`, or says why not."""
-    values = tuple(buffer.name for node in work.nodes for buffer in node.writes)
-    devices = axes_size(work.choice.axes, work.mesh)
+    values = tuple(buffer.name for node in spec.nodes for buffer in node.writes)
+    devices = axes_size(spec.choice.axes, spec.mesh)
     if isinstance(dims, str):
         text = f"position, so the last device has {2 * devices - 1}/{devices**2}"
         return Note(form=f"{{}}: in order of {text} of the work: {dims}", values=values)
@@ -151,22 +151,22 @@ def share_of_work(work: LoopSpec, dims: Mapping[str, int] | str) -> Note:
     return Note(form=f"{{}}: {text}", values=values)
 
 
-def dims_in_zigzag_order(work: LoopSpec) -> Mapping[str, int] | str:
+def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
     """The dims of what a causal loop reads and makes that are exchanged.
 
     Or the reason why it has to be about sequences in order of position.
     """
-    if not work.choice.zigzag:
+    if not spec.choice.zigzag:
         return "exchanges are predicted to take longer than they save"
-    if work.extent % 2:
-        return f"a device's {counted(work.extent, 'position')} have no two halves"
-    made = {buffer.name for node in work.nodes for buffer in node.writes}
-    for node in work.nodes:
-        if reason := _reason(node, work, made):
+    if spec.extent % 2:
+        return f"a device's {counted(spec.extent, 'position')} have no two halves"
+    made = {buffer.name for node in spec.nodes for buffer in node.writes}
+    for node in spec.nodes:
+        if reason := _reason(node, spec, made):
             return reason
     used: dict[str, set[int | None]] = {}
-    for node in work.nodes:
-        for name, dim in _uses(node, work):
+    for node in spec.nodes:
+        for name, dim in _uses(node, spec):
             used.setdefault(name, set()).add(dim)
     # An exchange moves one dim of a value.
     mixed = [name for name, dims in used.items() if len(dims) > 1]
@@ -176,25 +176,25 @@ def dims_in_zigzag_order(work: LoopSpec) -> Mapping[str, int] | str:
     return {name: dim for name, dim in dims.items() if dim is not None}
 
 
-def _reason(node: Node, work: LoopSpec, made: set[str]) -> str:
+def _reason(node: Node, spec: LoopSpec, made: set[str]) -> str:
     """Why a node cannot work on sequences in another order, if it cannot."""
-    part, rule = work.part(node), rule_of(node)
+    part, rule = spec.participation(node), rule_of(node)
     counts = rule is not None and part.factor in rule.counted
-    if counts and not _is_triangular(node, work):
+    if counts and not _is_triangular(node, spec):
         return "positions are counted in the loop"
     moves = isinstance(node.stmt, ir.Communicate) and node.stmt.kind != "AllToAll"
     comes = moves and part.ratio > 1
     goes = moves and part.ratio < 1
     if not comes and any(node.reads[i].name not in made for i in part.reads):
         return "the loop takes parts of other values"
-    if not goes and any(work.leaves(node.writes[i]) for i in part.writes):
+    if not goes and any(spec.leaves(node.writes[i]) for i in part.writes):
         return "what the loop makes part by part is used after it"
     return ""
 
 
-def _uses(node: Node, work: LoopSpec) -> Iterator[tuple[str, int | None]]:
+def _uses(node: Node, spec: LoopSpec) -> Iterator[tuple[str, int | None]]:
     """The values, with a dim each, that a node has from outside or makes for it."""
-    part, stmt = work.part(node), node.stmt
+    part, stmt = spec.participation(node), node.stmt
     if isinstance(stmt, ir.Communicate):
         if part.ratio > 1:
             yield stmt.source.name, stmt.dim

@@ -21,12 +21,12 @@ from jhost.lowering.ir.operation import operand_maps
 from jhost.lowering.ir.program import Program
 from jhost.lowering.padding.region import PadRequest
 
-_Dim: TypeAlias = tuple[int, str, int]
+_DimOfValue: TypeAlias = tuple[int, str, int]
 """A dim of a value: the program by its id, the value's name, and which dim it is."""
 
-_Axes: TypeAlias = tuple[str, ...]
+_MarkAxes: TypeAlias = tuple[str, ...]
 
-ReachedAxes: TypeAlias = Mapping[_Dim, set[_Axes]]
+ReachedAxes: TypeAlias = Mapping[_DimOfValue, set[_MarkAxes]]
 """By dim, the axes that may come to lie on it, each as a mark has them."""
 
 
@@ -62,13 +62,13 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Wish:
-    dim: _Dim
+class _WindowedDim:
+    dim: _DimOfValue
     size: int
     where: str
 
 
-def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_Wish]:
+def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_WindowedDim]:
     """The dims that a computation reads in windows, and those that they make."""
     (unit_eqn,) = stmt.unit.eqns
     rule = unit_eqn.rule
@@ -81,7 +81,7 @@ def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_Wish]:
         for dim, mapped in enumerate(dims):
             if mapped is not None and mapped.factor in rule.windowed:
                 key = id(program), buffer.name, dim
-                yield _Wish(key, buffer.shape[dim], where)
+                yield _WindowedDim(key, buffer.shape[dim], where)
 
 
 # --- Where axes may come ------------------------------------------------------------ #
@@ -89,9 +89,9 @@ def _windowed(program: Program, stmt: ir.Compute) -> Iterator[_Wish]:
 
 def reached_axes(program: Program) -> ReachedAxes:
     """The axes that users put on some dim and that follow factors to others."""
-    beside: dict[_Dim, set[_Dim]] = {}
-    reached: dict[_Dim, set[_Axes]] = {}
-    queue: deque[tuple[_Dim, _Axes]] = deque()
+    beside: dict[_DimOfValue, set[_DimOfValue]] = {}
+    reached: dict[_DimOfValue, set[_MarkAxes]] = {}
+    queue: deque[tuple[_DimOfValue, _MarkAxes]] = deque()
     for each in programs(program):
         for dims in _alike(each):
             first, *others = dims
@@ -113,7 +113,7 @@ def reached_axes(program: Program) -> ReachedAxes:
     return reached
 
 
-def _alike(program: Program) -> Iterator[list[_Dim]]:
+def _alike(program: Program) -> Iterator[list[_DimOfValue]]:
     """Groups of dims that an axis may lie on together."""
     for stmt in program.body:
         if isinstance(stmt, ir.Compute):
@@ -124,9 +124,9 @@ def _alike(program: Program) -> Iterator[list[_Dim]]:
             yield from _across(program, stmt)
 
 
-def _by_factor(program: Program, stmt: ir.Compute) -> Iterator[list[_Dim]]:
+def _by_factor(program: Program, stmt: ir.Compute) -> Iterator[list[_DimOfValue]]:
     (unit_eqn,) = stmt.unit.eqns
-    found: dict[int, list[_Dim]] = {}
+    found: dict[int, list[_DimOfValue]] = {}
     maps = (*operand_maps(stmt), *unit_eqn.rule.results)
     for buffer, dims in zip((*stmt.ins, *stmt.outs), maps, strict=True):
         for dim, mapped in enumerate(dims):
@@ -136,7 +136,7 @@ def _by_factor(program: Program, stmt: ir.Compute) -> Iterator[list[_Dim]]:
     yield from found.values()
 
 
-def _across(program: Program, stmt: ir.ControlFlow) -> Iterator[list[_Dim]]:
+def _across(program: Program, stmt: ir.ControlFlow) -> Iterator[list[_DimOfValue]]:
     """Dims inside of bodies and outside of them; stacked values have one more there."""
     match stmt:
         case ir.Scan(body=body):
@@ -176,7 +176,7 @@ def _pairs(
     inside: Program,
     other: ir.Buffer,
     stacked: int = 0,
-) -> Iterator[list[_Dim]]:
+) -> Iterator[list[_DimOfValue]]:
     for dim in range(len(other.shape)):
         yield [
             (id(outside), buffer.name, dim + stacked),

@@ -10,7 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 
 from jhost.lowering.rules.building import along, leading
-from jhost.lowering.rules.dim_rule import DimRule, Place, bind, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, bind, rule, shape_of
 
 # --- Along one dim or a few --------------------------------------------------- #
 
@@ -59,13 +59,13 @@ def fft(eqn: JaxprEqn) -> DimRule:
     return dataclasses.replace(made, rebind=_rebind_fft)
 
 
-def _rebind_fft(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def _rebind_fft(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """Transforms, and leaves the result in row-major order.
 
     XLA:CPU (of JAX 0.10 to 0.12) refuses any other order when the transform runs, and
     itself asks for one where a collective along another dim than the first follows.
     """
-    del place
+    del shard
     rows = Layout(tuple(range(len(shape_of(eqn.invars[0])))))
     return [with_layout_constraint(out, rows) for out in bind(eqn, args)]
 

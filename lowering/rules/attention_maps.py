@@ -17,7 +17,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     part_shape,
 )
 from jhost.lowering.rules.reducers import Reducer
@@ -103,19 +103,19 @@ class Maps:
     ) -> DimRule:
         """The rule, with the work of a product of that depth for each head."""
 
-        def matmul(place: Place) -> tuple[int, int, int, int]:
-            return *self.scores(place), depth
+        def matmul(shard: Shard) -> tuple[int, int, int, int]:
+            return *self.scores(shard), depth
 
         made = self.factors.rule(operands, results)
         made = dataclasses.replace(made, matmul=matmul)
         return self._in_blocks(made, blocks, combine) if self.queries else made
 
-    def scores(self, place: Place) -> tuple[int, int, int]:
+    def scores(self, shard: Shard) -> tuple[int, int, int]:
         """How many are made at a place: heads of all batches, queries, keys of each."""
-        batch = part_shape(self.batch, self.sizes.B, place)
-        times = math.prod(batch) * self.group * place.size(self.shared.factor)
-        rows = _positions(place, self.queries, self.sizes.T)
-        columns = _positions(place, self.keys, self.sizes.S)
+        batch = part_shape(self.batch, self.sizes.B, shard)
+        times = math.prod(batch) * self.group * shard.size(self.shared.factor)
+        rows = _positions(shard, self.queries, self.sizes.T)
+        columns = _positions(shard, self.keys, self.sizes.S)
         return times, len(rows), keys_seen(rows, columns, self.left, self.right)
 
     def _in_blocks(
@@ -166,10 +166,10 @@ def keys_seen(
     return int(np.ceil(np.mean(seen))) if len(queries) else 0
 
 
-def _positions(place: Place, dim: FactorDim | None, size: int) -> np.ndarray:
+def _positions(shard: Shard, dim: FactorDim | None, size: int) -> np.ndarray:
     """The positions in a sequence that are worked on at a place that is known."""
     if dim is None:
         return np.arange(size)
-    starts, here = place.starts(dim.factor), place.size(dim.factor)
+    starts, here = shard.starts(dim.factor), shard.size(dim.factor)
     local = np.arange(here // len(starts))
     return np.concatenate([start + local for start in starts])

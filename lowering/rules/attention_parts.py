@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost._dtypes import summed_in
 from jhost._jax import aval_of
-from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Place
+from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
 
 _MOST_BLOCKS = 64
 
@@ -84,11 +84,11 @@ class AttentionBlocks(abc.ABC):
         return self.as_it_is(eqn, args)
 
     def __call__(
-        self, eqn: JaxprEqn, args: Sequence[Any], place: Place
+        self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard
     ) -> Sequence[Any]:
-        positions = map(place.positions, (self.queries, self.keys))
-        outs = self.on_parts(eqn, [*args, *positions], place)
-        if place.accumulator is not None:
+        positions = map(shard.positions, (self.queries, self.keys))
+        outs = self.on_parts(eqn, [*args, *positions], shard)
+        if shard.accumulator is not None:
             return outs  # which takes them as wide as they are
         dtypes = [aval_of(var).dtype for var in eqn.outvars]
         return [*map(lax.convert_element_type, outs, dtypes)]
@@ -112,20 +112,20 @@ class AttentionBlocks(abc.ABC):
         ]
 
     def on_parts(
-        self, eqn: JaxprEqn, args: Sequence[Any], place: Place
+        self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard
     ) -> Sequence[Any]:
         """What the parts of queries and keys give, by where they stand in the whole."""
         both = self.queries, self.keys
-        here = tuple(map(place.size, both))
+        here = tuple(map(shard.size, both))
         if here == self.sizes:
             return self.whole(eqn, args)
         # No position matters, so any part is as the whole.
         if self.window.sees_all:
             return self.as_it_is(eqn, args)
-        if self.sizes == tuple(size * place.zigzag for size in here):
-            first, *_ = map(operator.sub, *map(place.starts, both))
+        if self.sizes == tuple(size * shard.zigzag for size in here):
+            first, *_ = map(operator.sub, *map(shard.starts, both))
             return self.halves(eqn, args, here[0] // 2, first)
-        side, rows, columns = self.blocks(place)
+        side, rows, columns = self.blocks(shard)
         if not side:
             return self.masked(eqn, args)
         parts = [
@@ -136,13 +136,13 @@ class AttentionBlocks(abc.ABC):
         ]
         return self.along(self.queries, parts)
 
-    def blocks(self, place: Place) -> tuple[int, list[Any], list[Any]]:
+    def blocks(self, shard: Shard) -> tuple[int, list[Any], list[Any]]:
         """The side of the blocks, and where those of queries and of keys begin.
 
         The side is 0 where there are none, or too many.
         """
         both = self.queries, self.keys
-        starts, here = [*map(place.starts, both)], [*map(place.size, both)]
+        starts, here = [*map(shard.starts, both)], [*map(shard.size, both)]
         stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
         side = math.gcd(*stretches)
         count = math.prod(size // max(side, 1) for size in here)

@@ -12,8 +12,8 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
     Rebind,
+    Shard,
     bind,
     bind_same,
     part_shape,
@@ -95,16 +95,16 @@ def without(dims: Dims, removed: Container[int]) -> Dims:
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
-def first_step(place: Place, factor: int) -> Any:
-    """Where the steps of `factor` at `place` begin in the whole."""
-    return lax.index_in_dim(place.positions(factor), 0, keepdims=False)
+def first_step(shard: Shard, factor: int) -> Any:
+    """Where the steps of `factor` at `shard` begin in the whole."""
+    return lax.index_in_dim(shard.positions(factor), 0, keepdims=False)
 
 
 def rebind_local(parameter: str, dims: Dims) -> Rebind:
     """The rebind of equations whose `parameter` has the sizes of `dims`."""
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        sizes = part_shape(dims, eqn.params[parameter], place)
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        sizes = part_shape(dims, eqn.params[parameter], shard)
         return bind(eqn, args, **{parameter: sizes})
 
     return rebind

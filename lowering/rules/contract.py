@@ -15,7 +15,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     bind,
     bind_same,
     rule,
@@ -73,14 +73,14 @@ def _reducer(eqn: JaxprEqn) -> Reducer:
     return sum_of(aval_of(eqn.outvars[0]).dtype)
 
 
-def rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def rebind_product(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """A product whose sum goes on in an accumulator is not rounded before."""
-    if place.accumulator is None:
+    if shard.accumulator is None:
         return bind(eqn, args)
-    return bind(eqn, args, preferred_element_type=place.accumulator)
+    return bind(eqn, args, preferred_element_type=shard.accumulator)
 
 
-def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """A product of matrices, where a dim stands outside of those of the batch.
 
     XLA merges free dims, and contracted ones, behind transposes of its own.  Where it
@@ -89,7 +89,7 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     """
     contract, batch = eqn.params["dimension_numbers"]
     if not contract[0] or not read_in_other_order(eqn):
-        outs = rebind_product(eqn, args, place)
+        outs = rebind_product(eqn, args, shard)
         return _summed(outs, eqn, args[0], contract[0])
     first = tuple(range(len(batch[0])))
     (lhs, lhs_dim, rows), (rhs, rhs_dim, columns) = map(
@@ -97,7 +97,7 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> lis
     )
     numbers = ((lhs_dim,), (rhs_dim,)), (first, first)
     eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
-    (out,) = rebind_product(eqn, [lhs, rhs], place)
+    (out,) = rebind_product(eqn, [lhs, rhs], shard)
     (out,) = _summed([out], eqn, args[0], contract[0])
     return [out.reshape(*out.shape[: len(first)], *rows, *columns)]
 
@@ -152,11 +152,11 @@ def reduction(eqn: JaxprEqn) -> DimRule:
     return factors.rule([dims], [without(dims, axes)], rebind)
 
 
-def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """A sum that goes on in an accumulator is made in its dtype."""
     (x,) = args
-    if place.accumulator is not None:
-        x = lax.convert_element_type(x, place.accumulator)
+    if shard.accumulator is not None:
+        x = lax.convert_element_type(x, shard.accumulator)
     return _summed(bind(eqn, [x]), eqn, x, eqn.params["axes"])
 
 

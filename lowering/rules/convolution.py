@@ -14,8 +14,8 @@ from jhost.lowering.rules.contract import rebind_product
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
-    Place,
     Rebind,
+    Shard,
     rule,
     shape_of,
 )
@@ -40,12 +40,12 @@ class _ConvolutionMaps:
         self.maps: tuple[dict[int, FactorDim], ...] = ({}, {}, {})
         self.reducer: Reducer = sum_of(aval_of(eqn.outvars[0]).dtype)
 
-    def size(self, value: int, place: int) -> int:
+    def size(self, value: int, shard: int) -> int:
         """The size of a dim, by its place in the numbers."""
-        return self.shapes[value][self.specs[value][place]]
+        return self.shapes[value][self.specs[value][shard]]
 
-    def put(self, value: int, place: int, mapped: FactorDim) -> None:
-        self.maps[value][self.specs[value][place]] = mapped
+    def put(self, value: int, shard: int, mapped: FactorDim) -> None:
+        self.maps[value][self.specs[value][shard]] = mapped
 
     def rule(self, rebind: Rebind) -> DimRule:
         lhs, rhs, out = (
@@ -95,8 +95,8 @@ def _in_groups(maps: _ConvolutionMaps, features: int, batches: int) -> int | Non
     factor = maps.factors.new(count)
     # Groups of the left's features, or of its batch.
     left = 1 if features > 1 else 0
-    for value, place in ((_LHS, left), (_RHS, 0), (_OUT, 1)):
-        maps.put(value, place, FactorDim(factor, maps.size(value, place) // count))
+    for value, shard in ((_LHS, left), (_RHS, 0), (_OUT, 1)):
+        maps.put(value, shard, FactorDim(factor, maps.size(value, shard) // count))
     return factor
 
 
@@ -106,8 +106,8 @@ def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
     The kernel of a derivative is as large as the result was.  Its positions are summed
     over then.
     """
-    params, place = maps.eqn.params, space + 2
-    sizes = [maps.size(value, place) for value in (_LHS, _RHS, _OUT)]
+    params, shard = maps.eqn.params, space + 2
+    sizes = [maps.size(value, shard) for value in (_LHS, _RHS, _OUT)]
     if not all(sizes):
         return None
     strides = params["window_strides"][space], params["rhs_dilation"][space]
@@ -123,9 +123,9 @@ def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
         steps=(0, count),
     )
     factor = maps.factors.new(count, maps.reducer if by_kernel else None)
-    maps.put(_RHS if by_kernel else _OUT, place, FactorDim(factor))
+    maps.put(_RHS if by_kernel else _OUT, shard, FactorDim(factor))
     mapped = reading_dim(factor, reads, count)
-    maps.put(_LHS, place, mapped)
+    maps.put(_LHS, shard, mapped)
     return mapped
 
 
@@ -134,20 +134,20 @@ def _rebind(
 ) -> Rebind:
     by_dim = dict(zip(dims, spaces, strict=True))
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x, kernel), params = args, dict(eqn.params)
         padding, dilation = [*params["padding"]], [*params["lhs_dilation"]]
-        x = without_padding(x, [by_dim.get(dim) for dim in range(x.ndim)], place)
+        x = without_padding(x, [by_dim.get(dim) for dim in range(x.ndim)], shard)
         for space, (dim, mapped) in enumerate(zip(dims, spaces, strict=True)):
-            if not is_whole(mapped, place):
+            if not is_whole(mapped, shard):
                 assert mapped is not None
-                x = window_of(x, dim, mapped, place, x.dtype.type(0))
+                x = window_of(x, dim, mapped, shard, x.dtype.type(0))
                 padding[space], dilation[space] = (0, 0), 1
         if groups is not None:
             grouped = params["feature_group_count"] > 1
             name = "feature_group_count" if grouped else "batch_group_count"
-            params[name] = place.size(groups)
+            params[name] = shard.size(groups)
         params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
-        return rebind_product(eqn.replace(params=params), [x, kernel], place)
+        return rebind_product(eqn.replace(params=params), [x, kernel], shard)
 
     return rebind

@@ -51,7 +51,7 @@ def aligned(dims: Dims) -> Dims:
     return tuple(None if d is None or d.reads is not None else d for d in dims)
 
 
-class Place(Protocol):
+class Shard(Protocol):
     """Where an equation runs: which part of each factor is worked on there."""
 
     def size(self, factor: int) -> int:
@@ -84,7 +84,7 @@ class Place(Protocol):
         ...
 
 
-Rebind: TypeAlias = Callable[[JaxprEqn, Sequence[Any], Place], Sequence[Any]]
+Rebind: TypeAlias = Callable[[JaxprEqn, Sequence[Any], Shard], Sequence[Any]]
 Combine: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
@@ -97,9 +97,9 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def bind_same(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def bind_same(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """The rebind of equations whose parameters carry no shapes."""
-    del place
+    del shard
     return bind(eqn, args)
 
 
@@ -136,7 +136,7 @@ class DimRule:
             reduced factor that some result follows is parallel in that result.
         operands: for each operand, the factor that each dim follows.
         results: the same for each result.
-        rebind: runs the equation on the parts that a `Place` names.
+        rebind: runs the equation on the parts that a `Shard` names.
         counted: the factors whose positions in the whole `rebind` asks for.
         picked: the factors of which indices pick single steps.
         updates: the factors along which updates of one value are reduced.
@@ -168,8 +168,8 @@ class DimRule:
     combine: Combine | None = None
     opaque: bool = False
     reason: str = ""
-    matmul: Callable[[Place], tuple[int, int, int, int]] | None = None
-    traffic: Callable[[Place], int] | None = None
+    matmul: Callable[[Shard], tuple[int, int, int, int]] | None = None
+    traffic: Callable[[Shard], int] | None = None
     pinned: tuple[tuple[str, ...], ...] | None = None
     windowed: frozenset[int] = dataclasses.field(init=False)
     contracts: bool = dataclasses.field(init=False)
@@ -287,16 +287,16 @@ def without_factors(eqn: JaxprEqn, reason: str = "") -> DimRule:
     )
 
 
-def part_shape(dims: Dims, shape: Sequence[int], place: Place) -> tuple[int, ...]:
-    """The shape that `place` leaves of a value of `shape` mapped by `dims`."""
+def part_shape(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[int, ...]:
+    """The shape that `shard` leaves of a value of `shape` mapped by `dims`."""
     return tuple(
-        size if dim is None else _part_size(dim, size, place)
+        size if dim is None else _part_size(dim, size, shard)
         for dim, size in zip(dims, shape, strict=True)
     )
 
 
-def _part_size(dim: FactorDim, size: int, place: Place) -> int:
-    steps = place.size(dim.factor)
+def _part_size(dim: FactorDim, size: int, shard: Shard) -> int:
+    steps = shard.size(dim.factor)
     if dim.reads is None:
         return steps * dim.scale
-    return size if place.parts(dim.factor) == 1 else dim.reads.window(steps)
+    return size if shard.parts(dim.factor) == 1 else dim.reads.window(steps)

@@ -12,7 +12,7 @@ from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
-    Place,
+    Shard,
     rule,
     shape_of,
     without_factors,
@@ -173,8 +173,8 @@ def constraint(eqn: JaxprEqn) -> DimRule:
     return factors.rule([dims], [dims], _pass_on)
 
 
-def _pass_on(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]:
-    del eqn, place
+def _pass_on(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> Sequence[Any]:
+    del eqn, shard
     return args
 
 

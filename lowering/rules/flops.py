@@ -6,7 +6,7 @@ import math
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jhost.lowering.rules.dim_rule import DimRule, Place, factors_of, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, factors_of, shape_of
 
 
 def flops_of(eqn: JaxprEqn) -> int:
@@ -29,13 +29,13 @@ def flops_of(eqn: JaxprEqn) -> int:
     return max(sizes, default=0)
 
 
-def matmul_of(rule: DimRule, place: Place) -> tuple[int, int, int, int]:
+def matmul_of(rule: DimRule, shard: Shard) -> tuple[int, int, int, int]:
     """Batch, m, n and k of a contraction's part."""
     left, right = factors_of(rule.operands[0]), factors_of(rule.operands[1])
     out = factors_of(rule.results[0])
 
     def product(factors: set[int]) -> int:
-        return math.prod(place.size(factor) for factor in factors)
+        return math.prod(shard.size(factor) for factor in factors)
 
     both = left & right
     return (

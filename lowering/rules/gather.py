@@ -20,8 +20,8 @@ from jhost.lowering.rules.building import Factors, without
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
-    Place,
     Rebind,
+    Shard,
     bind,
     part_shape,
     rule,
@@ -99,19 +99,19 @@ def _reducer(eqn: JaxprEqn) -> Reducer | None:
 
 
 def _rebind(rows: Rows, window: Dims) -> Rebind:
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        sizes = part_shape(window, eqn.params["slice_sizes"], place)
-        if not rows.are_cut(shape_of(eqn.invars[0]), place):
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        sizes = part_shape(window, eqn.params["slice_sizes"], shard)
+        if not rows.are_cut(shape_of(eqn.invars[0]), shard):
             return bind(eqn, args, slice_sizes=sizes)
-        return [_of_part(eqn, args, sizes, rows, place)]
+        return [_of_part(eqn, args, sizes, rows, shard)]
 
     return rebind
 
 
 def _of_part(
-    eqn: JaxprEqn, args: Sequence[Any], sizes: Sequence[int], rows: Rows, place: Place
+    eqn: JaxprEqn, args: Sequence[Any], sizes: Sequence[int], rows: Rows, shard: Shard
 ) -> jax.Array:
-    """What the part at `place` has of a lookup, and no more for what others have."""
+    """What the part at `shard` has of a lookup, and no more for what others have."""
     operand, indices = args
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     if fills:  # so does JAX, and wider ones wrap round
@@ -120,7 +120,7 @@ def _of_part(
     indices = rows.bounded(indices, clip=not fills)
     # Indices of other parts' rows are clipped into this one, and what they find is
     # replaced below.
-    local, here = rows.found_in(place, indices)
+    local, here = rows.found_in(shard, indices)
     (found,) = bind(
         eqn,
         (operand, local),
@@ -135,7 +135,7 @@ def _of_part(
         return found
     # One part alone fills in.
     fill = lax.full_like(found, eqn.params["fill_value"])
-    fill = lax.select(holds_first(place, rows.cuttable), fill, nothing)
+    fill = lax.select(holds_first(shard, rows.cuttable), fill, nothing)
     valid = rows.in_bounds(indices)
     return lax.select(_over_result(valid, eqn, found), found, fill)
 

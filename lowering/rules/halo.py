@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import DimRule, Place, rule, shape_of
+from jhost.lowering.rules.dim_rule import DimRule, Shard, rule, shape_of
 
 
 def _edge(
@@ -44,9 +44,9 @@ def edge(eqn: JaxprEqn) -> DimRule:
     """One factor: the devices, which have a start each."""
     dim, size, starts = (eqn.params[name] for name in ("dim", "size", "starts"))
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x,) = args
-        return [_slice_at(x, _here(starts, place), size, dim)]
+        return [_slice_at(x, _here(starts, shard), size, dim)]
 
     return _of_devices(eqn, len(starts), rebind)
 
@@ -56,8 +56,8 @@ def window(eqn: JaxprEqn) -> DimRule:
     """One factor: the devices, which have a place for each piece."""
     dim, size, places = (eqn.params[name] for name in ("dim", "size", "places"))
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        here = [_here(at, place) for at in places]
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        here = [_here(at, shard) for at in places]
         return [_assembled(args, here, dim, size)]
 
     return _of_devices(eqn, len(places[0]), rebind)
@@ -73,12 +73,12 @@ def _of_devices(eqn: JaxprEqn, devices: int, rebind: Callable[..., Any]) -> DimR
     return factors.rule(operands, results, rebind)
 
 
-def _here(values: Sequence[int], place: Place) -> Any:
+def _here(values: Sequence[int], shard: Shard) -> Any:
     """What the device here has of a number for each: an int where all have one."""
     if len(set(values)) == 1:
         return values[0]
     table = np.array(values, np.int32)
-    return lax.dynamic_index_in_dim(table, first_step(place, 0), keepdims=False)
+    return lax.dynamic_index_in_dim(table, first_step(shard, 0), keepdims=False)
 
 
 def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
@@ -120,9 +120,9 @@ def _side_by_side(
     here = 0
     first = pieces[0]
 
-    def fill_up_to(place: int) -> None:
-        if place > here:
-            shape = [*first.shape[:dim], place - here, *first.shape[dim + 1 :]]
+    def fill_up_to(shard: int) -> None:
+        if shard > here:
+            shape = [*first.shape[:dim], shard - here, *first.shape[dim + 1 :]]
             parts.append(lax.full(shape, 0, first.dtype))
 
     for at, piece in sorted(zip(places, pieces, strict=True), key=lambda each: each[0]):

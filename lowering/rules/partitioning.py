@@ -24,7 +24,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     part_shape,
     rule,
     shape_of,
@@ -105,8 +105,8 @@ class Named:
                 for major, *minor in value
             )
 
-        def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-            return _run(eqn, made, args, place)
+        def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+            return _run(eqn, made, args, shard)
 
         operands, results = map(dims, self.operands), map(dims, self.results)
         made = factors.rule([*operands], [*results], rebind)
@@ -131,7 +131,7 @@ _AXIS = "jhost_shards_of_factor_"
 _SUMS = ("psum", "psum_invariant")
 
 
-class _WholePlace:
+class _WholeAsShard:
     """The place of the whole, as one shard of a larger array."""
 
     accumulator, zigzag = None, 1
@@ -155,10 +155,10 @@ class _WholePlace:
 
 def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""
-    place = _WholePlace(made.sizes)
+    shard = _WholeAsShard(made.sizes)
     try:
         # What depends on the number of shards is another program for each.
-        two, three = (_program(eqn, made, place, shards) for shards in (2, 3))
+        two, three = (_program(eqn, made, shard, shards) for shards in (2, 3))
     except Exception:  # what the author's code makes of these shards is its own matter
         return False
     if two is None or three is None:
@@ -173,15 +173,15 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
-def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], place: Place) -> list[Any]:
+def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], shard: Shard) -> list[Any]:
     # As on trial: it is the same for any number of shards.
-    program = _program(eqn, made, place, 2)
+    program = _program(eqn, made, shard, 2)
     assert program is not None, "it worked on trial"
     return evaluate(program, args)
 
 
 def _program(
-    eqn: JaxprEqn, made: DimRule, place: Place, shards: int
+    eqn: JaxprEqn, made: DimRule, shard: Shard, shards: int
 ) -> ClosedJaxpr | None:
     """What `partition` has a device do, but for the sums of its results.
 
@@ -189,8 +189,8 @@ def _program(
     """
     names = [f"{_AXIS}{factor}" for factor in range(len(made.sizes))]
     mesh = AbstractMesh((shards,) * len(names), tuple(names))
-    operands = _shards(eqn.invars, made.operands, place, mesh)
-    results = _shards(eqn.outvars, made.results, place, mesh)
+    operands = _shards(eqn.invars, made.operands, shard, mesh)
+    results = _shards(eqn.outvars, made.results, shard, mesh)
     in_tree, out_tree = eqn.params["in_tree"], eqn.params["out_tree"]
     _, function, makes, takes = eqn.params["partition"](
         *eqn.params["static_args"],
@@ -211,12 +211,12 @@ def _program(
 
 
 def _shards(
-    atoms: Sequence[Any], maps: Sequence[Dims], place: Place, mesh: AbstractMesh
+    atoms: Sequence[Any], maps: Sequence[Dims], shard: Shard, mesh: AbstractMesh
 ) -> list[Any]:
-    """Arrays of which the parts at `place` are the shards."""
+    """Arrays of which the parts at `shard` are the shards."""
     found: list[Any] = []
     for atom, dims in zip(atoms, maps, strict=True):
-        local = part_shape(dims, shape_of(atom), place)
+        local = part_shape(dims, shape_of(atom), shard)
         spec = [None if dim is None else f"{_AXIS}{dim.factor}" for dim in dims]
         shards = [1 if name is None else mesh.shape[name] for name in spec]
         whole = [size * count for size, count in zip(local, shards, strict=True)]

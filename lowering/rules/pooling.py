@@ -16,8 +16,8 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
     Rebind,
+    Shard,
     bind,
     rule,
     shape_of,
@@ -85,16 +85,16 @@ def _fills(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 def _rebind(dims: Dims, fills_of: Callable[[Sequence[Any]], Sequence[Any]]) -> Rebind:
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         fills = fills_of(args)
         padding, dilation = [*eqn.params["padding"]], [*eqn.params["base_dilation"]]
-        operands = [without_padding(x, dims, place) for x in args[: len(fills)]]
+        operands = [without_padding(x, dims, shard) for x in args[: len(fills)]]
         for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, place):
+            if not is_whole(mapped, shard):
                 assert mapped is not None
                 padding[dim], dilation[dim] = (0, 0), 1
                 operands = [
-                    window_of(x, dim, mapped, place, fill)
+                    window_of(x, dim, mapped, shard, fill)
                     for x, fill in zip(operands, fills, strict=True)
                 ]
         changed = {"padding": tuple(padding), "base_dilation": tuple(dilation)}
@@ -152,26 +152,26 @@ def _handed_back(
 
 
 def _rebind_scattered(values: Dims, windows: Dims) -> Rebind:
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         prim, dtype = eqn.params["select_prim"].name, aval_of(eqn.invars[1]).dtype
         nothing = identity("max" if prim == "ge" else "min", dtype)
-        source = without_padding(args[0], values, place)
-        operand = without_padding(args[1], windows, place)
+        source = without_padding(args[0], values, shard)
+        operand = without_padding(args[1], windows, shard)
         padding, starts = [*eqn.params["padding"]], [0] * operand.ndim
         for dim, (value, window) in enumerate(zip(values, windows, strict=True)):
-            if is_whole(window, place):
+            if is_whole(window, shard):
                 continue
             assert value is not None
             assert window is not None
             assert window.reads is not None
-            source = window_of(source, dim, value, place, source.dtype.type(0))
-            operand = window_of(operand, dim, window, place, nothing)
+            source = window_of(source, dim, value, shard, source.dtype.type(0))
+            operand = window_of(operand, dim, window, shard, nothing)
             padding[dim], starts[dim] = (0, 0), -window.reads.first
         (made,) = bind(eqn, [source, operand], padding=tuple(padding))
         sizes = [
             made.shape[dim]
             if window is None
-            else place.size(window.factor) * eqn.params["window_strides"][dim]
+            else shard.size(window.factor) * eqn.params["window_strides"][dim]
             for dim, window in enumerate(windows)
         ]
         limits = [start + size for start, size in zip(starts, sizes, strict=True)]

@@ -28,7 +28,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     rule,
     shape_of,
 )
@@ -70,7 +70,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
         counted=picked | {lhs[ragged].factor},
         picked=picked,
         reason="which part is a group's is computed",
-        matmul=lambda place: grouped.work(made, place),
+        matmul=lambda shard: grouped.matmul(made, shard),
     )
 
 
@@ -105,12 +105,12 @@ def _ahead(rank: int, ragged: int, numbers: DotNumbers) -> list[int]:
     return [*batch, *kind[: kind.index(ragged)]]
 
 
-def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """As `rebind_product`; one of JAX's becomes one of jhost's that has its form."""
     form = None if eqn.primitive is ragged_dot_p else _FORMS.get(_numbers(eqn))
     if form is None or eqn.params["group_offset"] is not None:
-        return rebind_product(eqn, args, place)
-    wanted = place.accumulator or eqn.params["preferred_element_type"]
+        return rebind_product(eqn, args, shard)
+    wanted = shard.accumulator or eqn.params["preferred_element_type"]
     lhs, rhs, sizes = args
     precision = eqn.params["precision"] or "default"
     return multiplied(lhs, rhs, sizes, form, precision, wanted)
@@ -124,33 +124,33 @@ class _Grouped:
     groups: FactorDim | None
     maps: tuple[Dims, Dims, Dims, Dims]
 
-    def rebind(self, eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         """Counts what of each group is among the rows here, and begins with its own."""
         lhs, rhs, sizes = args
         rows = shape_of(eqn.invars[0])[self.maps[0].index(self.rows)]
-        fewer = self.groups and place.size(self.groups.factor) != sizes.shape[-1]
-        if not fewer and place.size(self.rows.factor) == rows:
-            return _rebind_product(eqn, args, place)
+        fewer = self.groups and shard.size(self.groups.factor) != sizes.shape[-1]
+        if not fewer and shard.size(self.rows.factor) == rows:
+            return _rebind_product(eqn, args, shard)
         # Where each group ends in the whole, then how many rows here stand before that.
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
-        positions = place.positions(self.rows.factor)
+        positions = shard.positions(self.rows.factor)
         ends = jnp.searchsorted(positions, ends, method="compare_all")
         counts = jnp.diff(ends, prepend=0)
         if not fewer:
-            return _rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], place)
+            return _rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], shard)
         # The rows of the groups here are turned to the front, and back: so no more are
         # multiplied, and those behind all groups are 0.
-        before = self._here(ends - counts, place)[..., 0]
-        counts = self._here(counts, place).astype(sizes.dtype)
+        before = self._here(ends - counts, shard)[..., 0]
+        counts = self._here(counts, shard).astype(sizes.dtype)
         lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
-        (out,) = _rebind_product(eqn, [lhs, rhs, counts], place)
+        (out,) = _rebind_product(eqn, [lhs, rhs, counts], shard)
         return [self._turned(3, out, -before)]
 
-    def _here(self, x: Any, place: Place) -> Any:
+    def _here(self, x: Any, shard: Shard) -> Any:
         """What `x` says of the groups here: 0 of those with which they are padded."""
         assert self.groups is not None
-        count = place.size(self.groups.factor)
-        first = lax.index_in_dim(place.positions(self.groups.factor), 0, keepdims=False)
+        count = shard.size(self.groups.factor)
+        first = lax.index_in_dim(shard.positions(self.groups.factor), 0, keepdims=False)
         more = jnp.zeros_like(x, shape=(*x.shape[:-1], count))
         padded = lax.concatenate([x, more], x.ndim - 1)
         return lax.dynamic_slice_in_dim(padded, first, count, x.ndim - 1)
@@ -170,12 +170,12 @@ class _Grouped:
         turned = turn(jnp.moveaxis(x, front, range(len(front))), by)
         return jnp.moveaxis(turned, range(len(front)), front)
 
-    def work(self, rule: DimRule, place: Place) -> tuple[int, int, int, int]:
+    def matmul(self, rule: DimRule, shard: Shard) -> tuple[int, int, int, int]:
         """Batch, m, n and k, where groups are of about as many rows."""
-        batch, m, n, k = matmul_of(rule, place)
+        batch, m, n, k = matmul_of(rule, shard)
         if self.groups is None:
             return batch, m, n, k
-        parts = -(-rule.sizes[self.groups.factor] // place.size(self.groups.factor))
+        parts = -(-rule.sizes[self.groups.factor] // shard.size(self.groups.factor))
         if rule.reducers[self.rows.factor]:
             return batch, m, n, -(-k // parts)
         return batch, -(-m // parts), n, k

@@ -26,7 +26,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     factors_of,
     part_shape,
     rule,
@@ -50,10 +50,10 @@ def random_bits(eqn: JaxprEqn) -> DimRule:
     keys = factors.dims(shape_of(eqn.invars[0]))
     drawn = factors.dims(eqn.params["shape"])
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        high, low = _counts(drawn, eqn.params["shape"], place)
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        high, low = _counts(drawn, eqn.params["shape"], shard)
         first, second = (_in_front(word, drawn) for word in _words(args[0]))
-        local = part_shape((*keys, *drawn), shape_of(eqn.outvars[0]), place)
+        local = part_shape((*keys, *drawn), shape_of(eqn.outvars[0]), shard)
         high, low = (_behind(count, local) for count in (high, low))
         high, low = _hash(first, second, high, low)
         return [_narrowed(high, low, eqn.params["bit_width"])]
@@ -97,21 +97,21 @@ def iota_2x32_shape(eqn: JaxprEqn) -> DimRule:
     factors = Factors()
     dims = factors.dims(eqn.params["shape"])
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> Sequence[Any]:
         del args
-        return _counts(dims, eqn.params["shape"], place)
+        return _counts(dims, eqn.params["shape"], shard)
 
     made = factors.rule([], [dims, dims], rebind)
     return dataclasses.replace(made, counted=frozenset(factors_of(dims)))
 
 
-def _counts(dims: Dims, shape: Sequence[int], place: Place) -> tuple[Any, Any]:
+def _counts(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[Any, Any]:
     """The high and low words of the positions of a part in an array of `shape`."""
-    local = part_shape(dims, shape, place)
+    local = part_shape(dims, shape, shard)
     high = low = jnp.zeros(local, np.uint32)
     for number, dim in enumerate(dims):
         assert isinstance(dim, FactorDim)
-        steps = lax.convert_element_type(place.positions(dim.factor), np.uint32)
+        steps = lax.convert_element_type(shard.positions(dim.factor), np.uint32)
         stride = math.prod(shape[number + 1 :])
         more = lax.broadcast_in_dim(steps * _low(stride), local, (number,))
         total = low + more

@@ -48,21 +48,21 @@ class WindowReads:
         """How many elements `count` steps in a row read at most, wherever they begin"""
         return (self.reach(count) + self.dilation - 2) // self.dilation + 1
 
-    def place(self, step: Any, count: int) -> Any:
+    def shard(self, step: Any, count: int) -> Any:
         """The first place that `count` steps from `step` on read."""
         lowest = step if self.stride > 0 else step + (count - 1)
         return self.first + self.stride * lowest
 
     def start(self, step: Any, count: int) -> Any:
         """The first element of the window of `count` steps from `step` on."""
-        return self.place(step, count) // self.dilation
+        return self.shard(step, count) // self.dilation
 
     def needed(self, step: int, count: int) -> range:
         """The elements that `count` steps from `step` on read."""
         first, end = max(step, self.steps[0]), min(step + count, self.steps[1])
         if first >= end:
             return range(0)
-        place = self.place(first, end - first)
-        last = place + self.reach(end - first) - 1
-        start = max(-(-place // self.dilation), 0)
+        shard = self.shard(first, end - first)
+        last = shard + self.reach(end - first) - 1
+        start = max(-(-shard // self.dilation), 0)
         return range(start, min(last // self.dilation + 1, self.size))

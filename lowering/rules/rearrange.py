@@ -21,7 +21,7 @@ from jhost.lowering.rules.building import Factors, along, first_step
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
-    Place,
+    Shard,
     bind,
     part_shape,
     rule,
@@ -115,7 +115,7 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
     results = [None if dim in small else mapped for dim, mapped in enumerate(dims)]
     made = factors.rule([dims], [results])
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x,), starts_here = args, list(starts)
         limits = list(eqn.params["limit_indices"])
         for dim, mapped in enumerate(dims):
@@ -123,8 +123,8 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
                 continue
             if dim not in small:
                 limits[dim] = x.shape[dim]
-            elif place.size(mapped.factor) != shape[dim]:
-                first = starts[dim] - first_step(place, mapped.factor)
+            elif shard.size(mapped.factor) != shape[dim]:
+                first = starts[dim] - first_step(shard, mapped.factor)
                 x = _what_is_there(x, dim, first, limits[dim] - starts[dim], reducer)
                 starts_here[dim], limits[dim] = 0, limits[dim] - starts[dim]
         return [lax.slice(x, starts_here, limits, eqn.params["strides"])]
@@ -147,14 +147,14 @@ def _what_is_there(x: Any, dim: int, start: Any, size: int, reducer: Reducer) ->
 def _slice_part(made: DimRule) -> Any:
     (dims,), (results,) = made.operands, made.results
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         (x,), starts = args, list(eqn.params["start_indices"])
         strides = list(eqn.params["strides"] or (1,) * len(starts))
-        sizes = part_shape(results, shape_of(eqn.outvars[0]), place)
+        sizes = part_shape(results, shape_of(eqn.outvars[0]), shard)
         for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, place):
+            if not is_whole(mapped, shard):
                 assert mapped is not None
-                x = window_of(x, dim, mapped, place)
+                x = window_of(x, dim, mapped, shard)
                 starts[dim] = 0
         limits = [
             start + (size - 1) * stride + 1 if size else start
@@ -180,12 +180,12 @@ def rev(eqn: JaxprEqn) -> DimRule:
     made = _one_operand(eqn, reads)
     (dims,) = made.operands
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        x = without_padding(args[0], dims, place)
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        x = without_padding(args[0], dims, shard)
         for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, place):
+            if not is_whole(mapped, shard):
                 assert mapped is not None
-                x = window_of(x, dim, mapped, place)
+                x = window_of(x, dim, mapped, shard)
         return bind(eqn, [x])
 
     return dataclasses.replace(made, rebind=rebind)
@@ -211,13 +211,13 @@ def pad(eqn: JaxprEqn) -> DimRule:
     made = _one_operand(eqn, reads, others=[()])
     dims, _ = made.operands
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         x, value = args
-        x, widths = without_padding(x, dims, place), list(config)
+        x, widths = without_padding(x, dims, shard), list(config)
         for dim, mapped in enumerate(dims):
-            if not is_whole(mapped, place):
+            if not is_whole(mapped, shard):
                 assert mapped is not None
-                x = window_of(x, dim, mapped, place, value)
+                x = window_of(x, dim, mapped, shard, value)
                 widths[dim] = (0, 0, 0)
         return bind(eqn, [x, value], padding_config=tuple(widths))
 
@@ -254,15 +254,15 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
     ]
     made = factors.rule(operands, [with_dim(FactorDim(factor))])
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        if place.parts(factor) == 1 and place.size(factor) == total:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        if shard.parts(factor) == 1 and shard.size(factor) == total:
             pairs = zip(args, sizes, strict=True)
             return bind(eqn, [lax.slice_in_dim(x, 0, n, axis=dim) for x, n in pairs])
         windows = [
-            (part_of_whole if mapped[dim] is None else window_of)(x, dim, piece, place)
+            (part_of_whole if mapped[dim] is None else window_of)(x, dim, piece, shard)
             for x, mapped, piece in zip(args, operands, pieces, strict=True)
         ]
-        return [_chosen(windows, dim, ends, place.positions(factor))]
+        return [_chosen(windows, dim, ends, shard.positions(factor))]
 
     counted = frozenset({factor})
     return dataclasses.replace(made, rebind=rebind, counted=counted)

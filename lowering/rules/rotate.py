@@ -20,7 +20,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     bind,
     rule,
     shape_of,
@@ -61,15 +61,15 @@ def rotate(eqn: JaxprEqn) -> DimRule:
     made = factors.rule(operands, [dims])
     factor = windows[0].factor
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
-        if place.parts(factor) == 1 and place.size(factor) == size:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        if shard.parts(factor) == 1 and shard.size(factor) == size:
             x = lax.slice_in_dim(args[0], 0, size, axis=dim)
             return bind(eqn, [x, x])
         first, rest = (
-            window_of(x, dim, mapped, place)
+            window_of(x, dim, mapped, shard)
             for x, mapped in zip(args, windows, strict=True)
         )
-        places = place.positions(factor)
+        places = shard.positions(factor)
         places = lax.broadcast_in_dim(places, first.shape, (dim,))
         return [lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)]
 

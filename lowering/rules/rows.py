@@ -18,7 +18,7 @@ from jax import lax
 
 from jhost._dtypes import bits
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import Dims, FactorDim, Place
+from jhost.lowering.rules.dim_rule import Dims, FactorDim, Shard
 from jhost.lowering.rules.reducers import Reducer
 
 MODES = frozenset(
@@ -61,12 +61,12 @@ class Rows:
         """The factors."""
         return frozenset(factor for factor in self.factors if factor is not None)
 
-    def are_cut(self, operand: Sequence[int], place: Place) -> bool:
-        """Whether `place` has other rows than all; padded, `operand` has more."""
+    def are_cut(self, operand: Sequence[int], shard: Shard) -> bool:
+        """Whether `shard` has other rows than all; padded, `operand` has more."""
         if any(operand[d] != n for d, n in zip(self.dims, self.sizes, strict=True)):
             return True
         return any(
-            factor is not None and place.size(factor) != size
+            factor is not None and shard.size(factor) != size
             for factor, size in zip(self.factors, self.sizes, strict=True)
         )
 
@@ -84,14 +84,14 @@ class Rows:
         """Which of the `bounded` indices are in the bounds of the whole."""
         return self._between(indices, self.sizes)
 
-    def found_in(self, place: Place, indices: Any) -> tuple[Any, Any]:
+    def found_in(self, shard: Shard, indices: Any) -> tuple[Any, Any]:
         """`bounded` indices counted from the start of a part, and which it has."""
         # A component that no factor follows begins at 0, as on every device.
-        starts = [_start(place, factor) for factor in self.factors]
+        starts = [_start(shard, factor) for factor in self.factors]
         shift = lax.concatenate([lax.reshape(s, (1,)) for s in starts], 0)
         indices = lax.sub(indices, _over(shift, indices.shape))
         pairs = zip(self.factors, self.sizes, strict=True)
-        sizes = [n if f is None else place.size(f) for f, n in pairs]
+        sizes = [n if f is None else shard.size(f) for f, n in pairs]
         return indices, self._between(indices, sizes)
 
     def _between(self, indices: Any, sizes: Sequence[int]) -> Any:
@@ -133,18 +133,18 @@ def rows_of(
     )
 
 
-def holds_first(place: Place, factors: Iterable[int]) -> Any:
-    """Whether the part at `place` begins with the first step of all `factors`."""
+def holds_first(shard: Shard, factors: Iterable[int]) -> Any:
+    """Whether the part at `shard` begins with the first step of all `factors`."""
     first: Any = np.bool_(True)
     for factor in factors:
-        first = lax.bitwise_and(first, lax.eq(_start(place, factor), np.int32(0)))
+        first = lax.bitwise_and(first, lax.eq(_start(shard, factor), np.int32(0)))
     return first
 
 
-def _start(place: Place, factor: int | None) -> Any:
+def _start(shard: Shard, factor: int | None) -> Any:
     if factor is None:
         return np.int32(0)
-    return first_step(place, factor)
+    return first_step(shard, factor)
 
 
 def _over(components: Any, shape: Sequence[int]) -> Any:

@@ -22,7 +22,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     bind,
     rule,
     shape_of,
@@ -135,29 +135,29 @@ class _Updates:
     sizes: tuple[int, ...]
     indices: tuple[int, ...]
 
-    def __call__(self, eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def __call__(self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         operand, indices, updates = args
         changed: dict[str, Any] = {}
         padded = shape_of(eqn.invars[1]) != self.indices
         if padded:
             # The indices of padding are neither sorted nor unique.
             changed |= {"indices_are_sorted": False, "unique_indices": False}
-        if self.rows.are_cut(shape_of(eqn.invars[0]), place):
-            indices = self.of_part(eqn, indices, place)
+        if self.rows.are_cut(shape_of(eqn.invars[0]), shard):
+            indices = self.of_part(eqn, indices, shard)
             # Updates of other parts' rows are dropped here, whatever the user's mode.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
         # Else each part of the updates would add the operand once more.
-        parts = any(place.size(f) != self.sizes[f] for f in self.reduced)
+        parts = any(shard.size(f) != self.sizes[f] for f in self.reduced)
         if parts or padded:
-            operand = self.once(operand, holds_first(place, sorted(self.reduced)))
+            operand = self.once(operand, holds_first(shard, sorted(self.reduced)))
         return bind(eqn, (operand, indices, updates), **changed)
 
-    def of_part(self, eqn: JaxprEqn, indices: Any, place: Place) -> Any:
-        """Indices into the part at `place`; those of other parts are out of bounds."""
+    def of_part(self, eqn: JaxprEqn, indices: Any, shard: Shard) -> Any:
+        """Indices into the part at `shard`; those of other parts are out of bounds."""
         clip = eqn.params["mode"] == lax.GatherScatterMode.CLIP
         bounded = self.rows.bounded(indices, clip=clip)
-        local, here = self.rows.found_in(place, bounded)
+        local, here = self.rows.found_in(shard, bounded)
         here = lax.broadcast_in_dim(here, local.shape, range(local.ndim - 1))
         return lax.select(here, local, lax.full_like(local, -1))
 

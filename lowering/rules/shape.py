@@ -14,7 +14,7 @@ from jhost.lowering.rules.building import Factors, along, rebind_local
 from jhost.lowering.rules.dim_rule import (
     DimRule,
     FactorDim,
-    Place,
+    Shard,
     part_shape,
     rule,
     shape_of,
@@ -133,12 +133,12 @@ def iota(eqn: JaxprEqn) -> DimRule:
     factors = Factors()
     dims = factors.dims(shape)
 
-    def rebind(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> list[Any]:
+    def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         # Counted in int32 and converted once, as XLA does for narrow dtypes, where
         # the start of a part would be rounded or wrap round.
         del args
-        count = place.positions(dims[counted].factor)
-        local = part_shape(dims, shape, place)
+        count = shard.positions(dims[counted].factor)
+        local = part_shape(dims, shape, shard)
         count = lax.broadcast_in_dim(count, local, (counted,))
         return [lax.convert_element_type(count, eqn.params["dtype"])]
 

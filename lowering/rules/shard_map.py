@@ -29,7 +29,7 @@ from jhost.lowering.rules.dim_rule import (
     DimRule,
     Dims,
     FactorDim,
-    Place,
+    Shard,
     bind,
     rule,
     shape_of,
@@ -61,8 +61,8 @@ def _shard_map(eqn: JaxprEqn) -> DimRule:
     return factors.rule(operands, results, _in_place, pinned)
 
 
-def _in_place(eqn: JaxprEqn, args: Sequence[Any], place: Place) -> Sequence[Any]:
-    del place
+def _in_place(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> Sequence[Any]:
+    del shard
     mapped = shard_map_of(eqn)
     if not inside_manual(mapped.mesh):  # the function has no mesh
         return bind(eqn, args)

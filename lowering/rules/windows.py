@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import FactorDim, Place
+from jhost.lowering.rules.dim_rule import FactorDim, Shard
 from jhost.lowering.rules.reads import WindowReads
 
 _MOST = np.iinfo(np.int32).max
@@ -51,47 +51,47 @@ def has_windows(eqn: JaxprEqn) -> bool:
     return not any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes)
 
 
-def is_whole(mapped: FactorDim | None, place: Place) -> bool:
+def is_whole(mapped: FactorDim | None, shard: Shard) -> bool:
     """Whether all steps are here, and no others, so that the equation fits as it is."""
     if mapped is None or mapped.reads is None:
         return True
-    return place.parts(mapped.factor) == 1 and _all_steps(mapped, place)
+    return shard.parts(mapped.factor) == 1 and _all_steps(mapped, shard)
 
 
-def _all_steps(mapped: FactorDim, place: Place) -> bool:
+def _all_steps(mapped: FactorDim, shard: Shard) -> bool:
     """Whether there are as many steps as without padding."""
     assert mapped.reads is not None
-    return place.size(mapped.factor) == mapped.reads.count
+    return shard.size(mapped.factor) == mapped.reads.count
 
 
-def without_padding(x: Any, dims: Sequence[FactorDim | None], place: Place) -> Any:
+def without_padding(x: Any, dims: Sequence[FactorDim | None], shard: Shard) -> Any:
     """`x` less the padding of dims that are read in windows, where they are whole."""
     for dim, mapped in enumerate(dims):
-        if mapped is not None and mapped.reads is not None and is_whole(mapped, place):
+        if mapped is not None and mapped.reads is not None and is_whole(mapped, shard):
             x = lax.slice_in_dim(x, 0, mapped.reads.size, axis=dim)
     return x
 
 
 def window_of(
-    x: Any, dim: int, mapped: FactorDim, place: Place, fill: Any = None
+    x: Any, dim: int, mapped: FactorDim, shard: Shard, fill: Any = None
 ) -> Any:
     """The places that the steps here read along a dim, in order.
 
     `fill` stands where there is no element; without one, anything does.
     """
-    reads, count = mapped.reads, place.size(mapped.factor)
+    reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
     value = lax.full((), 0, x.dtype) if fill is None else fill
-    if place.parts(mapped.factor) == 1:
+    if shard.parts(mapped.factor) == 1:
         start = reads.start(0, count)
         x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
         x = _padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
-    elif fill is not None and _leaves(reads, count, place.parts(mapped.factor)):
-        start = reads.start(first_step(place, mapped.factor), count)
+    elif fill is not None and _leaves(reads, count, shard.parts(mapped.factor)):
+        start = reads.start(first_step(shard, mapped.factor), count)
         number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
         inside = lax.bitwise_and(number >= 0, number < np.int32(reads.size))
         x = lax.select(inside, x, lax.broadcast(value, x.shape))
-    return x if reads.dilation == 1 else _dilated(x, dim, mapped, place, value)
+    return x if reads.dilation == 1 else _dilated(x, dim, mapped, shard, value)
 
 
 def _leaves(reads: WindowReads, count: int, parts: int) -> bool:
@@ -100,28 +100,28 @@ def _leaves(reads: WindowReads, count: int, parts: int) -> bool:
     return min(starts) < 0 or max(starts) + reads.window(count) > reads.size
 
 
-def _dilated(x: Any, dim: int, mapped: FactorDim, place: Place, value: Any) -> Any:
+def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> Any:
     """Elements with empty places between them, from the first that is read on."""
-    reads, count = mapped.reads, place.size(mapped.factor)
+    reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
     x = _padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
-    first = reads.place(first_step(place, mapped.factor), count)
-    if place.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
-        first = reads.place(0, count)
+    first = reads.shard(first_step(shard, mapped.factor), count)
+    if shard.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
+        first = reads.shard(0, count)
     into = first % reads.dilation
     return lax.dynamic_slice_in_dim(x, into, reads.reach(count), axis=dim)
 
 
-def part_of_whole(x: Any, dim: int, mapped: FactorDim, place: Place) -> Any:
+def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
     """The window of the steps here, of a dim that every device has whole."""
-    reads, count = mapped.reads, place.size(mapped.factor)
+    reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
     assert reads.dilation == 1
     length = reads.window(count)
     zero = lax.full((), 0, x.dtype)
     x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
     x = _padded(x, dim, zero, (length, length))
-    start = reads.start(first_step(place, mapped.factor), count)
+    start = reads.start(first_step(shard, mapped.factor), count)
     # Beyond either end is nothing that is read.
     start = lax.clamp(np.int32(0), start + np.int32(length), np.int32(x.shape[dim]))
     return lax.dynamic_slice_in_dim(x, start, length, axis=dim)

@@ -23,7 +23,7 @@ from jhost._jax import aval_of
 from jhost.lowering.rules.attention import backward_depth, forward_depth
 from jhost.lowering.rules.attention_maps import AttentionSizes, Maps
 from jhost.lowering.rules.attention_parts import AttentionBlocks, weighted
-from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Place, rule, shape_of
+from jhost.lowering.rules.dim_rule import Combine, DimRule, Dims, Shard, rule, shape_of
 from jhost.lowering.rules.reducers import Reducer
 
 
@@ -76,12 +76,12 @@ def _rule(
     # weight, beside their products: by times on an H200 (docs/attention.md).
     each = 3 * width(dtype).itemsize + (3 if more else 2) * dtype.itemsize
 
-    def matmul(place: Place) -> tuple[int, int, int, int]:
-        times, rows, seen = maps.scores(place)
-        return times, rows, rebind.made(place) if seen else 0, depth
+    def matmul(shard: Shard) -> tuple[int, int, int, int]:
+        times, rows, seen = maps.scores(shard)
+        return times, rows, rebind.made(shard) if seen else 0, depth
 
-    def traffic(place: Place) -> int:
-        return math.prod(matmul(place)[:3]) * each
+    def traffic(shard: Shard) -> int:
+        return math.prod(matmul(shard)[:3]) * each
 
     return dataclasses.replace(made, matmul=matmul, traffic=traffic)
 
@@ -99,10 +99,10 @@ class WrittenBlocks(AttentionBlocks):
     def unmasked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         return self.as_it_is(eqn, args)
 
-    def made(self, place: Place) -> int:
+    def made(self, shard: Shard) -> int:
         """For how many keys a query's scores are made, on the average: by blocks."""
-        side, rows, columns = self.blocks(place)
-        here = place.size(self.queries), place.size(self.keys)
+        side, rows, columns = self.blocks(shard)
+        here = shard.size(self.queries), shard.size(self.keys)
         if not side or here == self.sizes:
             return here[1]
         hidden = self.is_hidden(np.subtract.outer(rows, columns), side)

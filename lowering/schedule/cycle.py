@@ -22,8 +22,7 @@ that let collectives start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
 from jhost.lowering.schedule.blocks import StatementBlocks, communication_of
+from jhost.lowering.schedule.intervals import IsOpen
 
 _LITTLE = 1
 """Behind so much work a sum is not yet hidden: it has two rounds on four devices."""
@@ -103,9 +103,6 @@ class Cycle:
         It has nothing to gather, and in it a sum may stand beside what little there is.
         """
         return bool(self.early) or any(each.little for each in self.late)
-
-
-IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
 
 
 def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:

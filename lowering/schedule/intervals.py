@@ -24,7 +24,7 @@ What comes earlier takes memory for longer, and is hidden no better.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Interval:
+class TransferInterval:
     """A transfer with work between the block that it is issued before and its reader.
 
     `ready` is the last block that makes what it is made of, -1 if that is given, and
@@ -48,9 +48,9 @@ class Interval:
         return _bytes(self.stmt)
 
 
-def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[Interval]:
+def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
     """Those of gathers and sums, by reader: who is needed first comes first."""
-    found: dict[int, Interval] = {}
+    found: dict[int, TransferInterval] = {}
     for number, stmt, reader, working in sorted(
         (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
@@ -61,22 +61,22 @@ def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[Interval]:
         ready = max(behind, default=-1)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:
-            found[number] = Interval(stmt, ready, issue, reader, tuple(along))
+            found[number] = TransferInterval(stmt, ready, issue, reader, tuple(along))
     return sorted(found.values(), key=lambda each: each.reader)
 
 
-_Candidate: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
+_Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 """Its block, itself, its reader's block, and the work that it may be issued before."""
 
 
-def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Candidate]:
+def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
         if stmt.kind in ("ReduceScatter", "AllReduce") and is_open(stmt):
             yield number, stmt, blocks.reader(number, stmt), working
 
 
-def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Candidate]:
+def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     # A loop would keep the whole for all of its iterations.
     working = [number for number, block in enumerate(blocks.all) if block.contracts]
     found = [

@@ -15,7 +15,8 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.copied import copied
-from jhost.lowering.schedule.cycle import Early, IsOpen, MovableTransfers
+from jhost.lowering.schedule.cycle import Early, MovableTransfers
+from jhost.lowering.schedule.intervals import IsOpen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

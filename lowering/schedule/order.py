@@ -42,10 +42,10 @@ from jhost.lowering.schedule.blocks import (
     StatementBlocks,
     communication_of,
 )
-from jhost.lowering.schedule.intervals import Interval, IsOpen, intervals
+from jhost.lowering.schedule.intervals import IsOpen, TransferInterval, intervals
 from jhost.lowering.schedule.permutes import Permutes, Round
 
-Way: TypeAlias = Literal["permutes", "collective"]
+TransferForm: TypeAlias = Literal["permutes", "collective"]
 """How a transfer is made: by permutes, or as the collective that it is."""
 
 _WINDOW = 5
@@ -66,7 +66,7 @@ def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     return [each.stmt for each in intervals(StatementBlocks(program), is_open)]
 
 
-def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
+def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
     """`program` with those of `beside_work` that have a way, by name, beside work."""
     if not ways:
         return program
@@ -82,8 +82,8 @@ def in_order(program: Program, ways: Mapping[str, Way]) -> Program:
 class _ScheduledTransfer:
     """A transfer, with those of its rounds that have not ended."""
 
-    interval: Interval
-    way: Way
+    interval: TransferInterval
+    way: TransferForm
     rounds: list[Round]
 
     @property
@@ -108,7 +108,7 @@ class _Walk:
     A block that reads what is not there yet, and can wait, is `put_off` until it is.
     """
 
-    def __init__(self, program: Program, ways: Mapping[str, Way]) -> None:
+    def __init__(self, program: Program, ways: Mapping[str, TransferForm]) -> None:
         self.blocks = StatementBlocks(program)
         permutes = Permutes(program)
         self.transfers = {
@@ -291,7 +291,7 @@ class _Walk:
 
 
 def _rounds(
-    stmt: ir.Communicate, ways: Mapping[str, Way], permutes: Permutes
+    stmt: ir.Communicate, ways: Mapping[str, TransferForm], permutes: Permutes
 ) -> list[Round]:
     if ways[stmt.name] == "permutes":
         return permutes.rounds(stmt)

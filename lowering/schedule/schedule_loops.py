@@ -60,14 +60,14 @@ def _stretches(body: Sequence[ir.Stmt]) -> list[ir.Stmt]:
     aliases = Aliases(body)
     for stmt in body:
         if isinstance(stmt, _BORDERS):
-            ordered += [*_Stretch(aliases, stretch).in_order(), stmt]
+            ordered += [*_BetweenBorders(aliases, stretch).in_order(), stmt]
             stretch = []
         else:
             stretch.append(stmt)
-    return [*ordered, *_Stretch(aliases, stretch).in_order()]
+    return [*ordered, *_BetweenBorders(aliases, stretch).in_order()]
 
 
-class _Stretch:
+class _BetweenBorders:
     """Statements of an iteration on one stream."""
 
     def __init__(self, aliases: Aliases, stmts: Sequence[ir.Stmt]) -> None:

@@ -143,7 +143,7 @@ def _known(
     plan: StreamPlan, before: Sequence[Node], graph: Sequence[Node]
 ) -> dict[int, Participation | str]:
     """What an earlier plan says of those nodes of a graph that were in its own."""
-    every = {**plan.parts, **plan.uncut}
+    every = {**plan.participations, **plan.uncut}
     parts = {before[n].writes[0].name: part for n, part in every.items()}
     reasons = {id(before[n].stmt): reason for n, reason in plan.declined.items()}
     said = (

@@ -68,7 +68,7 @@ class StreamPlan:
     """
 
     marks: Mapping[str, StreamChoice]
-    parts: Mapping[int, Participation]
+    participations: Mapping[int, Participation]
     extents: Mapping[str, int]
     declined: Mapping[int, str]
     merged: Sequence[tuple[str, str]] = ()
@@ -82,9 +82,11 @@ class StreamPlan:
         marks = dict(marks)  # which become fewer
         return all(answer.holds_for(marks) for answer in self.answers)
 
-    def parts_of(self, stream: str) -> dict[int, Participation]:
+    def participations_of(self, stream: str) -> dict[int, Participation]:
         """The nodes that join `stream`."""
-        return {n: part for n, part in self.parts.items() if part.stream == stream}
+        return {
+            n: part for n, part in self.participations.items() if part.stream == stream
+        }
 
 
 class Propagation:
@@ -105,7 +107,7 @@ class Propagation:
         self.mesh = mesh
         self.known = known or {}
         self.values: dict[str, tuple[str, Access]] = {}
-        self.parts: dict[int, Participation] = {}
+        self.participations: dict[int, Participation] = {}
         self.steps: dict[str, Fraction] = {}
         self.offered: dict[str, Fraction] = {}
         self.declined: dict[int, str] = {}
@@ -161,7 +163,7 @@ class Propagation:
     ) -> None:
         """Let a node join `stream`, which reached one of its buffers by `access`."""
         node = self.graph[number]
-        joined = self.parts.get(number)
+        joined = self.participations.get(number)
         if joined is not None:
             own = (joined.writes if writes else joined.reads).get(position)
             self.meet(stream, access, joined.stream, own)
@@ -178,7 +180,7 @@ class Propagation:
         # To admit the node may have merged its stream with another.
         if self.root(part.stream) != (stream := self.root(stream)):
             return  # a known node is of the stream that reached it first
-        self.parts[number] = part
+        self.participations[number] = part
         self.steps[stream] = self.common_steps(stream, part)
         for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
             for index, new in accesses.items():
@@ -267,13 +269,17 @@ class Propagation:
 
     def rescale(self, stream: str, scale: Fraction) -> bool:
         """Count the groups of `stream` in another unit, if they are whole then too."""
-        mine = {n: p for n, p in self.parts.items() if self.root(p.stream) == stream}
+        mine = {
+            n: p
+            for n, p in self.participations.items()
+            if self.root(p.stream) == stream
+        }
         scaled = {number: part.scaled(scale) for number, part in mine.items()}
         if any(part.size % part.groups.numerator for part in scaled.values()):
             return False
         if scale == 1:
             return True
-        self.parts |= scaled
+        self.participations |= scaled
         for name, (owner, access) in self.values.items():
             if self.root(owner) == stream:
                 access = Access(access.dim, access.groups * scale)
@@ -291,7 +297,7 @@ class Propagation:
         of_stream: dict[str, dict[int, Participation]] = {
             stream: {} for stream in marks
         }
-        for number, part in self.parts.items():
+        for number, part in self.participations.items():
             stream = self.root(part.stream)
             parts[number] = of_stream[stream][number] = part.of_stream(stream)
         uncut: dict[int, Participation] = {}

@@ -42,8 +42,8 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class UnitPlace:
-    """The `rules.Place` of one equation."""
+class EqnShard:
+    """The `rules.Shard` of one equation."""
 
     unit_eqn: UnitEqn
     site: Site
@@ -153,7 +153,7 @@ def evaluate_unit(
             elif unit_eqn.rule.opaque and traced_on_mesh(eqn):
                 outs = bind_in_place(eqn, operands)
             else:
-                outs = unit_eqn.rule.rebind(eqn, operands, UnitPlace(unit_eqn, site))
+                outs = unit_eqn.rule.rebind(eqn, operands, EqnShard(unit_eqn, site))
                 outs = _for_accumulators(unit_eqn, outs, widen)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [env[var] for var in unit.outvars]
@@ -189,18 +189,18 @@ def unit_types(unit: Unit, site: Site) -> UnitTypes:
     types: dict[Var, ArrayType] = {}
     for unit_eqn in unit.eqns:
         eqn, rule = unit_eqn.eqn, unit_eqn.rule
-        place = UnitPlace(unit_eqn, site)
+        shard = EqnShard(unit_eqn, site)
         for var, dims in zip(eqn.invars, rule.operands, strict=True):
             if not isinstance(var, Literal):
-                types.setdefault(var, _type(var, dims, place, None))
+                types.setdefault(var, _type(var, dims, shard, None))
         accumulators = unit_eqn.accumulators or (None,) * len(eqn.outvars)
         results = zip(eqn.outvars, rule.results, accumulators, strict=True)
-        types |= {var: _type(var, dims, place, dtype) for var, dims, dtype in results}
+        types |= {var: _type(var, dims, shard, dtype) for var, dims, dtype in results}
     return [types.get(v) for v in unit.invars], [types.get(v) for v in unit.outvars]
 
 
 def _type(
-    var: Var, dims: Dims, place: UnitPlace, accumulator: np.dtype | None
+    var: Var, dims: Dims, shard: EqnShard, accumulator: np.dtype | None
 ) -> ArrayType:
     dtype = accumulator or getattr(var.aval, "dtype", np.dtype(object))
-    return ArrayType(part_shape(dims, shape_of(var), place), dtype)
+    return ArrayType(part_shape(dims, shape_of(var), shard), dtype)

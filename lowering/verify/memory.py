@@ -87,7 +87,7 @@ def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
     if size < min(extent, 1) or outside.any():
         first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
         raise errors.IndexRangeError(
-            f"{state.place()}expected a part of [0 : {extent}] of {stmt.source.name}, "
+            f"{state.where()}expected a part of [0 : {extent}] of {stmt.source.name}, "
             f"got [{first} : {first + size}]: an alias lies inside its source"
         )
 

@@ -201,12 +201,12 @@ def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:
     start = np.asarray(state.value(chunk.start))
     if size < 1 or (start < 0).any() or (start + size > chunk.extent).any():
         raise errors.IndexRangeError(
-            f"{state.place()}expected a part of [0 : {chunk.extent}], got "
+            f"{state.where()}expected a part of [0 : {chunk.extent}], got "
             f"[{chunk.start} : +{size}]: a chunk lies inside its loop's extent"
         )
     if (start % chunk.grain).any() or size % chunk.grain:
         raise errors.IndexRangeError(
-            f"{state.place()}expected multiples of {chunk.grain}, got [{chunk.start} : "
+            f"{state.where()}expected multiples of {chunk.grain}, got [{chunk.start} : "
             f"+{size}]: a chunk starts and ends at multiples of its grain"
         )
     return ChunkAt(start=0, size=size, extent=chunk.extent, groups=chunk.groups)

@@ -131,10 +131,10 @@ class State(Machine):
     def fail(self, expected: str, got: str, rule: str) -> NoReturn:
         """Raise a `VerifyError` about the current statement."""
         raise errors.VerifyError(
-            f"{self.place()}expected {expected}, got {got}: {rule}"
+            f"{self.where()}expected {expected}, got {got}: {rule}"
         )
 
-    def place(self) -> str:
+    def where(self) -> str:
         """The pass, the statement and the iteration, to begin a message with."""
         after = f"after {self.after}: " if self.after else ""
         text = f"{statement_text(self.stmt, self.known)}: " if self.stmt else ""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from jhost import errors
 from jhost.runtime.profile.intervals import Cover, Interval, subtract, union
 from jhost.runtime.profile.origins import Activity, DeviceOperation, Operations
-from jhost.runtime.profile.trace import Event, Trace, in_lanes
+from jhost.runtime.profile.trace import Event, ProfilerTrace, in_lanes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def timeline(
-    trace: Trace,
+    trace: ProfilerTrace,
     operations: Operations,
     *,
     calls: int,

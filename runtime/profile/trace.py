@@ -41,7 +41,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class ProfilerTrace:
     """What the devices of a `platform` ran, in the order of the starts."""
 
     platform: str
@@ -78,13 +78,13 @@ def _file(folder: Path) -> Path:
     raise errors.ProfileError("jax.profiler has written no profile.", [str(folder)])
 
 
-def read_trace(profile: Any) -> Trace:
+def read_trace(profile: Any) -> ProfilerTrace:
     """What the devices of a `ProfileData` ran."""
     # jaxlib makes its types when they are first used; before 0.12 each says that it has
     # no module, and ends the process where warnings are errors.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         of_gpus, of_host = _events(profile)
-    return Trace(
+    return ProfilerTrace(
         platform="gpu" if of_gpus else "cpu",
         events=tuple(sorted(of_gpus or of_host, key=lambda event: event.start)),
     )

@@ -150,8 +150,8 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A `Place` with a part of that shape, whose offsets are known when it runs."""
+class _Shard:
+    """A `Shard` with a part of that shape, whose offsets are known when it runs."""
 
     shape: tuple[tuple[int, int], ...]
     offsets: Any
@@ -185,7 +185,7 @@ class _Case:
 
     def rebound(self, part: _Part, offsets: Any, operands: Sequence[Any]) -> Any:
         return self.rule.rebind(
-            self.eqn, operands, _Place(part.shape, offsets, self.rule.sizes)
+            self.eqn, operands, _Shard(part.shape, offsets, self.rule.sizes)
         )
 
     def cut(self, part: _Part) -> list[Any]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jhost.lowering.emit.program import emit
 from jhost.lowering.interpret.program import Record, interpret
-from jhost.lowering.ir.index import Index, LoopIndex, Operand, as_index
+from jhost.lowering.ir.index import Index, IndexLike, LoopIndex, as_index
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Allocate,
@@ -113,8 +113,8 @@ def select(
     out: Buffer,
     source: Buffer,
     dim: int,
-    index: Operand,
-    size: Operand = 1,
+    index: IndexLike,
+    size: IndexLike = 1,
     *,
     groups: int = 1,
     drop: bool = False,
@@ -140,7 +140,7 @@ def communicate(
     dim: int | None = None,
     source_dim: int | None = None,
     reducer: Reducer | None = None,
-    shift: Operand | None = None,
+    shift: IndexLike | None = None,
 ) -> Communicate:
     return Communicate(
         name=name,

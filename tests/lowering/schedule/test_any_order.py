@@ -19,13 +19,13 @@ from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Wait
 from jhost.lowering.schedule import intervals
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.order import TransferForm
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from tests import sums
 from tests.lowering.on_mesh import exact, on
 from tests.lowering.outside import gradients_of, layer, operands
 
-WAYS: Sequence[Way | None] = (*get_args(Way), None)
+WAYS: Sequence[TransferForm | None] = (*get_args(TransferForm), None)
 
 
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
@@ -39,10 +39,10 @@ def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.scan(lambda x, w: (jax.checkpoint(layers)(x, w, w.T), None), x, w)[0]
 
 
-def lanes(ways: Sequence[Way | None]) -> Callable[..., Way | None]:
+def lanes(ways: Sequence[TransferForm | None]) -> Callable[..., TransferForm | None]:
     """A lane for each transfer by its name, the ways in turn; None leaves it alone."""
 
-    def way(stmt: Communicate, mesh: Mapping[str, int]) -> Way | None:
+    def way(stmt: Communicate, mesh: Mapping[str, int]) -> TransferForm | None:
         chosen = ways[sum(stmt.name.encode()) % len(ways)]
         made = chosen != "permutes" or is_made_of_permutes(stmt, mesh)
         return chosen if made else "collective"
@@ -82,7 +82,11 @@ def check_window(program: Program, window: int) -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_any_lanes_and_any_window(
-    f: Any, axes: dict[str, int], count: int, window: int, ways: list[Way | None]
+    f: Any,
+    axes: dict[str, int],
+    count: int,
+    window: int,
+    ways: list[TransferForm | None],
 ) -> None:
     x, *weights = operands(8, count, 4)
     specs = P(("dp", "fsdp")), *[P("fsdp")] * count

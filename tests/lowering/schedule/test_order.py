@@ -16,13 +16,13 @@ from jhost.lowering.ir.bodies import most_under_way, programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, Wait, walk
 from jhost.lowering.rules.properties import is_barrier
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.order import TransferForm
 from tests import sums
 from tests.lowering.on_mesh import exact, on, program_of
 from tests.lowering.outside import gradients_of, kinds, layer, operands
 from tests.lowering.traced import array, lowered
 
-each_way = pytest.mark.parametrize("way", get_args(Way))
+each_way = pytest.mark.parametrize("way", get_args(TransferForm))
 
 
 def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
@@ -91,7 +91,9 @@ def test_all_but_the_first_gather_have_work_beside_them() -> None:
 
 
 @each_way
-def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(way: Way) -> None:
+def test_what_is_cast_where_it_is_used_is_cast_and_moved_early(
+    way: TransferForm,
+) -> None:
     """No transfer of a body is waited for where it is issued, as it is a cycle."""
     args = [x.astype(t) for x, t in zip(_of_scan(2), _DTYPES, strict=True)]
     with sums.moving(way):
@@ -113,7 +115,9 @@ def written_out(x: jax.Array, *masters: jax.Array) -> jax.Array:
 
 
 @each_way
-def test_what_is_computed_again_has_its_weights_before_its_gradient(way: Way) -> None:
+def test_what_is_computed_again_has_its_weights_before_its_gradient(
+    way: TransferForm,
+) -> None:
     """In `jax.checkpoint`'s barrier a weight waits for no incoming gradient."""
     masters = [array(4, 4, seed=n).astype(jnp.float32) for n in range(3)]
     args = [array(32, 4).astype(jnp.bfloat16), *masters]
@@ -167,7 +171,7 @@ def _on_scan(devices: int) -> dict[str, Any]:
 
 @each_way
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a_scan_of_layers_is_exact(way: Way, devices: int) -> None:
+def test_a_scan_of_layers_is_exact(way: TransferForm, devices: int) -> None:
     args = [x.astype(t) for x, t in zip(_of_scan(devices), _DTYPES, strict=True)]
     with sums.moving(way):
         exact(gradients_of(scanned), *args, **_on_scan(devices))
@@ -196,6 +200,6 @@ def test_what_is_made_of_a_transfer_waits_for_it() -> None:
         return jhost.shard(y @ w, P("dp")) @ new
 
     args, specs = operands(8, 2, 4), (P("dp"), P(), P("dp"))
-    for way in get_args(Way):
+    for way in get_args(TransferForm):
         with sums.moving(way):
             exact(step, *args, **on({"dp": 2}, specs, P("dp")))

@@ -18,7 +18,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.interpret.program import interpret
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Scan, Stmt, Wait
-from jhost.lowering.schedule.order import Way
+from jhost.lowering.schedule.order import TransferForm
 from jhost.lowering.verify.program import verify
 from tests import sums
 from tests.lowering.hand_built import buffer, communicate, compute, mesh_of, program
@@ -181,9 +181,9 @@ def how_often(host_ir: Program) -> Counter[str]:
 
 
 @hypothesis.settings(hypothesis.settings.get_profile("programs"))
-@given(scans(), st.sampled_from(get_args(Way)))
+@given(scans(), st.sampled_from(get_args(TransferForm)))
 def test_moved_transfers_bring_the_same_and_none_more_often(
-    host_ir: Program, way: Way
+    host_ir: Program, way: TransferForm
 ) -> None:
     verify(host_ir)
     transfers = ChooseTransfers()

@@ -93,5 +93,5 @@ def test_marks_that_agree_alike_have_one_plan(
     other = asking(program, **said)
     assert not plan.take_known(other, [program])
     _, taken = plan.plan_program(other)
-    assert (taken.parts is known.parts) == shared
+    assert (taken.participations is known.participations) == shared
     assert taken == plan.plan_program(asking(program, **said))[1]

@@ -18,7 +18,7 @@ Those of a loop hide its own last transfer and the first of the next loop.
 """
 
 
-class WaitingSums:
+class WaitingContractions:
     """The contractions over all chunks of a graph that nothing has taken yet."""
 
     def __init__(self, graph: Sequence[Node], numbers: Iterable[int]) -> None:
