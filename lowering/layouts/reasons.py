@@ -73,8 +73,11 @@ class Reasons:
         read = [window.size for window in op.windows if window.factor == factor]
         sizes = [op.sizes[factor], *read]
         size = next((size for size in sizes if size % devices), sizes[0])
+        # What only cuts or pads a dim repeats no work that would be worth a word.
+        repeats = op.sizes[factor] % devices != 0
         return Reason(
-            f"{size} does not divide over {axis} ({devices})", though_nothing_moves=True
+            f"{size} does not divide over {axis} ({devices})",
+            though_nothing_moves=repeats,
         )
 
     def given(self, name: str) -> Iterator[Reason]:

@@ -136,7 +136,7 @@ class LayoutRemarks:
         """The remark that a dim is whole because its axes do not divide it."""
         op = self.solution.operations[number]
         reasons = [*self.reasons.undivided(op, self.solution.alternatives[number])]
-        if not reasons or not op.outs:
+        if _says_nothing(NOTHING, reasons) or not op.outs:
             return None
         layout = spec_text(self.solution.layouts[op.outs[0]])
         made = f"{layout} by {title_of(op)}"

@@ -7,13 +7,14 @@ Products, maxima and minima are found likewise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jax import lax
 
 from jhost._jax import user_context
-from jhost.lowering.ir.bodies import EachProgram, statements, with_each_body
+from jhost.lowering.ir.bodies import statements, with_each_body
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -31,7 +32,7 @@ _SCANS: Mapping[str, tuple[Callable[..., Any], Reducer]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockScans(EachProgram):
+class BlockScans:
     """`cumsum` along a dim that axes of the user's may reach -> in blocks."""
 
     name: ClassVar[str] = "block_scans"
@@ -39,14 +40,7 @@ class BlockScans(EachProgram):
     def apply(self, program: Program) -> Program:
         """`program`, and the bodies in it, with scans in as many blocks as parts."""
         reached = reached_axes(program) if _has_scans(program) else {}
-
-        def blocked(each: Program) -> Program:
-            return _blocked(with_each_body(each, blocked), id(each), reached)
-
-        return blocked(program) if reached else program
-
-    def change(self, program: Program) -> Program:
-        return self.apply(program)
+        return _blocked(program, reached) if reached else program
 
 
 def _has_scans(program: Program) -> bool:
@@ -57,7 +51,9 @@ def _name(stmt: Stmt) -> str:
     return stmt.unit.eqns[0].eqn.primitive.name if isinstance(stmt, Compute) else ""
 
 
-def _blocked(program: Program, way: int, reached: ReachedAxes) -> Program:
+def _blocked(program: Program, reached: ReachedAxes) -> Program:
+    way = id(program)
+    program = with_each_body(program, functools.partial(_blocked, reached=reached))
     mesh, names = dict(program.mesh.shape), FreshNames.of(program)
     body: list[Stmt] = []
     for stmt in program.body:

@@ -112,7 +112,7 @@ def test_without_a_command_the_commands_are_listed(
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     assert raised.value.code == 2
-    assert "usage: python -m jhost" in capsys.readouterr().err
+    assert "usage: jhost" in capsys.readouterr().err
 
 
 def test_a_fresh_process_makes_its_own_devices(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_a_count_that_a_dim_does_not_allow_says_what_is_possible(chunks: int) ->
 
 
 def test_transfers_of_a_while_stay_in_their_iteration(mesh: Mesh) -> None:
-    @jhost.jit(mesh=mesh, **BLOCK_SPECS)
+    @jhost.jit(mesh=mesh, **BLOCK_SPECS, pipeline="p2p")
     def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: (x @ up) @ down, x)
 
@@ -308,7 +308,7 @@ def test_transfers_of_a_while_stay_in_their_iteration(mesh: Mesh) -> None:
 def test_what_depends_on_the_iteration_before_cannot_come_early(mesh: Mesh) -> None:
     """Activations over tp do; weights over fsdp would not."""
 
-    @jhost.jit(mesh=mesh, **BLOCK_SPECS)
+    @jhost.jit(mesh=mesh, **BLOCK_SPECS, pipeline="p2p")
     def model(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return jhost.shard((x @ up) @ down, P("tp")), None

@@ -147,8 +147,8 @@ def test_boxes_hold_what_loops_do(make_mesh: MakeMesh) -> None:
     (loop,) = [step for step in scan.steps if step.steps]
     assert loop.text == "loop of 2 iterations, which take turns on streams"
     kinds = [step.communication and step.communication.kind for step in loop.steps]
-    assert kinds == [None, "ReduceScatter", "AllGather"]
-    computation, reduction, _ = loop.steps
+    assert kinds == ["AllGather", None, "ReduceScatter"]
+    _, computation, reduction = loop.steps
     assert computation.text == "2 dot_general"
     assert reduction.text in map(str, explanation.communications)
     assert reduction.layout.endswith("partial(sum tp) -> f32[4@tp~s0, 16]")

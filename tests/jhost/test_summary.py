@@ -45,7 +45,7 @@ def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     assert longest.value in largest
     assert "AllToAll of exp at decoder.py:" in largest
     assert "to change first: how exp at decoder.py:" in str(explanation)
-    assert "['layers']['mlp']['wi_0']['kernel']" in str(explanation)
+    assert "['layers']['attention']['out']['kernel'] over fsdp" in str(explanation)
 
 
 # --- The first lines ---------------------------------------------------------------- #
