@@ -440,7 +440,7 @@ def test_a_reshard_must_have_become_communication() -> None:
     for source, out in ((x, spread), (spread, moved)):
         host_ir = program(mesh, (source,), (out,), Reshard(out=out, source=source))
         shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        with pytest.raises(VerifyError, match="resharding is made communication be"):
+        with pytest.raises(VerifyError, match="it is made communication before"):
             jax.eval_shape(emit(host_ir, mesh), shape)
 
 

@@ -100,7 +100,7 @@ def test_memory_without_contents_shows(dtype: str, poison: float) -> None:
 def test_a_reshard_must_have_become_communication() -> None:
     x, y = buffer("x: f32[8, 4]"), buffer("y: f32[2@tp, 4]")
     host_ir = program(mesh_of(tp=4), (x,), (y,), Reshard(out=y, source=x))
-    with pytest.raises(VerifyError, match="resharding is made communication be"):
+    with pytest.raises(VerifyError, match="it is made communication before"):
         interpret(host_ir, mesh_of(tp=4), (integers(8, 4),))
 
 
