@@ -42,6 +42,8 @@ class Order:
         self.last_compute: TiedValues = ()
         # The last work outside of loops, where no stream orders it.
         self.last_work: TiedValues = ()
+        # What a stream last waited for of another: the work before its next wait.
+        self.met: dict[StreamKey, TiedValues] = {}
         self.in_flight: dict[str, IssuedTransfer] = {}
         # By identity of a value that is read outside of loops: what it is read behind.
         self.apart: dict[int, tuple[Any, TiedValues]] = {}
@@ -112,8 +114,11 @@ class Order:
         was issued.  In loops XLA would copy a part of an array for that barrier.
         """
         (source,) = self.tie([source])
-        if not self.depth:
-            self.join((source,))
+        if self.active and not self.depth:
+            # It stands for all before it.  Were they kept, each later barrier would
+            # keep what has been sent, and what came: 2 GB of a step of 13B width over
+            # fsdp (XLA of JAX 0.11.2).
+            self.chains[self.machine.current] = (source,)
         return source
 
     def issued(self, name: str, result: Any) -> None:
@@ -135,7 +140,8 @@ class Order:
             before = {id(value) for value in ended.before}
             chain = tuple(value for value in self.chain if id(value) not in before)
             self.chains[self.machine.current] = chain
-            beside = distinct((*chain, *self.last_compute, *self.last_work))
+            met = self.met.get(self.machine.current, ())
+            beside = distinct((*met, *self.last_compute, *self.last_work))
             if beside:
                 self.apart |= {id(value): (value, beside) for value in ended.results}
         self.join(ended.results)
@@ -148,6 +154,8 @@ class Order:
         synchronous.
         """
         if self.active:
-            self.join(self.chains.get(stream, ()))
+            met = self.chains.get(stream, ())
+            self.met[self.machine.current] = met
+            self.join(met)
         else:
             self.chains[self.machine.current] = self.last_compute

@@ -7,7 +7,9 @@ AdamW, with float32 masters that are cast in the layer.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,13 +18,17 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jhost
+
+pytest.importorskip("optax")  # of the step; it comes with test-ecosystem
+
+# Last, so that `jhost` stays the one that is installed.
+sys.path.append(str(Path(__file__).parents[2]))
+
 from benchmarks.layers import Model
 from benchmarks.step.whole import arms
 from benchmarks.step.whole.model import first_state
 from benchmarks.step.whole.sizes import Case
 from tests.aot.on_h200 import MakeH200s
-
-pytest.importorskip("optax")
 
 MODEL = Model(
     "small", hidden=2048, ffn=6144, heads=16, kv_heads=8, head=128, sequence=512

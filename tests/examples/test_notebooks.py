@@ -45,10 +45,11 @@ def read(name: str) -> Any:
 def test_the_quickstart_pipelines_a_block_and_trains_it(folder: Path) -> None:
     out = printed("quickstart.ipynb", folder)
     assert out["run-block"].startswith("block: 0 loops\n")
-    first, _, mark, *_ = out["run-mark"].splitlines()
+    first, *lines = out["run-mark"].splitlines()
     assert first == "plain: 1 loop"
     # The cell, by the number that its reader sees, and the line in it.
-    assert mark.endswith("collective pipeline: 4 chunks, as asked [In[3]:2 (plain)]")
+    said = "collective pipeline: 4 chunks, as asked [In[3]:2 (plain)]"
+    assert any(line.endswith(said) for line in lines)
     assert "AllGather(x_i, dim=0, axes=(tp))" in out["run-program"]
     assert len(re.findall(r"difference of \w+: \d\.\de-\d\d", out["run-values"])) == 2
     losses = [float(loss) for loss in re.findall(r"loss (.*)", out["run-training"])]
