@@ -72,7 +72,11 @@ class ChooseCycles(EachProgram):
         """Whether the `other` program is asked for, or done earlier."""
         if not self.is_weighed(moved):
             return True
-        ordered = (Weighed(self.transfers.apply(each)) for each in (program, other))
+        # With all transfers beside work, as a cycle wants them.  Were they chosen for
+        # each of the two, that would be most of lowering: 30 of 40 s for four layers
+        # with marks over two axes.
+        every = dataclasses.replace(self.transfers, pipeline="p2p")
+        ordered = (Weighed(every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
 
     def is_weighed(self, moved: Cycle | Once) -> bool:
