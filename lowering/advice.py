@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from jhost.lowering.explain import Explanation
 
 _LITTLE = 0.03
-"""Up to this share of the time nothing is to be gained that a prediction could see."""
+"""A prediction cannot tell gains up to this share of the time."""
 
 _CLOSE = 1.1
-"""A choice that is predicted to take so much more may be measured to take less."""
+"""A choice that is predicted to take up to so many times as long may be faster."""
 
 
 def too_little(predicted: Prediction) -> bool:

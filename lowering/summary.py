@@ -24,10 +24,10 @@ _STREAMS, _TRANSFERS, _LAYOUTS, _NOTES = 6, 10, 5, 4
 """How many rows of each kind a screen has."""
 
 _MOSTLY = 0.9
-"""A share of a transfer's time that is nearly all of it."""
+"""From this share of its time on, a transfer is exposed nearly all of the time."""
 
 _SMALL = 1000
-"""Bytes below which a transfer is one of the small ones."""
+"""Transfers of fewer bytes are folded into one row."""
 
 
 def summary_lines(explained: Explanation) -> Iterator[str]:

@@ -127,6 +127,16 @@ def given_function(
     return Given(function, args, options)
 
 
+def given_to_run(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> tuple[JitFunction[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The same, for a command that runs a function that jhost.jit made."""
+    function, args, options = given_function(parser, arguments, runs=True)
+    if not isinstance(function, JitFunction):
+        parser.error(f"{arguments.function} is not made by jhost.jit")
+    return function, args, options
+
+
 def _required(function: Callable[..., Any]) -> list[str]:
     """The names of the arguments that a call has to have."""
     try:

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from jhost import errors
-from jhost._call.function import JitFunction
 from jhost._commands.block import writable_file
-from jhost._commands.function import add_function, arrays, given_function
+from jhost._commands.function import add_function, arrays, given_to_run
 from jhost._profile import profile
 
 
@@ -32,9 +31,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    function, args, options = given_function(parser, arguments, runs=True)
-    if not isinstance(function, JitFunction):
-        parser.error(f"{arguments.function} is not made by jhost.jit")
+    function, args, options = given_to_run(parser, arguments)
     try:
         report = profile(function.with_options(**options), *arrays(args))
         print(report)

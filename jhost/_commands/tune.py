@@ -7,10 +7,9 @@ import sys
 from typing import Any
 
 from jhost import errors
-from jhost._call.function import JitFunction
 from jhost._commands.block import count, writable_file
 from jhost._commands.explain import page_file
-from jhost._commands.function import add_function, arrays, given_function
+from jhost._commands.function import add_function, arrays, given_to_run
 from jhost._tune.tune import tune
 
 
@@ -48,9 +47,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    function, args, options = given_function(parser, arguments, runs=True)
-    if not isinstance(function, JitFunction):
-        parser.error(f"{arguments.function} is not made by jhost.jit")
+    function, args, options = given_to_run(parser, arguments)
     try:
         found = tune(
             function.with_options(**options),

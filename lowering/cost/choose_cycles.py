@@ -53,16 +53,17 @@ class ChooseCycles(EachProgram):
         self, program: Program, scan: Scan, can_hide: IsOpen
     ) -> Program:
         """`program`, whose scan may gather once, and be a cycle."""
-        if (once := once_of(scan, can_hide)) is not None:
+        found = MovableTransfers(scan, can_hide)
+        if (once := once_of(scan, found)) is not None:
             other, changed = with_once(program, once)
             if self.is_better(program, other, once):
                 program, scan = _noted(other, _said_once(once)), changed
-        if (cycle := cycle_of(scan, can_hide)) is not None:
+                found = MovableTransfers(scan, can_hide)
+        if (cycle := cycle_of(scan, found)) is not None:
             other = with_cycle(program, cycle)
             if self.is_better(program, other, cycle):
                 program = _noted(other, _said(cycle))
-        bound = MovableTransfers(scan, can_hide).bound()
-        return _noted(program, _said_kept(scan, bound))
+        return _noted(program, _said_kept(scan, found.bound()))
 
     def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
         way = self.transfers.way(transfer, mesh)

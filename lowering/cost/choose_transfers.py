@@ -28,6 +28,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
+from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
@@ -38,11 +39,6 @@ _GAIN = 0.99
 
 _LEAST = 1 << 20
 """Bytes below which any transfer takes its latency."""
-
-
-def _is_large(stmt: Communicate) -> bool:
-    """Whether a transfer takes longer than its latency."""
-    return bytes_of(stmt.source) >= _LEAST
 
 
 _TURNS: Sequence[tuple[TransferForm, bool]] = [
@@ -112,7 +108,7 @@ class ChooseTransfers(EachProgram):
 
     def is_open(self, stmt: Communicate) -> bool:
         """Whether one may stand beside work, as far as it stands for itself."""
-        if not _is_large(stmt):
+        if bytes_of(stmt.source) < _LEAST:
             return False
         if self.pipeline != "auto":
             return self.pipeline == "p2p"
@@ -157,7 +153,7 @@ class Weighed:
 
 def _said(way: TransferForm, gathers: bool, stmts: Sequence[Communicate]) -> Note:
     axes = " and ".join(dict.fromkeys(axis for stmt in stmts for axis in stmt.axes))
-    whole = sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
+    whole = sum(map(larger_side, stmts))
     moved = f"{bytes_text(whole)} {'gathered' if gathers else 'summed'} over {axes}"
     when = "before" if gathers else "next"
     return Note(

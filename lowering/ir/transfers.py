@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from jhost.lowering.ir.statements import CommunicationKind
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.statements import Communicate, CommunicationKind
 
 ScheduledKind: TypeAlias = CommunicationKind | Literal["Broadcast"]
 """What XLA may run: jhost makes no broadcast, a user's `shard_map` may."""
+
+
+def larger_side(stmt: Communicate) -> int:
+    """The bytes of what a gather brings, or of what a sum is made of, on a device."""
+    return max(bytes_of(stmt.source), bytes_of(stmt.out))
 
 
 def received_bytes(kind: ScheduledKind, held: int, devices: int) -> int:

@@ -36,6 +36,7 @@ from jhost.lowering.ir.statements import (
     Stmt,
     Wait,
 )
+from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.streams.plan import plan_program, with_plan_of
 from jhost.lowering.units.make import computes_of
 
@@ -104,7 +105,7 @@ def _is_small(node: Node) -> bool:
     stmt = node.stmt
     assert isinstance(stmt, Communicate)
     whole_bytes = bits(stmt.out.dtype) >= 8 if _is_number(stmt.out) else False
-    largest = max(bytes_of(stmt.source), bytes_of(stmt.out))
+    largest = larger_side(stmt)
     fits = 0 < largest <= SMALL
     return stmt.kind in _KINDS and len(node.stmts) == 2 and whole_bytes and fits
 
@@ -129,7 +130,7 @@ class _Open:
 
 
 def _bytes(stmts: Iterable[Communicate]) -> int:
-    return sum(max(bytes_of(stmt.source), bytes_of(stmt.out)) for stmt in stmts)
+    return sum(map(larger_side, stmts))
 
 
 class _CombiningWalk:

@@ -58,11 +58,13 @@ class PadRequest:
 class Operands:
     """A statement's values and the factors that tie their dims, in steps on a device.
 
-    `fixed` ones can work on no other sizes; `windows` are the dims of each operand that
-    are read in windows, which take a dim as long as it is, and `rigid` the factors that
-    are reduced over windows; `counted` are the factors of which a device
-    has to know which part it holds: there the positions in the whole depend on its
-    size.
+    Attributes:
+        counted: the factors of which a device has to know which part it holds, because
+            positions in the whole depend on its size.
+        fixed: whether it can work on no other sizes.
+        windows: the dims of each operand that are read in windows.  They take a dim as
+            long as it is.
+        rigid: the factors that are reduced over windows.
     """
 
     reads: tuple[Buffer, ...]

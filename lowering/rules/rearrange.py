@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -28,13 +27,14 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reads import WindowReads
-from jhost.lowering.rules.reducers import Reducer, identity, sum_of
+from jhost.lowering.rules.reducers import identity, sum_of
 from jhost.lowering.rules.rows import can_be_summed
 from jhost.lowering.rules.windows import (
     has_windows,
     is_whole,
     part_of_whole,
     reading,
+    slice_or_fill,
     window_of,
     without_padding,
 )
@@ -125,23 +125,14 @@ def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
                 limits[dim] = x.shape[dim]
             elif shard.size(mapped.factor) != shape[dim]:
                 first = starts[dim] - first_step(shard, mapped.factor)
-                x = _what_is_there(x, dim, first, limits[dim] - starts[dim], reducer)
-                starts_here[dim], limits[dim] = 0, limits[dim] - starts[dim]
+                limits[dim] -= starts[dim]
+                neutral = identity(reducer, x.dtype)
+                x = slice_or_fill(x, dim, first, limits[dim], neutral)
+                starts_here[dim] = 0
         return [lax.slice(x, starts_here, limits, eqn.params["strides"])]
 
     picked = frozenset(d.factor for n, d in enumerate(dims) if d and n in small)
     return dataclasses.replace(made, rebind=rebind, counted=picked, picked=picked)
-
-
-def _what_is_there(x: Any, dim: int, start: Any, size: int, reducer: Reducer) -> Any:
-    """`size` elements of a dim, from `start` on, neutral where `x` has none."""
-    config = [(0, 0, 0)] * x.ndim
-    config[dim] = (size, size, 0)
-    x = lax.pad(x, identity(reducer, x.dtype), config)
-    start = lax.clamp(
-        np.int32(0), start + np.int32(size), np.int32(x.shape[dim] - size)
-    )
-    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
 def _slice_part(made: DimRule) -> Any:

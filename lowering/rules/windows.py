@@ -120,11 +120,17 @@ def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
     length = reads.window(count)
     zero = lax.full((), 0, x.dtype)
     x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
-    x = _padded(x, dim, zero, (length, length))
     start = reads.start(first_step(shard, mapped.factor), count)
-    # Beyond either end is nothing that is read.
-    start = lax.clamp(np.int32(0), start + np.int32(length), np.int32(x.shape[dim]))
-    return lax.dynamic_slice_in_dim(x, start, length, axis=dim)
+    return slice_or_fill(x, dim, start, length, zero)
+
+
+def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
+    """`size` elements of a dim, from `start` on, and `fill` where `x` has none."""
+    x = _padded(x, dim, fill, (size, size))
+    # Beyond either end of what is padded there is no more than `fill`.
+    last = np.int32(x.shape[dim] - size)
+    start = lax.clamp(np.int32(0), start + np.int32(size), last)
+    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
 def _padded(

@@ -105,11 +105,10 @@ class Cycle:
         return bool(self.early) or any(each.little for each in self.late)
 
 
-def cycle_of(scan: ir.Scan, is_open: IsOpen) -> Cycle | None:
-    """The transfers of a scan, of those that are open, that nothing in it can hide."""
+def cycle_of(scan: ir.Scan, found: MovableTransfers) -> Cycle | None:
+    """The transfers of a scan that only another iteration can hide."""
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
-    found = MovableTransfers(scan, is_open)
     early, late = tuple(found.early()), tuple(found.late())
     cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
     return cycle if cycle.stmts and scan.length > 1 else None

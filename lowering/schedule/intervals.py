@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import StatementBlocks
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
@@ -45,7 +45,7 @@ class TransferInterval:
     @property
     def bytes(self) -> int:
         """Of the larger side, which is what a gather brings and a sum is made of."""
-        return _bytes(self.stmt)
+        return larger_side(self.stmt)
 
 
 def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
@@ -84,16 +84,12 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
         for number, stmt in blocks.transfers()
         if stmt.kind == "AllGather" and is_open(stmt)
     ]
-    window = _WINDOW * max((_bytes(stmt) for _, stmt, _ in found), default=0)
+    window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
     unread: list[tuple[int, int]] = []
     turn = 0
     for number, stmt, reader in sorted(found, key=lambda each: each[2]):
-        while sum(size for _, size in unread) + _bytes(stmt) > window:
+        while sum(size for _, size in unread) + larger_side(stmt) > window:
             turn, _ = unread.pop(0)
-        unread.append((reader, _bytes(stmt)))
+        unread.append((reader, larger_side(stmt)))
         ahead = [work for work in working if work < reader][-_AHEAD:]
         yield number, stmt, reader, [work for work in ahead if work >= turn]
-
-
-def _bytes(stmt: ir.Communicate) -> int:
-    return max(bytes_of(stmt.source), bytes_of(stmt.out))

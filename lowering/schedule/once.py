@@ -16,7 +16,6 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.copied import copied
 from jhost.lowering.schedule.cycle import Early, MovableTransfers
-from jhost.lowering.schedule.intervals import IsOpen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +31,10 @@ class Once:
         return [each.stmt for each in self.gathers]
 
 
-def once_of(scan: ir.Scan, is_open: IsOpen) -> Once | None:
-    """The gathers, of those that are open, that nothing in an iteration can hide."""
+def once_of(scan: ir.Scan, found: MovableTransfers) -> Once | None:
+    """The gathers of what no iteration changes, which nothing in one can hide."""
     if scan.length < 2:
         return None
-    found = MovableTransfers(scan, is_open)
     gathers = tuple(each for each in found.early() if _reads(each) <= found.constant)
     return Once(scan, gathers, found.core(gathers, ())) if gathers else None
 
