@@ -245,8 +245,9 @@ class _Carrier:
             copy = self.body.only_copy(out)
             outs.append(partial)
             if copy is not None:
-                # Its only reader moves it anyway, and reduces it in the same step.
-                changes.append((copy, (dataclasses.replace(copy, source=partial),)))
+                # Its only reader moves it anyway, and reduces it in the same step; one
+                # that copied the sum as it lies (`jhost.serial`) makes it now.
+                changes.append((copy, (Reshard(out=copy.out, source=partial),)))
             else:
                 after.append(Reshard(out=out, source=partial))
         unit_eqn = dataclasses.replace(self.unit_eqn, axes=self.axes)

@@ -33,6 +33,7 @@ from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.barriers import passed_on
 from jhost.lowering.schedule.blocks import StatementBlocks, communication_of
+from jhost.lowering.schedule.host_memory import results_off_device
 from jhost.lowering.schedule.intervals import IsOpen
 
 _LITTLE = 1
@@ -109,6 +110,8 @@ def cycle_of(scan: ir.Scan, found: MovableTransfers) -> Cycle | None:
     """The transfers of a scan that only another iteration can hide."""
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # of random keys there is no stack to write to
+    if found.stacked & results_off_device(scan.body):
+        return None  # a stack in the host's memory is the scan's own to write
     early, late = tuple(found.early()), tuple(found.late())
     cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
     return cycle if cycle.stmts and scan.length > 1 else None

@@ -169,6 +169,16 @@ def test_a_constraint_on_a_value_in_between_is_kept() -> None:
     assert not program.marks
 
 
+def test_a_copy_of_the_sum_makes_it() -> None:
+    """`serial` copies a value that has the layout which it wants."""
+
+    def f(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.maximum(jhost.serial(x @ w + y @ v), 0)
+
+    program = exact(f, *operands(), **tp(4, INS, ROWS))
+    assert communications(program) == ["ReduceScatter tp 0 sum"]
+
+
 def test_no_contraction_is_repeated_for_it() -> None:
     """Each device multiplies its rows; with partial sums each would multiply all."""
 

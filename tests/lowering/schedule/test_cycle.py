@@ -95,6 +95,20 @@ def test_layers_that_are_computed_again() -> None:
         assert names(scan).count("dynamic_slice") == len(stacks)
 
 
+def test_what_lies_in_the_hosts_memory_is_stacked_by_the_scan() -> None:
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    )
+
+    def again(weights: Any, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(jax.checkpoint(layer, policy=offload), x, weights)
+        return jnp.sum(y * y)
+
+    how: dict[str, Any] = settings(FSDP) | {"out_shardings": FSDP[0]}
+    program = check(jax.grad(again), *operands(4), **how)
+    assert len(notes(program)) == 1  # the backward's, which stacks gradients
+
+
 def test_each_transfer_is_made_once() -> None:
     """Four gathers of the first weights in all: one outside, three in the scan."""
     program = check(loss, *operands(4), **settings(FSDP, gradients=False))
