@@ -156,7 +156,7 @@ def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
 
     Or the reason why it has to be about sequences in order of position.
     """
-    if not spec.choice.zigzag:
+    if not spec.choice.spec.zigzag:
         return "exchanges are predicted to take longer than they save"
     if spec.extent % 2:
         return f"a device's {counted(spec.extent, 'position')} have no two halves"

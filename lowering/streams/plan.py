@@ -42,7 +42,7 @@ def plan_program(program: Program) -> tuple[Graph, StreamPlan]:
 
 
 def _taken(program: Program) -> list[StreamChoice]:
-    return [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+    return [mark for mark in stream_choices(program) if mark.spec.pipeline != "off"]
 
 
 def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
