@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
 from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
+from jhost.lowering.ir.graph import graph_of
 from jhost.lowering.ir.marks import (
     Mark,
     StreamChoice,
@@ -211,13 +212,11 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
 
 def _makers(program: Program) -> Iterator[Compute | None]:
     """The computation that makes the value of each mark of one program."""
-    makers = {
-        buffer.name: stmt
-        for stmt in program.body
-        if isinstance(stmt, Compute)
-        for buffer in stmt.outs
-    }
-    return (makers.get(mark.buffer) for mark in program.marks)
+    graph = graph_of(program)
+    for mark in program.marks:
+        number = graph.makers.get(mark.buffer)
+        stmt = None if number is None else graph[number].stmt
+        yield stmt if isinstance(stmt, Compute) else None
 
 
 def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
