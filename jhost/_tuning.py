@@ -18,8 +18,7 @@ from jhost._page import Bar, bars, element, fold, fragment, listed, save_page, t
 from jhost._text import counted, seconds_text
 from jhost._version import __version__
 from jhost.lowering.cost.candidates import ranking_text
-from jhost.lowering.ir.marks import SumsPosition
-from jhost.lowering.ir.statements import PipelineKind
+from jhost.lowering.ir.pipelines import PipelineSpec
 
 FORMAT = 2
 """Raised when the meaning of the fields changes; others' are refused."""
@@ -40,28 +39,23 @@ class Environment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(PipelineSpec):
     """One way to run a stream, and the seconds that a call of the program took then.
+
+    The way stands beside them in a tuning's file, and is no record of its own there.
+    Its pipeline is "p2p" or "collective", or None for no pipeline.
 
     Attributes:
         text: the way in words.
-        pipeline: "p2p" or "collective"; None for no pipeline.
-        chunks: how many; None with no pipeline, or as many as the pipeline has unasked.
-        streams: on how many the loop takes turns; None for jhost's default.
         minimum: seconds of the fastest call.
         median: seconds of the median call.
         predicted: seconds by the cost model; None if it does not know the devices.
-        sums: where contractions over all chunks stand, such as weights' gradients.
     """
 
     text: str
-    pipeline: PipelineKind | None
-    chunks: int | None
-    streams: int | None
     minimum: float
     median: float
     predicted: float | None
-    sums: SumsPosition = "in chunks"
 
     def __post_init__(self) -> None:
         if self.pipeline not in (None, "collective", "p2p"):
@@ -74,6 +68,12 @@ class Candidate:
             seconds = getattr(self, name)
             if seconds is not None and not 0 <= seconds < math.inf:
                 _refuse(name, seconds, "seconds, from 0 on")
+
+    @property
+    def spec(self) -> PipelineSpec:
+        """The way alone."""
+        fields = dataclasses.fields(PipelineSpec)
+        return PipelineSpec(**{f.name: getattr(self, f.name) for f in fields})
 
 
 def _refuse(field: str, value: object, allowed: str) -> NoReturn:

@@ -56,10 +56,7 @@ def tuned_here(tunings: Sequence[Tuning], mesh: AnyMesh | None) -> Tunings:
 def _tuned_marks(program: TunedProgram) -> dict[int, Tuned]:
     return {
         mark: Tuned(
-            pipeline=stream.candidates[0].pipeline,
-            chunks=stream.candidates[0].chunks,
-            streams=stream.candidates[0].streams,
-            sums=stream.candidates[0].sums,
+            spec=stream.candidates[0].spec,
             reason=stream.reason(),
             measured=stream.times(),
         )

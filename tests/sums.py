@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, get_args
 from unittest import mock
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
-from jhost.lowering.ir.marks import SumsPosition
+from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.loops import combine_small, planned
 from jhost.lowering.schedule.order import TransferForm
 
@@ -22,7 +21,7 @@ def standing(sums: SumsPosition) -> Generator[None]:
     choose = planned.choose_pipeline
 
     def chosen(mark: Any, *rest: Any) -> Any:
-        return choose(dataclasses.replace(mark, sums=sums), *rest)
+        return choose(mark.with_spec(sums=sums), *rest)
 
     with mock.patch.object(planned, "choose_pipeline", chosen):
         yield

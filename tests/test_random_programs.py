@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost._jax import without_dead_code
 from jhost.lowering.ir.bodies import all_remarks
-from jhost.lowering.ir.marks import SumsPosition
+from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.schedule.order import TransferForm
 from tests import apart, sums
 from tests.jhost.derived import vjp

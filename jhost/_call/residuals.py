@@ -251,7 +251,7 @@ def _shard(spec: Spec) -> MarkerCall:
 def _stream(mark: StreamChoice | None) -> list[MarkerCall]:
     if mark is None:
         return []
-    chunks, pipeline = mark.chunks or "auto", mark.pipeline or "auto"
+    chunks, pipeline = mark.spec.chunks or "auto", mark.spec.pipeline or "auto"
     return [(stream_p, {"axis": mark.dim, "chunks": chunks, "pipeline": pipeline})]
 
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Sharding
 
+from jhost._annotate import as_int
 from jhost._call import shardings
 from jhost._call.arguments import by_name, identity_of, name_of
 from jhost._call.config import Config
@@ -87,7 +88,7 @@ class Source:
         return Config(
             name=self.name,
             mesh=None if key[0] is None else auto_mesh(key[0]),
-            chunks=settings.chunks or "auto",
+            chunks=as_int(settings.chunks) or "auto",
             pipeline=settings.pipeline,
             replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),

@@ -199,7 +199,7 @@ def _worth_it(outcomes: Sequence[Outcome], left_out: list[str]) -> list[Outcome]
     best = min((outcome.seconds for outcome in outcomes), default=math.nan)
 
     def is_hopeless(outcome: Outcome) -> bool:
-        return bool(outcome.mark.pipeline) and outcome.seconds > _HOPELESS * best
+        return bool(outcome.mark.spec.pipeline) and outcome.seconds > _HOPELESS * best
 
     if texts := [outcome.text for outcome in outcomes if is_hopeless(outcome)]:
         left_out.append(f"predicted to take far longer: {', '.join(texts)}")
@@ -218,14 +218,11 @@ def _placed(
 
 def _candidate(outcome: Outcome, times: Sequence[float]) -> Candidate:
     return Candidate(
+        **dataclasses.asdict(outcome.mark.spec),
         text=outcome.text,
-        pipeline=outcome.mark.pipeline,
-        chunks=None if outcome.mark.chunks is None else int(outcome.mark.chunks),
-        streams=outcome.mark.streams,
         minimum=min(times),
         median=statistics.median(times),
         predicted=None if math.isnan(outcome.seconds) else outcome.seconds,
-        sums=outcome.mark.sums,
     )
 
 

@@ -18,7 +18,8 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Section
 from jhost.lowering.ir.bodies import adds_up, all_marks, all_remarks, with_marks
-from jhost.lowering.ir.marks import StreamChoice, SumsPosition
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes, permutes, why_not_hidden
 from jhost.lowering.ir.remarks import Prediction, StreamReport
@@ -137,11 +138,11 @@ class Evaluation:
 
     def with_variants(self, outcome: Outcome) -> list[Outcome]:
         """An outcome; for a p2p pipeline also on fewer streams, and with other sums."""
-        if outcome.mark.pipeline != "p2p":
+        if outcome.mark.spec.pipeline != "p2p":
             return [outcome]
         variants = [
-            dataclasses.replace(outcome.mark, streams=2),
-            *(dataclasses.replace(outcome.mark, sums=sums) for sums in _SUMS),
+            outcome.mark.with_spec(streams=2),
+            *(outcome.mark.with_spec(sums=sums) for sums in _SUMS),
         ]
         return [outcome, *filter(None, map(self.evaluate, variants))]
 
@@ -170,39 +171,40 @@ class Evaluation:
 
     def without_permutes(self, mark: StreamChoice) -> Iterator[StreamChoice]:
         """The candidates that need none, the simplest first: later ones must gain."""
-        given = mark.chunks is not None
-        if mark.pipeline is None and not given:
+        pipeline, chunks = mark.spec.pipeline, mark.spec.chunks
+        given = chunks is not None
+        if pipeline is None and not given:
             if self.others_pipelined() and not self.to_measure:
                 yield mark  # it joins their stream
             yield dataclasses.replace(mark, unpipelined=True)
-        if mark.pipeline is None or mark.pipeline == "collective":
+        if pipeline in (None, "collective"):
             # Where collectives run alone, chunks of them hide nothing.
             beside = self.to_measure or self.known.collective.beside_compute
-            for count in [mark.chunks] if given else _COUNTS if beside else []:
-                yield dataclasses.replace(mark, pipeline="collective", chunks=count)
+            for count in [chunks] if given else _COUNTS if beside else []:
+                yield mark.with_spec(pipeline="collective", chunks=count)
 
     def p2p(self, mark: StreamChoice) -> StreamChoice | None:
         """A p2p pipeline, if the mark leaves it open and permutes hide anything."""
         beside = self.to_measure or self.known.permute.beside_compute
-        if mark.pipeline not in (None, "p2p") or not beside:
+        if mark.spec.pipeline not in (None, "p2p") or not beside:
             return None
-        named = self.to_measure or mark.pipeline is not None
-        return dataclasses.replace(mark, pipeline="p2p", by_name=named)
+        named = self.to_measure or mark.spec.pipeline is not None
+        return dataclasses.replace(mark.with_spec(pipeline="p2p"), by_name=named)
 
     def in_more_chunks(
         self, p2p: StreamChoice, outcome: Outcome
     ) -> StreamChoice | None:
         """A p2p candidate in twice the chunks, if its outcome would gain by them."""
-        chunks = None if p2p.chunks is not None else _chunks_of(outcome)
+        chunks = None if p2p.spec.chunks is not None else _chunks_of(outcome)
         # More chunks hide more, and cost more launches.
         if chunks is None or not self.hides_too_little(outcome):
             return None
-        return dataclasses.replace(p2p, chunks=2 * chunks)
+        return p2p.with_spec(chunks=2 * chunks)
 
     def others_pipelined(self) -> bool:
         """Whether a stream of other marks may reach the value."""
         others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
-        return any(isinstance(m, StreamChoice) and m.pipeline for m in others)
+        return any(isinstance(m, StreamChoice) and m.spec.pipeline for m in others)
 
     def hides_too_little(self, outcome: Outcome) -> bool:
         """Whether an outcome would win if more chunks hid the rest."""
@@ -252,7 +254,7 @@ class Evaluation:
 
     def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
         """Why a candidate that nobody named has permutes that nothing could hide."""
-        if self.rates is None or candidate.pipeline != "p2p" or candidate.by_name:
+        if self.rates is None or candidate.spec.pipeline != "p2p" or candidate.by_name:
             return ""
         # The simplest candidate has permutes, too: those of transfers outside of loops.
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
@@ -266,20 +268,20 @@ class Evaluation:
         """The outcome with what loops add up outside of them, where that is faster."""
         mark = outcome.mark
         if (
-            mark.pipeline == "collective"
+            mark.spec.pipeline == "collective"
             or mark.unpipelined
             or not adds_up(outcome.program)
         ):
             return outcome
         for sums in _SUMS:
-            outcome = self.if_faster(outcome, dataclasses.replace(mark, sums=sums))
+            outcome = self.if_faster(outcome, mark.with_spec(sums=sums))
         return outcome
 
     def in_order_of_position(self, outcome: Outcome) -> Outcome:
         """The outcome without exchanges around causal loops, where those do not pay."""
-        if outcome.mark.pipeline != "p2p":
+        if outcome.mark.spec.pipeline != "p2p":
             return outcome
-        return self.if_faster(outcome, dataclasses.replace(outcome.mark, zigzag=False))
+        return self.if_faster(outcome, outcome.mark.with_spec(zigzag=False))
 
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
         """What a mark comes to where it is another program and takes no longer."""
@@ -299,9 +301,9 @@ class Evaluation:
         """
         mark = outcome.mark
         # If the host is not ahead, a transfer that is launched later comes later.
-        if mark.pipeline != "p2p" or outcome.host_share > _AHEAD:
+        if mark.spec.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
-        return self.if_faster(outcome, dataclasses.replace(mark, streams=2))
+        return self.if_faster(outcome, mark.with_spec(streams=2))
 
 
 def _chunks_of(outcome: Outcome) -> int | None:
@@ -330,10 +332,11 @@ def left_out_text(candidate: str, why: str) -> str:
 
 
 def _text(mark: StreamChoice) -> str:
-    if mark.pipeline is None:
+    spec = mark.spec
+    if spec.pipeline is None:
         return NOT_PIPELINED if mark.unpipelined else "as the stream that reaches it"
-    count = "a chunk a device" if mark.chunks is None else f"{mark.chunks} chunks"
-    streams = f" on {mark.streams} streams" if mark.streams else ""
-    order = "" if mark.zigzag else " in order of position"
-    sums = f" and sums {_SUMS[mark.sums]}" if mark.sums in _SUMS else ""
-    return f"{mark.pipeline} with {count}{streams}{order}{sums}"
+    count = "a chunk a device" if spec.chunks is None else f"{spec.chunks} chunks"
+    streams = f" on {spec.streams} streams" if spec.streams else ""
+    order = "" if spec.zigzag else " in order of position"
+    sums = f" and sums {_SUMS[spec.sums]}" if spec.sums in _SUMS else ""
+    return f"{spec.pipeline} with {count}{streams}{order}{sums}"

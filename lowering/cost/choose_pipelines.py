@@ -126,7 +126,7 @@ class ChoosePipelines:
 
 def _left_open(mark: StreamChoice, why_not: str) -> str:
     """The reason of a mark that asks for nothing; others keep theirs."""
-    if mark.pipeline is None and mark.chunks is None:
+    if mark.spec.pipeline is None and mark.spec.chunks is None:
         asked = "" if mark.unmet else "; ask with chunks= or pipeline="
         return f"auto: {why_not}{asked}"
     return mark.reason

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 from typing import Any
 
 from jhost.lowering.ir.bodies import all_marks, programs, with_marks
-from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.effects import read_and_made
+from jhost.lowering.ir.graph import graph_of
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
-from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.schedule.compute_late import ComputeLate
@@ -57,10 +57,6 @@ class Section:
         }
 
 
-def _made(body: Sequence[Stmt]) -> list[Buffer]:
-    return [buffer for stmt in body for buffer in reads_writes(stmt)[1]]
-
-
 def _border(program: Program) -> set[str]:
     return {buffer.name for buffer in (*program.params, *program.results)}
 
@@ -78,14 +74,6 @@ class Sections:
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
-        self.makers = [
-            {
-                b.name: n
-                for n, stmt in enumerate(each.body)
-                for b in reads_writes(stmt)[1]
-            }
-            for each in self.programs
-        ]
 
     def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
         """The section to evaluate some marks alike in, with `marks`.
@@ -118,11 +106,11 @@ class Sections:
         # What stands before it is no whole layer.
         if start not in (0, *self.borders[holder]):
             return {}
-        earlier = _made(body[start : layer.start])
-        made = _made(body[layer.start : layer.start + len(layer)])
+        _, earlier = read_and_made(body[start : layer.start])
+        _, made = read_and_made(body[layer.start : layer.start + len(layer)])
         alike = {
             buffer.name: again.name
-            for buffer, again in zip(earlier, made, strict=False)
+            for buffer, again in zip(earlier.values(), made.values(), strict=False)
             if (buffer.shape, buffer.dtype) == (again.shape, again.dtype)
         }
         results = {result.name for result in own.results}
@@ -169,5 +157,6 @@ class Sections:
         holder = self.holder(numbers)
         marks, first = self.programs[holder].marks, self.firsts[holder]
         names = [marks[number - first].buffer for number in numbers]
-        makers = self.makers[holder]
+        # No communication stands here yet, so each statement is a node.
+        makers = graph_of(self.programs[holder]).makers
         return [makers[name] for name in names] if makers.keys() >= set(names) else []

@@ -48,6 +48,19 @@ def _reads_writes_of_body(
     return reads, writes
 
 
+def read_and_made(
+    body: Sequence[ir.Stmt],
+) -> tuple[dict[str, ir.Buffer], dict[str, ir.Buffer]]:
+    """What statements read of others, and what they make, by name and in order."""
+    read: dict[str, ir.Buffer] = {}
+    made: dict[str, ir.Buffer] = {}
+    for stmt in body:
+        reads, writes = reads_writes(stmt)
+        read |= {b.name: b for b in reads if b.name not in made}
+        made |= {b.name: b for b in writes}
+    return read, made
+
+
 def written(stmt: ir.Stmt) -> list[ir.Buffer]:
     """The buffers that a statement, not counting those it holds, makes or writes."""
     return [] if isinstance(stmt, ir.For) else reads_writes(stmt)[1]

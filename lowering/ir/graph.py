@@ -21,7 +21,10 @@ from collections.abc import (
 )
 from typing import TypeAlias
 
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import Aliases, reads_writes
+from jhost.lowering.ir.marks import BarrierMark
+from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import (
     Buffer,
     Communicate,
@@ -107,6 +110,13 @@ def nodes(
             operands = ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
     return Graph(made)
+
+
+@derived
+def graph_of(program: Program) -> Graph:
+    """The nodes of a program, each piece of a barrier with the operands of all."""
+    barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
+    return nodes(program.body, {mark.buffer: mark.operands for mark in barriers})
 
 
 def _hands_on(stmt: Stmt) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import dataclasses
+from typing import Any, Literal, TypeAlias
 
+from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.statements import PipelineKind, node
-
-SumsPosition: TypeAlias = Literal["in chunks", "whole", "beside transfers"]
-"""Where contractions over all chunks stand: in the loop, which adds them up, behind it,
-or beside transfers, in the place of its chunks."""
-
 
 Wish: TypeAlias = Literal["chunks", "pipeline"]
 """What a function's settings can say for marks that leave it open."""
@@ -31,8 +28,8 @@ class StreamRequest(OnLines):
     """`jhost.stream` on a buffer's dim, as it was written.
 
     What it leaves open (None) the settings of the function say; `"auto"` leaves it to
-    jhost whatever they say.  What is `wished` a function that was called says, and not
-    the mark.
+    jhost whatever they say, for which a `PipelineSpec` has no word.  What is `wished`
+    a function that was called says, and not the mark.
     """
 
     buffer: str
@@ -50,17 +47,12 @@ class StreamChoice(OnLines):
         lines: the user's lines, as `model.py:12 (mlp)`.
         buffer: the name of the marked value.
         dim: the dim of it that is cut.
-        chunks: how many; None for as many as the pipeline has unasked.
-        pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen,
-            and the value takes part in a stream that reaches it.
+        spec: how its stream is pipelined; a value of which that says no pipeline takes
+            part in a stream that reaches it.
         unpipelined: whether its loop is not made, whatever stream reaches it, because
             that was found better.
         by_name: whether the user named the pipeline, which then stands even where it
             gains nothing.
-        streams: on how many a loop's iterations take turns at most; None for jhost's
-            default.
-        zigzag: whether causal loops work on sequences in zigzag order where they can.
-        sums: where contractions over all chunks stand, such as weights' gradients.
         reason: why this was chosen.
         predicted: each candidate with its predicted seconds, the chosen one first.
         measured: each candidate with its measured seconds, the chosen one first.
@@ -72,19 +64,19 @@ class StreamChoice(OnLines):
 
     buffer: str
     dim: int
-    chunks: int | None
-    pipeline: PipelineKind | None
+    spec: PipelineSpec
     unpipelined: bool = False
     by_name: bool = True
-    streams: int | None = None
-    zigzag: bool = True
-    sums: SumsPosition = "in chunks"
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
     wished: tuple[Wish, ...] = ()
     unmet: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
+
+    def with_spec(self, **said: Any) -> StreamChoice:
+        """The choice with another spec, which is its own but for the fields `said`."""
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **said))
 
 
 @node

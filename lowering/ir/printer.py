@@ -219,8 +219,9 @@ def _target(
 
 def _mark_text(mark: Mark) -> str:
     if isinstance(mark, StreamRequest | StreamChoice):
-        chunks = "" if mark.chunks is None else f", chunks={mark.chunks}"
-        pipeline = "" if mark.pipeline is None else f", pipeline={mark.pipeline}"
+        asked = mark if isinstance(mark, StreamRequest) else mark.spec
+        chunks = "" if asked.chunks is None else f", chunks={asked.chunks}"
+        pipeline = "" if asked.pipeline is None else f", pipeline={asked.pipeline}"
         return f"jhost.stream({mark.buffer}, axis={mark.dim}{chunks}{pipeline})"
     if isinstance(mark, SerialMark):
         return f"jhost.serial({mark.buffer})"

@@ -8,13 +8,14 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from jhost import errors
 from jhost.lowering.ir.bodies import all_marks, all_remarks, programs, with_marks
+from jhost.lowering.ir.graph import graph_of
 from jhost.lowering.ir.marks import (
     Mark,
     StreamChoice,
     StreamRequest,
-    SumsPosition,
     Wish,
 )
+from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.statements import Compute, PipelineKind
@@ -49,8 +50,7 @@ class StreamDefaults:
         choice = StreamChoice(
             buffer=request.buffer,
             dim=request.dim,
-            chunks=asked["chunks"],
-            pipeline=asked["pipeline"],
+            spec=PipelineSpec(**asked),
             lines=request.lines,
             wished=tuple(wished),
             numbers=(number,),
@@ -71,12 +71,11 @@ class StreamDefaults:
 
 def without_wish(mark: StreamChoice, wish: Wish, reason: str) -> StreamChoice:
     """`mark` with what it was wished to have left open, and why."""
-    value = getattr(mark, wish)
+    value = getattr(mark.spec, wish)
     said = f'"{value}"' if isinstance(value, str) else value
     left = tuple(other for other in mark.wished if other != wish)
     unmet = (*mark.unmet, f"{wish}={said} of jhost.jit cannot be: {reason}")
-    values: dict[str, Any] = {wish: None}
-    return dataclasses.replace(mark, **values, wished=left, unmet=unmet)
+    return dataclasses.replace(mark.with_spec(**{wish: None}), wished=left, unmet=unmet)
 
 
 def unmet_wishes(program: Program) -> tuple[UnmetWish, ...]:
@@ -91,21 +90,22 @@ def stream_choices(program: Program) -> list[StreamChoice]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The way that was measured fastest for a mark; no pipeline if both are None."""
+    """The way that was measured fastest for a mark; no pipeline where it says none."""
 
-    pipeline: PipelineKind | None = None
-    chunks: int | None = None
-    streams: int | None = None
-    sums: SumsPosition = "in chunks"
+    spec: PipelineSpec
     reason: str = ""
     measured: tuple[tuple[str, float], ...] = ()
 
     def choice_for(self, mark: StreamChoice) -> StreamChoice:
         """`mark` asking for that, as if by name: it stands where it was measured."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        unpipelined = self.pipeline is None
         return dataclasses.replace(
-            mark, **fields, unpipelined=unpipelined, by_name=True, wished=()
+            mark,
+            spec=self.spec,
+            unpipelined=self.spec.pipeline is None,
+            by_name=True,
+            reason=self.reason,
+            measured=self.measured,
+            wished=(),
         )
 
 
@@ -120,8 +120,8 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
     merged: dict[str, Any] = {}
     wished: list[Wish] = []
     for wish in WISHES:
-        saying = [mark for mark in (one, other) if getattr(mark, wish) is not None]
-        asked = {getattr(mark, wish) for mark in saying}
+        saying = [mark for mark in (one, other) if _asked(mark, wish) is not None]
+        asked = {_asked(mark, wish) for mark in saying}
         if len(asked) > 1:
             return None
         merged[wish] = asked.pop() if asked else None
@@ -129,15 +129,20 @@ def merge_marks(one: _Stream, other: _Stream) -> _Stream | None:
             wished.append(wish)
     lines = tuple(dict.fromkeys((*one.lines, *other.lines)))
     # The reason for a choice goes with what was chosen.
-    says = next((m for m in (one, other) if m.chunks or m.pipeline), one)
+    pair = (one, other)
+    says = next((m for m in pair if any(_asked(m, wish) for wish in WISHES)), one)
+    if isinstance(says, StreamChoice):
+        says = says.with_spec(**merged)
+    else:
+        says = dataclasses.replace(says, **merged)
     return dataclasses.replace(
-        says,
-        buffer=one.buffer,
-        dim=one.dim,
-        lines=lines,
-        wished=tuple(wished),
-        **merged,
+        says, buffer=one.buffer, dim=one.dim, lines=lines, wished=tuple(wished)
     )
+
+
+def _asked(mark: StreamRequest | StreamChoice, wish: Wish) -> Any:
+    """What a mark says of a wish; None where it leaves that open."""
+    return getattr(mark if isinstance(mark, StreamRequest) else mark.spec, wish)
 
 
 def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None:
@@ -150,15 +155,15 @@ def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None
         )
     merged = merge_marks(one, other)
     # Of two that differ, the one that was chosen: it is not what holds unasked.
-    sums = one.sums if other.sums == "in chunks" else other.sums
-    return merged and dataclasses.replace(merged, sums=sums, numbers=numbers)
+    sums = one.spec.sums if other.spec.sums == "in chunks" else other.spec.sums
+    return merged and dataclasses.replace(merged.with_spec(sums=sums), numbers=numbers)
 
 
 def asked_of_streams(program: Program) -> list[tuple[object, ...]]:
     """All that streams go by of a program's choices, which reasons and such are not."""
     return [
-        (mark.buffer, mark.dim, mark.pipeline, mark.chunks, mark.unpipelined)
-        for mark in stream_choices(program)
+        (m.buffer, m.dim, m.spec.pipeline, m.spec.chunks, m.unpipelined)
+        for m in stream_choices(program)
     ]
 
 
@@ -177,7 +182,7 @@ def open_marks(program: Program) -> dict[int, StreamChoice]:
     return {
         number: mark
         for number, mark in enumerate(all_marks(program))
-        if isinstance(mark, StreamChoice) and not _is_complete(mark)
+        if isinstance(mark, StreamChoice) and not mark.spec.is_complete
     }
 
 
@@ -199,7 +204,7 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
         )
-        asked = mark.pipeline, mark.chunks, mark.wished
+        asked = mark.spec.pipeline, mark.spec.chunks, mark.wished
         key = (place, mark.lines, mark.dim, asked, made)
         groups.setdefault(key, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
@@ -207,13 +212,11 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
 
 def _makers(program: Program) -> Iterator[Compute | None]:
     """The computation that makes the value of each mark of one program."""
-    makers = {
-        buffer.name: stmt
-        for stmt in program.body
-        if isinstance(stmt, Compute)
-        for buffer in stmt.outs
-    }
-    return (makers.get(mark.buffer) for mark in program.marks)
+    graph = graph_of(program)
+    for mark in program.marks:
+        number = graph.makers.get(mark.buffer)
+        stmt = None if number is None else graph[number].stmt
+        yield stmt if isinstance(stmt, Compute) else None
 
 
 def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) -> None:
@@ -224,8 +227,3 @@ def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) 
         marks[number] = dataclasses.replace(
             choice, buffer=mark.buffer, unmet=mark.unmet, numbers=mark.numbers
         )
-
-
-def _is_complete(mark: StreamChoice) -> bool:
-    known = mark.pipeline is not None and mark.chunks is not None
-    return known or mark.pipeline == "off"

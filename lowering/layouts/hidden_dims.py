@@ -96,18 +96,18 @@ def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
     streamed: dict[str, StreamedDim] = {}
     for stream, mark in plan.marks.items():
         if _hides(mark):
-            assert mark.pipeline is not None
+            assert mark.spec.pipeline is not None
             dims = _dims_of_values(graph, plan, stream)
             axes = _given_axes(program, dims)
             for name, dim in dims.items():
-                found = StreamedDim(dim, mark.pipeline, axes, where=mark.where)
+                found = StreamedDim(dim, mark.spec.pipeline, axes, where=mark.where)
                 streamed.setdefault(name, found)
     return streamed
 
 
 def _hides(mark: StreamChoice) -> bool:
     """Whether a mark asks for a loop: one chunk is none."""
-    return mark.pipeline in _HIDING and mark.chunks != 1
+    return mark.spec.pipeline in _HIDING and mark.spec.chunks != 1
 
 
 def streamed_where_moved(

@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.effects import read_and_made, reads_writes
 from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Buffer, Stmt
 from jhost.lowering.layouts.flat_bodies import FlatBody, FlatBorder
 from jhost.lowering.layouts.propagate_layouts import solve_program
 from jhost.lowering.layouts.solve import Solution
@@ -47,8 +46,8 @@ def _layouts(
 def section(program: Program, numbers: range) -> Program:
     """The statements of those numbers; what others make or read crosses its border."""
     body = program.body[numbers.start : numbers.stop]
-    params, made = _read_and_made(body)
-    later, _ = _read_and_made(program.body[numbers.stop :])
+    params, made = read_and_made(body)
+    later, _ = read_and_made(program.body[numbers.stop :])
     wanted = later.keys() | {result.name for result in program.results}
     return dataclasses.replace(
         program,
@@ -58,19 +57,6 @@ def section(program: Program, numbers: range) -> Program:
         marks=tuple(mark for mark in program.marks if mark.buffer in made),
         remarks=(),
     )
-
-
-def _read_and_made(
-    body: Sequence[Stmt],
-) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
-    """The values that statements read from others, and those that they make."""
-    read: dict[str, Buffer] = {}
-    made: dict[str, Buffer] = {}
-    for stmt in body:
-        reads, writes = reads_writes(stmt)
-        read |= {b.name: b for b in reads if b.name not in made}
-        made |= {b.name: b for b in writes}
-    return read, made
 
 
 def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Program:

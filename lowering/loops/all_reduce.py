@@ -10,10 +10,10 @@ the next iteration computes.  Only the last piece's way back has nothing beside 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.graph import Node
+from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
@@ -127,7 +127,7 @@ def _along(unit_eqn: ir.UnitEqn, dim: int) -> ir.UnitEqn:
 
 
 def ways_back(
-    graph: Sequence[Node], choice: Pipelining, mesh: Mapping[str, int]
+    graph: Graph, choice: Pipelining, mesh: Mapping[str, int]
 ) -> dict[int, Node]:
     """The gathers of sums, by identity, that hide nothing themselves; and the sums.
 
@@ -137,32 +137,28 @@ def ways_back(
     # A single piece has no next one whose steps could hide its way back.
     if choice.pipeline != "p2p" or pieces == 1:
         return {}
-    nodes = [(graph[number], part) for number, part in choice.participations.items()]
+    parts = choice.participations
+    nodes = [(graph[number], part) for number, part in parts.items()]
     sums = {node.writes[0].name: node for node, part in nodes if part.ratio < 1}
     return {
         id(node): sums[node.reads[0].name]
         for node, part in nodes
         if part.ratio > 1
         and node.reads[0].name in sums
-        and not _is_contracted(node, [other for other, _ in nodes])
+        and not _is_contracted(node, graph, parts.keys())
     }
 
 
-def _is_contracted(gather: Node, nodes: Sequence[Node]) -> bool:
-    """Whether what a gather brings reaches a contraction of the stream."""
-    names = {buffer.name for buffer in gather.writes}
-    found, seen = True, {id(gather)}
-    while found:
-        readers = [
-            node
-            for node in nodes
-            if id(node) not in seen and names & {b.name for b in node.reads}
-        ]
-        if any(_contracts(node) for node in readers):
+def _is_contracted(gather: Node, graph: Graph, members: Set[int]) -> bool:
+    """Whether what a gather brings reaches a contraction among some nodes."""
+    waiting, seen = [gather], set[int]()
+    while waiting:
+        made = waiting.pop().writes
+        readers = {n for b in made for n in graph.readers.get(b.name, ())} & members
+        waiting += [graph[number] for number in sorted(readers - seen)]
+        seen |= readers
+        if any(_contracts(graph[number]) for number in readers):
             return True
-        seen |= {id(node) for node in readers}
-        names = {buffer.name for node in readers for buffer in node.writes}
-        found = bool(readers)
     return False
 
 

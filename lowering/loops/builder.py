@@ -76,7 +76,6 @@ class LoopBuilder:
             for choice in choices.values()
             for gather, of_sum in ways_back(graph, choice, self.mesh).items()
         }
-        self.readers = _readers(program, graph)
         self.contractions = WaitingContractions(
             graph, (n for choice in choices.values() for n in choice.beside)
         )
@@ -219,7 +218,7 @@ class LoopBuilder:
         spec = LoopSpec(
             nodes=group,
             participations=self.participations,
-            readers=self.readers,
+            leaving=self.leaving(group),
             stream=stream,
             extent=self.extents[stream],
             choice=choice,
@@ -243,6 +242,21 @@ class LoopBuilder:
         if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
             return Unchunked(spec, self.contractions)
         return P2PLoop(spec)
+
+    def leaving(self, group: Group) -> Set[str]:
+        """What the nodes of a group make for others, or for the caller."""
+        inside = {id(node) for node in group}
+        results = {result.name for result in self.program.results}
+        made = {buffer.name for node in group for buffer in node.writes}
+        return {
+            name
+            for name in made
+            if name in results
+            or any(
+                id(self.graph[n]) not in inside
+                for n in self.graph.readers.get(name, ())
+            )
+        }
 
     def balanced(self, spec: LoopSpec) -> P2PLoop:
         """A loop over keys that not all queries see, in zigzag order if it can be."""
@@ -269,12 +283,3 @@ class LoopBuilder:
 
     def participation(self, node: Node) -> Participation:
         return self.participations[id(node)]
-
-
-def _readers(program: Program, graph: Sequence[Node]) -> dict[str, list[int]]:
-    """The nodes that read each buffer, by identity; 0 stands for the caller."""
-    readers: dict[str, list[int]] = {result.name: [0] for result in program.results}
-    for node in graph:
-        for buffer in node.reads:
-            readers.setdefault(buffer.name, []).append(id(node))
-    return readers

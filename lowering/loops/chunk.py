@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import jax
 from jax import lax
@@ -28,13 +28,13 @@ class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
     There are `extent` steps to cut, and iterations take turns on `streams` at most.
-    `participations` and the `readers` of each buffer are by identity of their nodes;
-    `names` are those taken in the program.
+    `participations` are by identity of their nodes.  What is `leaving` is read outside
+    of the loop.  `names` are those taken in the program.
     """
 
     nodes: Group
     participations: Mapping[int, Participation]
-    readers: Mapping[str, Sequence[int]]
+    leaving: Set[str]
     stream: str
     extent: int
     choice: Pipelining
@@ -47,8 +47,7 @@ class LoopSpec:
 
     def leaves(self, buffer: ir.Buffer) -> bool:
         """Whether anything outside of the loop reads `buffer`."""
-        inside = {id(node) for node in self.nodes}
-        return any(reader not in inside for reader in self.readers.get(buffer.name, ()))
+        return buffer.name in self.leaving
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from jax import lax
 
 from jhost._dtypes import bits
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.graph import Node, nodes
+from jhost.lowering.ir.graph import Node, graph_of
 from jhost.lowering.ir.layout import axes_size, bytes_of, layout_of, used_axes
-from jhost.lowering.ir.marks import BarrierMark
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
@@ -89,9 +88,7 @@ def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:
         graph, plan = plan_program(program)
         streamed = plan.participations.keys()
     else:
-        barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
-        graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
-        streamed = ()
+        graph, streamed = graph_of(program), ()
     return graph, {
         node.stmt.name
         for number, node in enumerate(graph)

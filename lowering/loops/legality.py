@@ -13,6 +13,7 @@ from jhost._text import counted
 from jhost.lowering.ir.graph import Node
 from jhost.lowering.ir.layout import axes_size, layout_of, used_axes
 from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.statements import Communicate, Compute, PipelineKind
 from jhost.lowering.streams.participation import Participation
 
@@ -24,22 +25,26 @@ DEFAULT_CHUNKS = 4
 class Pipelining:
     """What a stream gets, and the `participations` of nodes that work in chunks.
 
-    A p2p pipeline moves its chunks along the mesh axes `axes`.  A pipeline that was
-    asked for `by_name` stands even where nothing runs beside the transfers.  Loops take
-    turns on at most `streams` streams, if that was chosen.  Causal loops work on
-    sequences in `zigzag` order where they can.  `beside` has the numbers of the
-    contractions over all chunks that stand beside transfers.
+    Nothing is open in its `spec`.  A p2p pipeline moves its chunks along the mesh axes
+    `axes`.  A pipeline that was asked for `by_name` stands even where nothing runs
+    beside the transfers.  `beside` has the numbers of the contractions over all chunks
+    that stand beside transfers.
     """
 
-    pipeline: PipelineKind
-    chunks: int
+    spec: PipelineSpec
     reason: str
     participations: Mapping[int, Participation]
     axes: tuple[str, ...] = ()
     by_name: bool = True
-    streams: int | None = None
-    zigzag: bool = True
     beside: frozenset[int] = frozenset()
+
+    @property
+    def pipeline(self) -> PipelineKind:
+        return self.spec.pipeline or "off"
+
+    @property
+    def chunks(self) -> int:
+        return self.spec.chunks or 1
 
 
 def choose_pipeline(
@@ -58,40 +63,43 @@ def choose_pipeline(
     if extent == 0:
         return off("the dim has size 0, and nothing is there to cut")
     # A p2p count is that of all devices together, and has checks of its own.
-    if mark.pipeline == "p2p":
+    if mark.spec.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
-    if mark.chunks is not None:
-        count, reason = (
-            int(mark.chunks),
-            mark.reason or f"{mark.chunks} chunks, as asked",
-        )
-    elif mark.pipeline == "collective":
+    if mark.spec.chunks is not None:
+        count = mark.spec.chunks
+        reason = mark.reason or f"{count} chunks, as asked"
+    elif mark.spec.pipeline == "collective":
         count = min(DEFAULT_CHUNKS, extent)
         reason = f"{count} chunks, the default of a collective pipeline"
     else:
         return off(mark.reason or "auto, and nothing is known of the devices")
     _check_count(mark, count, extent)
-    return _collective(count, reason, extent, parts, mark.reason)
+    return _collective(mark, count, reason, extent, parts)
 
 
 def off(reason: str) -> Pipelining:
     """No pipeline."""
-    return Pipelining(pipeline="off", chunks=1, reason=reason, participations={})
+    spec = PipelineSpec(pipeline="off", chunks=1)
+    return Pipelining(spec=spec, reason=reason, participations={})
 
 
 def _collective(
-    count: int, reason: str, extent: int, parts: Mapping[int, Participation], why: str
+    mark: StreamChoice,
+    count: int,
+    reason: str,
+    extent: int,
+    parts: Mapping[int, Participation],
 ) -> Pipelining:
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
     chunks = -(-extent // steps)
     if chunks < count:
-        reason = _fewer_text(chunks, count, extent) + (f"; {why}" if why else "")
+        why = f"; {mark.reason}" if mark.reason else ""
+        reason = _fewer_text(chunks, count, extent) + why
     if chunks == 1:
         return off("one chunk is no loop")
-    return Pipelining(
-        pipeline="collective", chunks=chunks, reason=reason, participations=parts
-    )
+    spec = dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks)
+    return Pipelining(spec=spec, reason=reason, participations=parts)
 
 
 def _fewer_text(chunks: int, count: int, extent: int) -> str:
@@ -135,7 +143,8 @@ def _p2p(
     moves = _moves(graph, parts)
     axes = _moving_axes(mark, moves)
     devices = axes_size(axes, mesh)
-    count = devices if mark.chunks is None else int(mark.chunks)
+    asked = mark.spec
+    count = devices if asked.chunks is None else asked.chunks
     if count % devices:
         raise errors.ChunksError(
             f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) needs a "
@@ -152,23 +161,20 @@ def _p2p(
     }
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
     # These stand elsewhere: behind the loop, or beside its transfers.
-    if mark.sums != "in chunks":
+    if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
-    source = "one a device" if mark.chunks is None else "as asked"
+    source = "one a device" if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     pieces = count // devices
     if (made := -(-extent // -(-extent // pieces))) < pieces:
         reason = f"on each device {_fewer_text(made, pieces, extent)}"
     return Pipelining(
-        pipeline="p2p",
-        chunks=count,
+        spec=dataclasses.replace(asked, chunks=count),
         reason=reason,
         participations=kept,
         axes=axes,
         by_name=mark.by_name,
-        streams=mark.streams,
-        zigzag=mark.zigzag,
-        beside=frozenset(sums if mark.sums == "beside transfers" else ()),
+        beside=frozenset(sums if asked.sums == "beside transfers" else ()),
     )
 
 

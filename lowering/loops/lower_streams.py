@@ -113,9 +113,13 @@ class LowerStreams(EachProgram):
 
 
 def _as_built(choice: Pipelining, graph: Graph) -> Pipelining:
-    """What loops go by of a choice: the order of sequences only where rows see some."""
+    """What loops go by of a choice: the order of sequences only where rows see some.
+
+    Where sums stand its participations have said already.
+    """
     stmts = (graph[number].stmt for number in choice.participations)
     computes = (stmt for stmt in stmts if isinstance(stmt, Compute))
     windows = any(each.rule.window for stmt in computes for each in stmt.unit.eqns)
-    zigzag = choice.zigzag or not windows
-    return dataclasses.replace(choice, reason="", zigzag=zigzag)
+    zigzag = choice.spec.zigzag or not windows
+    spec = dataclasses.replace(choice.spec, zigzag=zigzag, sums="in chunks")
+    return dataclasses.replace(choice, reason="", spec=spec)

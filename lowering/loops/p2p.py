@@ -30,7 +30,7 @@ class P2PLoop(MovingLoop):
         growths = [spec.participation(node).ratio for node in spec.nodes]
         self.receives, self.sends = max(growths) > 1, min(growths) < 1
         # A stream waits for what it has sent, and would hold back the receive after.
-        fewer = None if self.sends else spec.choice.streams
+        fewer = None if self.sends else spec.choice.spec.streams
         self.streams = min(spec.streams, fewer or spec.streams)
 
     def statements(self) -> list[ir.Stmt]:

@@ -47,7 +47,10 @@ class PlannedStreams:
     def remarks(self) -> list[Remark]:
         """What became of each stream, and why streams stop where they do."""
         asked = stream_choices(self.program)
-        marks, left_out = _that_are_on(asked), [m for m in asked if m.pipeline == "off"]
+        marks, left_out = (
+            _that_are_on(asked),
+            [m for m in asked if m.spec.pipeline == "off"],
+        )
         streams, extents = self.plan.marks, self.plan.extents
         reports = [
             stream_report(stream, mark, extents[stream], self.made[stream], self.graph)
@@ -78,7 +81,7 @@ def planned(program: Program, strict: bool) -> PlannedStreams:
 
 
 def _that_are_on(marks: Sequence[StreamChoice]) -> list[StreamChoice]:
-    return [mark for mark in marks if mark.pipeline != "off"]
+    return [mark for mark in marks if mark.spec.pipeline != "off"]
 
 
 def _choose(
@@ -239,7 +242,7 @@ def _is_own(stmt: Stmt) -> bool:
 def _without_work(graph: Graph, plan: StreamPlan) -> Iterator[tuple[str, str]]:
     """The streams with chunks around which nothing works in any, and why."""
     for stream, mark in plan.marks.items():
-        asked = mark.chunks not in (None, 1)
+        asked = mark.spec.chunks not in (None, 1)
         if not asked or plan.participations_of(stream) or plan.extents[stream] > 1:
             continue
         for number, reason in plan.declined.items():

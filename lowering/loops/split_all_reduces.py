@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.graph import nodes
+from jhost.lowering.ir.graph import graph_of
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
@@ -52,7 +52,7 @@ class SplitAllReduces(EachProgram):
         program = pad_program(program, uneven)
         names = FreshNames.of(program)
         body: list[Stmt] = []
-        for node in nodes(program.body):
+        for node in graph_of(program):
             stmt = node.stmt
             if isinstance(stmt, Communicate) and stmt.name in dims:
                 body += split(stmt, dims[stmt.name].dim, mesh, names)

@@ -100,14 +100,10 @@ def _reordered(spec: LoopSpec, ordered: Mapping[str, ir.Buffer]) -> LoopSpec:
     devices = axes_size(spec.choice.axes, spec.mesh)
     new = {id(node): _node_on(node, ordered, devices) for node in spec.nodes}
     parts = {id(new[id(node)]): spec.participation(node) for node in spec.nodes}
-    readers = {
-        name: [id(new[reader]) if reader in new else reader for reader in found]
-        for name, found in spec.readers.items()
-    }
-    # 0 stands for the caller: exchanges read these outside of the loop.
-    readers |= {buffer.name: [0] for buffer in ordered.values()}
+    # Exchanges read these outside of the loop.
+    leaving = spec.leaving | {buffer.name for buffer in ordered.values()}
     return dataclasses.replace(
-        spec, nodes=tuple(new.values()), participations=parts, readers=readers
+        spec, nodes=tuple(new.values()), participations=parts, leaving=leaving
     )
 
 
@@ -156,7 +152,7 @@ def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
 
     Or the reason why it has to be about sequences in order of position.
     """
-    if not spec.choice.zigzag:
+    if not spec.choice.spec.zigzag:
         return "exchanges are predicted to take longer than they save"
     if spec.extent % 2:
         return f"a device's {counted(spec.extent, 'position')} have no two halves"

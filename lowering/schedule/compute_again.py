@@ -37,7 +37,7 @@ def with_copies(program: Program) -> tuple[Program, set[str]]:
         The program, and the names of what is to be computed where it is first read.
     """
     # Without loops XLA itself computes such values where they are read.
-    if all(mark.pipeline == "off" for mark in stream_choices(program)):
+    if all(mark.spec.pipeline == "off" for mark in stream_choices(program)):
         return program, set()
     flow = _Flow(program)
     again = flow.computed_again()

@@ -31,7 +31,7 @@ class ComputeLate(EachProgram):
     name: ClassVar[str] = "compute_late"
 
     def sees(self, program: Program) -> object:
-        return all(mark.pipeline == "off" for mark in stream_choices(program))
+        return all(mark.spec.pipeline == "off" for mark in stream_choices(program))
 
     def change(self, program: Program) -> Program:
         if not stream_choices(program):

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jhost.lowering.ir import statements as ir
-from jhost.lowering.ir.effects import reads_writes
+from jhost.lowering.ir.effects import read_and_made
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.copied import copied
@@ -75,9 +75,5 @@ def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
 
 def _reads(gather: Early) -> set[str]:
     """What a gather and all that is issued with it are made of."""
-    read, made = set[str](), set[str]()
-    for stmt in gather.issued:
-        reads, writes = reads_writes(stmt)
-        read |= {buffer.name for buffer in reads}
-        made |= {buffer.name for buffer in writes}
-    return read - made
+    read, _ = read_and_made(gather.issued)
+    return {*read}

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.graph import Graph, Node, nodes
-from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
+from jhost.lowering.ir.graph import Graph, Node, graph_of
+from jhost.lowering.ir.marks import SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import (
     asked_of_streams,
@@ -42,7 +42,7 @@ def plan_program(program: Program) -> tuple[Graph, StreamPlan]:
 
 
 def _taken(program: Program) -> list[StreamChoice]:
-    return [mark for mark in stream_choices(program) if mark.pipeline != "off"]
+    return [mark for mark in stream_choices(program) if mark.spec.pipeline != "off"]
 
 
 def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
@@ -90,8 +90,7 @@ def takes_plan(program: Program) -> bool:
 
 def _plan(program: Program) -> tuple[Graph, StreamPlan]:
     serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
-    barriers = [mark for mark in program.marks if isinstance(mark, BarrierMark)]
-    graph = nodes(program.body, {m.buffer: m.operands for m in barriers})
+    graph = graph_of(program)
     mesh = dict(program.mesh.shape)
     made = _made_earlier(program)
     if made is not None:

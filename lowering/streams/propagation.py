@@ -350,7 +350,7 @@ def _common_denominator(parts: Iterable[Participation]) -> Fraction:
 def _too_few_for(mark: StreamChoice, steps: Fraction) -> int | None:
     """The chunks that a mark asks for, where so many steps are too few for them."""
     # The chunks of a p2p pipeline are those of all devices together.
-    count = mark.chunks if mark.pipeline != "p2p" else None
+    count = mark.spec.chunks if mark.spec.pipeline != "p2p" else None
     return count if isinstance(count, int) and steps < count else None
 
 

@@ -29,6 +29,7 @@ from jhost._tune import tuner
 from jhost._tune.operands import drawn
 from jhost._tuning import Candidate
 from jhost.lowering.cost.candidates import Evaluation
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import marks_alike
 from jhost.testing import programs
@@ -134,7 +135,8 @@ def test_marks_of_equal_layers_are_tuned_as_one() -> None:
     """But a layer on other shapes is not."""
     call = call_of(jhost.jit(layers, **SETTINGS).__jhost_source__, ARGS, {})
     program = planned(call.call_jaxpr, call.config).program
-    first, second = (n for n, m in enumerate(program.marks) if hasattr(m, "pipeline"))
+    marks = enumerate(program.marks)
+    first, second = (n for n, mark in marks if isinstance(mark, StreamChoice))
     assert marks_alike(program) == [(first, second)]
 
     def uneven(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -562,6 +564,18 @@ def test_what_no_stream_can_do_is_refused_by_its_field(
         jhost.Tuning.from_json(with_candidate(tuned(), **changed))
     with pytest.raises(errors.TuningError, match=message):
         dataclasses.replace(tuned().programs[0].streams[0].candidates[0], **changed)
+
+
+def test_a_tuning_of_before_there_was_a_field_is_read() -> None:
+    tuning = tuned()
+    fields = json.loads(tuning.to_json())
+    candidates = fields["programs"][0]["streams"][0]["candidates"]
+    for each in candidates:
+        del each["sums"], each["zigzag"]
+    assert jhost.Tuning.from_json(json.dumps(fields)) == tuning
+    del candidates[0]["pipeline"]
+    with pytest.raises(errors.TuningError, match="needs the fields"):
+        jhost.Tuning.from_json(json.dumps(fields))
 
 
 def test_a_tuning_that_cannot_be_followed_is_ignored_with_a_warning() -> None:

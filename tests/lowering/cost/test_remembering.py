@@ -52,16 +52,16 @@ def scanned(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 def said(mark: Mark) -> Iterator[Mark]:
     """What candidates may say of one mark."""
     assert isinstance(mark, StreamChoice)
-    p2p = dataclasses.replace(mark, pipeline="p2p", by_name=False)
+    p2p = dataclasses.replace(mark.with_spec(pipeline="p2p"), by_name=False)
     yield mark
     yield dataclasses.replace(mark, unpipelined=True, reason="plain is better")
     yield p2p
-    yield dataclasses.replace(p2p, sums="whole", reason="sums later")
-    yield dataclasses.replace(p2p, sums="beside transfers")
-    yield dataclasses.replace(p2p, streams=2, zigzag=False)
-    yield dataclasses.replace(mark, pipeline="collective", chunks=2)
-    yield dataclasses.replace(mark, pipeline="off")
-    yield dataclasses.replace(p2p, chunks=7)  # refused
+    yield dataclasses.replace(p2p.with_spec(sums="whole"), reason="sums later")
+    yield p2p.with_spec(sums="beside transfers")
+    yield p2p.with_spec(streams=2, zigzag=False)
+    yield mark.with_spec(pipeline="collective", chunks=2)
+    yield mark.with_spec(pipeline="off")
+    yield p2p.with_spec(chunks=7)  # refused
 
 
 def candidates(program: Program) -> Iterator[Program]:

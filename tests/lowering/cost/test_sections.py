@@ -20,6 +20,7 @@ from jhost.lowering.cost.simulate import predict
 from jhost.lowering.ir.bodies import all_marks, programs
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.fingerprint import fingerprint
+from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import StreamReport
 from jhost.lowering.ir.requests import StreamDefaults, Tuned, marks_alike
@@ -174,8 +175,8 @@ def test_a_plain_mark_keeps_its_loop_from_being_made() -> None:
     every = passes(settings=StreamDefaults(), streams=4)
     program = every.choice.settings.applied_to(built(fun, *arrays, tp=4))
     first, second = marks_alike(program)
-    for tuned, made in (({}, 6), (dict.fromkeys(second, Tuned()), 4)):
-        p2p = dict.fromkeys(first, Tuned(pipeline="p2p"))
+    for tuned, made in (({}, 6), (dict.fromkeys(second, PLAIN), 4)):
+        p2p = dict.fromkeys(first, P2P)
         known = {fingerprint(program): {**p2p, **tuned}}
         choice = dataclasses.replace(every.choice, tuned=known)
         chosen = run_passes(program, (choice, *every.layouts, *every.loops))
@@ -184,8 +185,9 @@ def test_a_plain_mark_keeps_its_loop_from_being_made() -> None:
         assert list(pipelines.values()) == ["p2p", "off"][: 1 + len(tuned) // 2]
 
 
-PLAIN, P2P = Tuned(), Tuned(pipeline="p2p")
-COLLECTIVE = Tuned(pipeline="collective", chunks=2)
+PLAIN = Tuned(spec=PipelineSpec(pipeline=None, chunks=None))
+P2P = Tuned(spec=PipelineSpec(pipeline="p2p", chunks=None))
+COLLECTIVE = Tuned(spec=PipelineSpec(pipeline="collective", chunks=2))
 
 
 @pytest.mark.parametrize("root", [ROOT, P()], ids=["scattered", "whole"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.bodies import programs
-from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.ir.statements import PipelineKind
@@ -65,33 +64,32 @@ def test_statements_that_are_new_join_what_reaches_them(
         assert plan_program(each)[1] == plan_program(anew)[1]
 
 
-def asking(program: Program, **said: object) -> Program:
+def asking(program: Program, change: Callable[[StreamChoice], Mark]) -> Program:
     """`program` with its last stream mark saying something else."""
     *others, last = program.marks
-    changes: dict[str, Any] = {**said}
-    return dataclasses.replace(
-        program, marks=(*others, dataclasses.replace(last, **changes))
-    )
+    assert isinstance(last, StreamChoice)
+    return dataclasses.replace(program, marks=(*others, change(last)))
 
 
 @pytest.mark.parametrize(
     ("said", "shared"),
     [
-        ({"unpipelined": True}, True),
-        ({"pipeline": None}, True),
-        ({"pipeline": "collective"}, False),  # two streams, and not one
+        (lambda mark: dataclasses.replace(mark, unpipelined=True), True),
+        (lambda mark: mark.with_spec(pipeline=None), True),
+        (lambda mark: mark.with_spec(pipeline="collective"), False),  # two streams
     ],
+    ids=["unpipelined", "open", "collective"],
 )
 def test_marks_that_agree_alike_have_one_plan(
-    said: dict[str, object], shared: bool
+    said: Callable[[StreamChoice], Mark], shared: bool
 ) -> None:
     program = built(gated, (16, 8), (8, 8), (8, 8), tp=2)
     program = StreamDefaults(pipeline="p2p").applied_to(program)
     marks = [mark for mark in program.marks if isinstance(mark, StreamChoice)]
     program = dataclasses.replace(program, marks=tuple(marks))
     _, known = plan.plan_program(program)
-    other = asking(program, **said)
+    other = asking(program, said)
     assert not plan.take_known(other, [program])
     _, taken = plan.plan_program(other)
     assert (taken.participations is known.participations) == shared
-    assert taken == plan.plan_program(asking(program, **said))[1]
+    assert taken == plan.plan_program(asking(program, said))[1]
