@@ -34,13 +34,14 @@ def test_one_position(start: int, check_rule: CheckRule) -> None:
         )
 
 
-def test_an_index_that_does_not_reach_the_end(check_rule: CheckRule) -> None:
-    x, new = integers(300), integers(2)
-    for start in (np.uint8(255), np.int8(-128)):
-        check_rule(lambda x, at: lax.dynamic_slice(x, (at,), (2,)), x, start)
-        check_rule(
-            lambda x, u, at: lax.dynamic_update_slice(x, u, (at,)), x, new, start
-        )
+@pytest.mark.parametrize(
+    ("start", "size"), [(np.uint8(255), 200), (np.int8(-128), 300)]
+)
+def test_an_index_of_few_bits(start: Any, size: int, check_rule: CheckRule) -> None:
+    # XLA (of JAX 0.10) takes the bound of 300 modulo 256, so none goes so far.
+    x, new = integers(size), integers(2)
+    check_rule(lambda x, at: lax.dynamic_slice(x, (at,), (2,)), x, start)
+    check_rule(lambda x, u, at: lax.dynamic_update_slice(x, u, (at,)), x, new, start)
 
 
 @pytest.mark.parametrize("width", [1, 4, 6])
