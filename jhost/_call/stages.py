@@ -13,6 +13,7 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
+from jhost._call.once_a_line import notes_of_unread
 from jhost._call.program import unpipelined_program
 from jhost._call.whole import Whole
 from jhost._jax import communication_streams, take_over
@@ -270,6 +271,7 @@ def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Expl
         options = options_report(config.name, config.mesh, **loops)
     notes = (
         *explanation.notes,
+        *notes_of_unread(call_jaxpr),
         *_notes_of_nothing_marked(explanation, config),
         *_notes_of_reach(program, devices),
         *_notes_of_puts(explanation, config),

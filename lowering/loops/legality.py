@@ -28,7 +28,8 @@ class Pipelining:
     asked for `by_name` stands even where nothing runs beside the transfers.  Loops take
     turns on at most `streams` streams, if that was chosen.  Causal loops work on
     sequences in `zigzag` order where they can.  `beside` has the numbers of the
-    contractions over all chunks that stand beside transfers.
+    contractions over all chunks that stand beside transfers.  `fewer` says so where
+    there are fewer chunks than the user asked for.
     """
 
     pipeline: PipelineKind
@@ -40,6 +41,7 @@ class Pipelining:
     streams: int | None = None
     zigzag: bool = True
     beside: frozenset[int] = frozenset()
+    fewer: str = ""
 
 
 def choose_pipeline(
@@ -85,12 +87,17 @@ def _collective(
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
     chunks = -(-extent // steps)
-    if chunks < count:
-        reason = _fewer_text(chunks, count, extent) + (f"; {why}" if why else "")
+    fewer = _fewer_text(chunks, count, extent) if chunks < count else ""
+    if fewer:
+        reason = f"{fewer}; {why}" if why else fewer
     if chunks == 1:
         return off("one chunk is no loop")
     return Pipelining(
-        pipeline="collective", chunks=chunks, reason=reason, participations=parts
+        pipeline="collective",
+        chunks=chunks,
+        reason=reason,
+        participations=parts,
+        fewer="" if why else fewer,  # nobody asked for what jhost chose
     )
 
 
@@ -157,8 +164,9 @@ def _p2p(
     source = "one a device" if mark.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     pieces = count // devices
+    fewer = ""
     if (made := -(-extent // -(-extent // pieces))) < pieces:
-        reason = f"on each device {_fewer_text(made, pieces, extent)}"
+        fewer = reason = f"on each device {_fewer_text(made, pieces, extent)}"
     return Pipelining(
         pipeline="p2p",
         chunks=count,
@@ -169,6 +177,7 @@ def _p2p(
         streams=mark.streams,
         zigzag=mark.zigzag,
         beside=frozenset(sums if mark.sums == "beside transfers" else ()),
+        fewer="" if mark.reason else fewer,
     )
 
 
