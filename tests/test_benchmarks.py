@@ -569,7 +569,7 @@ def test_the_report_of_a_stored_run() -> None:
     text = report.measured([STORED])
     assert "## 4 x NVIDIA H200, forward, in program" in text
     mean = math.sqrt(1.44 * 0.81)
-    assert f"geometric mean of 2 cases: **{mean:.3f}**; slower than plain: 1" in text
+    assert f"is **{mean:.3f}**, over 2 cases. jhost is slower than plain in 1." in text
     assert "| mlp/8b/8192 | 1.44 | 1.60 | yes |" in text
     assert "| down_ar/8b/8192 | 0.81 | 1.60 | no: jhost |" in text
     assert "| mlp/8b/8192 | 1.440 / 1.440 | 1.000 / 1.100 |" in text
