@@ -104,8 +104,8 @@ def predicted() -> str:
 
 
 _STEPS = (
-    "### Training steps\n\nLoss and all gradients of Llama layers, four sequences of "
-    "2048 tokens, cuDNN's attention."
+    "### Training steps\n\nA step computes the loss and all gradients of Llama layers, "
+    "for four sequences of 2048 tokens, with cuDNN's attention."
 )
 
 
@@ -158,8 +158,8 @@ def _behind(times: Mapping[str, Mapping[str, float]], beside: str) -> str:
     listed = f": {', '.join(slower)}" if slower else ""
     mean = figures.geometric_mean(ratios.values())
     return (
-        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. Its time "
-        f"by the other's, geometric mean: {mean:.2f}."
+        f"jhost takes longer in {len(slower)} of {len(times)} cases{listed}. jhost's "
+        f"time divided by the other time has a geometric mean of {mean:.2f}."
     )
 
 

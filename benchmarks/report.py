@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import checks, figures, plots, targets
+from jhost._text import counted
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -116,7 +117,9 @@ def measured(
         return "No run is stored yet."
     parts = ["## Runs", "\n".join(run_line(run) for run in runs)]
     if not all(run["claims"] for run in runs):
-        parts.append("What ran on CPUs shows that the code runs. It claims no time.")
+        parts.append(
+            "Runs on CPUs only show that the code works. Their times say nothing."
+        )
     for group, records in groups(runs).items():
         parts += _group_parts(group, records, (pictures or {}).get(group))
     return "\n\n".join(parts)
@@ -189,8 +192,8 @@ def _headline(records: Mapping[str, Record], mode: str) -> str:
         return "jhost and plain were not both measured."
     losses = sum(speedup < 1 for speedup in speedups)
     return (
-        f"Speedup over plain, geometric mean of {len(speedups)} cases: **{mean:.3f}**; "
-        f"slower than plain: {losses}."
+        f"The geometric mean of the speedup over plain is **{mean:.3f}**, over "
+        f"{counted(len(speedups), 'case')}. jhost is slower than plain in {losses}."
     )
 
 
@@ -201,8 +204,8 @@ def cotangents(records: Mapping[str, Record]) -> str:
         return "The cotangent waits for the forward's result, as in a step."
     named = "" if len(early) == len(records) else f" in {', '.join(early)}"
     return (
-        f"The cotangent was there from the start{named}: for plain, XLA gathers such a "
-        "one during the forward, as no step can."
+        f"The cotangent was an argument{named}. So XLA could gather it during the "
+        "forward of plain, which no training step can."
     )
 
 

@@ -28,22 +28,25 @@ def stream(
     chunks: Chunks = None,
     pipeline: Pipeline | None = None,
 ) -> jax.Array:
-    """Lets the function around it be worked on in chunks along one dim of a value.
+    """Marks a dim of a value along which jhost may work in chunks.
 
-    The value is unchanged.  The stream spreads from it to its operands and its readers,
-    as far as the dim can be followed.  Communication of one chunk then overlaps with
-    computation of another.  Outside a jhost function this is the identity.
+    The value is unchanged.  The stream spreads from the value to its operands and its
+    readers, as far as jhost can follow the dim.  Communication of one chunk then
+    overlaps with computation of another.  Outside a jhost function this is the
+    identity.
 
     Args:
         x: an array of any dtype, and of any shape with at least one dim.
         axis: the dim; negative ones count from the last.
-        chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes the
-            choice of the jhost function around.  What is asked for here and cannot be
-            is an error of that function's, and a wish where the function says it.
-        pipeline: `"collective"` communicates a slice of every device's shard at a
-            time.  `"p2p"` sends each device's chunk to the device that works on it, or
-            the result of a chunk to its owner.  `"off"` does neither.  `"auto"` picks
-            by cost.  None takes the choice of the function around.
+        chunks: how many chunks, or `"auto"` for jhost's own choice.  None takes
+            `chunks` of the jhost function around.  A count that is not possible raises
+            an error when the function is compiled.  There can be fewer chunks than
+            this, because all chunks but the last have one size; a
+            `jhost.errors.StreamWarning` says so.
+        pipeline: `"collective"` communicates a slice of every device's shard at a time.
+            `"p2p"` sends each device's chunk to the device that works on it, or the
+            result of a chunk to its owner.  `"off"` does neither.  `"auto"` chooses by
+            predicted time.  None takes `pipeline` of the jhost function around.
 
     Returns:
         `x`, as a `jax.Array` of the same shape and dtype.
@@ -92,15 +95,15 @@ def serial(x: ArrayLike) -> jax.Array:
 def shard(x: ArrayLike, spec: PartitionSpec | NamedSharding | None) -> jax.Array:
     """Shards a value over the mesh of the jhost function around it.
 
-    The value is unchanged.  Outside a jhost function this is the identity, unlike
-    `jax.lax.with_sharding_constraint`, which means the same inside.
+    The value is unchanged.  Inside a jhost function it means the same as
+    `jax.lax.with_sharding_constraint`.  Outside it is the identity.
 
     Args:
         x: an array of any shape and dtype.
         spec: an entry for each dim, as in `jax.jit`: the mesh axes that shard it, or
-            None for a whole dim, or `P.UNCONSTRAINED` where jhost may choose.  Dims
-            beyond the last entry are whole.  Of a `NamedSharding` only the spec is
-            used.  None constrains no dim.
+            None for a whole dim, or `P.UNCONSTRAINED` if jhost may choose.  Dims beyond
+            the last entry are whole.  A `NamedSharding` stands for its spec.  None
+            constrains no dim.
 
     Returns:
         `x`, as a `jax.Array` of the same shape and dtype.

@@ -51,53 +51,54 @@ def jit(
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
 ) -> Any:
-    """Compiles a function as `jax.jit` does, with the streams marked in it pipelined.
+    """Compiles a function like `jax.jit`, and hides its communication.
 
     The result is a JAX function: it can be differentiated, batched, and called inside
     other transforms.
 
     Args:
-        f: the function, from and to any pytrees of arrays, of any shapes and dtypes.
-            Without it, a decorator is returned.
-        mesh: the devices; by default the shardings' mesh, or that of `jax.set_mesh`, or
-            the one over which the arguments lie, or else one that a sharding inside
-            names.  Without any, the function runs on one device.
-        in_shardings: as for `jax.jit`: a pytree prefix of the positional arguments, of
-            `PartitionSpec`, `NamedSharding`, or None to take it from the argument.
+        f: the function.  It takes and returns pytrees of arrays of any shapes and
+            dtypes.  Without `f` the result is a decorator.
+        mesh: the devices.  By default jhost takes the mesh of the shardings, of
+            `jax.set_mesh`, of the arguments, or of a sharding inside the function, in
+            this order.  Without any mesh the function runs on one device.
+        in_shardings: as for `jax.jit`: a pytree prefix of the positional arguments,
+            with `PartitionSpec`, `NamedSharding`, or None for the sharding of the
+            argument.
         out_shardings: the same for the results; None leaves the choice to jhost.
         static_argnums: as for `jax.jit`.
         static_argnames: as for `jax.jit`.
         donate_argnums: as for `jax.jit`.
         donate_argnames: as for `jax.jit`.
-        keep_unused: as for `jax.jit`: whether arguments that nothing depends on are
-            still arguments of what is compiled.
-        inline: as for `jax.jit`.  In a program around it a jhost function is lowered in
-            place, with or without.
-        chunks: how many chunks a stream is cut into, or `"auto"`, where the mark itself
-            does not say.  A wish: where a stream cannot have as many, jhost chooses as
-            by `"auto"`, and `jhost.explain` says why.
+        keep_unused: as for `jax.jit`: whether the compiled function keeps arguments
+            that no result depends on.
+        inline: as for `jax.jit`.  It changes nothing in a program around: jhost
+            functions are always lowered in place there.
+        chunks: the number of chunks of each stream whose mark does not say it, or
+            `"auto"`.  It is a wish: if a stream cannot have this number, jhost chooses
+            as with `"auto"`, and `jhost.explain` says why.
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
-            over devices with work behind them go beside it, by permutes, where that is
-            predicted to gain, or with `"p2p"` of the whole function.
-        replication_limit: the bytes that a device may receive for an operation that
-            all devices repeat, on values that were spread over them, without a
-            `jhost.errors.ReplicationWarning`.
-        compiler_options: XLA options for this function's executables.  As for
-            `jax.jit`, a function that is called in another program can have none.
-        tuning: what `jhost.tune` measured of this function, once or on several
-            arguments; it decides what marks and settings leave open.  One that does
-            not hold here is ignored with a warning.
+            over devices move beside the work behind them, by permutes, if that is
+            predicted to gain, or if the function has `"p2p"`.
+        replication_limit: from how many bytes on a `jhost.errors.ReplicationWarning`
+            comes.  It counts the bytes that a device receives for an operation that all
+            devices repeat on whole values.
+        compiler_options: XLA options for the executables of this function.  As for
+            `jax.jit`, a function that is called in another program cannot have any.
+        tuning: one or several results of `jhost.tune` for this function.  They decide
+            what marks and settings leave open. jhost warns of a tuning that does not
+            hold here, and ignores it.
 
     Returns:
-        The compiled function, with `lower` as `jax.jit`'s has.  It takes and gives
-        arrays of the global shapes and of the dtypes that `f` does.
+        The compiled function, with the methods of a `jax.jit` function.  It takes and
+        returns arrays of the same global shapes and dtypes as `f`.
 
     Raises:
-        OptionError: a pipeline that there is not, or a limit below 0.
+        OptionError: an unknown pipeline, or a limit below 0.
         ChunksError: fewer than one chunk.
-        ArgumentError: an argument of another type.
-        NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
-            no mesh, or of several, or if arguments lie over several.
+        ArgumentError: an argument has another type.
+        NoMeshError, MeshMismatchError: in a call, if there is no mesh for the
+            shardings, or if shardings or arguments have several meshes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -133,27 +134,28 @@ def jit(
 def explain(
     f: Callable[..., Any], *args: Any, detail: bool = False, **kwargs: Any
 ) -> Explanation:
-    """What jhost makes of a function on these arguments, and why.
+    """Explains what jhost does with a function on these arguments, and why.
 
     Args:
-        f: a function made by `jhost.jit`, or one that calls some, differentiated or
-            not: a training step, say, plain or under `jax.jit`.
+        f: a jhost function, or a function that calls some, differentiated or not.  It
+            may be a whole training step, plain or under `jax.jit`.
         *args: arrays of the shapes and dtypes that `f` takes, or `jax.ShapeDtypeStruct`
             in their place.
-        detail: whether it prints all that it has, and not a screen of it.
-        **kwargs: likewise, of the shapes and dtypes that `f` takes; a `detail` of the
-            function's own goes by position.
+        detail: whether it prints everything, or one screen.
+        **kwargs: likewise, of the shapes and dtypes that `f` takes.  If `f` has an
+            argument `detail`, pass it by position.
 
     Returns:
-        What prints as a screen: the predicted time with and without jhost, what is
-        hidden and what is not, what to change first, the streams, the transfers with
-        what hides them, and the layouts.  With `detail`, in notebooks and by `save`
-        there is all of it, program by program.  If the function calls jhost functions,
-        `programs` has an explanation of each program that jhost makes in it, forward
-        and backward.  `bodies` has those of loops' bodies.  Fields are for tools.
+        An explanation that prints as one screen.  It has the predicted time with and
+        without jhost, what is hidden and what is not, what to change first, the
+        streams, the transfers with the work that hides them, and the layouts.  With
+        `detail`, in notebooks and by `save` it has everything, program by program.  If
+        the function calls jhost functions, `programs` has an explanation of each of
+        their programs, forward and backward.  `bodies` has those of the bodies of
+        loops.  The fields are for tools.
 
     Raises:
-        ArgumentError: `f` is no function, or calls no jhost function.
+        ArgumentError: `f` is no function, or it calls no jhost function.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -51,10 +51,10 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What `jhost.calibrate` measured; prints beside what jhost ships.
+    """The rates that `jhost.calibrate` measured; `str` is a table beside jhost's own.
 
     Attributes:
-        conditions: what it holds for.
+        conditions: the devices and versions that it holds for.
         date: when it was made, as `2026-11-23`, in UTC.
         measurements: seconds of single operations, by size.
     """
@@ -68,7 +68,7 @@ class Calibration:
 
     @property
     def rates(self) -> Rates:
-        """What the cost model reckons with."""
+        """The rates with which the cost model predicts."""
         kind = self.conditions.device_kind
         found = fitted(self.measurements, rates_to_start_from(kind))
         return dataclasses.replace(found, source=f"calibrated here on {self.date}")
@@ -97,10 +97,10 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """The calibration that `to_json` has written.
+        """Reads a calibration that `to_json` wrote.
 
         Raises:
-            ValueError: the text is something else, or of another version.
+            ValueError: the text is no calibration, or one of another version.
         """
         with damage_refused(), np.errstate(divide="raise", invalid="raise"):
             fields = json.loads(text)

@@ -28,29 +28,30 @@ _WARM_UP, _CALLS = 2, 5
 
 
 def profile(f: JitFunction[..., Any], /, *args: Any, **kwargs: Any) -> OverlapReport:
-    """Runs a function a few times, and reports what ran when on which device.
+    """Runs a function a few times, and reports how much communication was hidden.
 
-    It is compiled, called twice to warm up, and then recorded by `jax.profiler` for
-    five calls in a row, made as in a training loop: on GPUs the host does not wait for
-    one before it makes the next.  The report is of the call that took the median of the
-    five times.  In a job of several processes each of them calls this, and gets a
-    report of its own devices.
+    It compiles the function, calls it twice to warm up, and then records five calls in
+    a row with `jax.profiler`.  The calls are made as in a training loop: on GPUs the
+    host does not wait for a call before it makes the next.  The report is of the call
+    with the median time.  In a job of several processes each process has to call this
+    function, and gets a report of its own devices.
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: arrays of the shapes and dtypes that `f` takes.  They are moved to its
-            devices before anything is measured; donated ones are copied, and stay.
+        *args: arrays of the shapes and dtypes that `f` takes.  They are moved to the
+            devices before anything is measured.  Donated arrays are copied, and stay
+            valid.
         **kwargs: likewise.
 
     Returns:
-        For each device the seconds of the call, of computation, of communication, how
-        much of the latter was hidden and exposed, idle time, the efficiency of the
-        overlap, and what the cost model predicted.  For each statement of the Host IR
-        program, how long its chunks took and what of it was exposed.  Prints as a
-        table; `save` writes it as a picture or a trace for Perfetto.
+        For each device the seconds of the call, of computation, of communication, of
+        its hidden and exposed parts, and of idle time, the efficiency of the overlap,
+        and the predicted times.  For each statement of the Host IR program, how long
+        its chunks took and how much of that was exposed.  `str` is a table, and `save`
+        writes a picture, a page or a trace for Perfetto.
 
     Raises:
-        ArgumentError: `f` is not a jhost function, or a type was given for an array.
+        ArgumentError: `f` is no jhost function, or an argument is a type, not an array.
         ProfileError: another profile is being recorded, or the profiler saw nothing.
 
     Example:

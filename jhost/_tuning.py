@@ -144,17 +144,18 @@ class TunedProgram:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What `jhost.tune` measured; `jhost.jit(..., tuning=...)` follows it.
+    """What `jhost.tune` measured and chose; `jhost.jit(..., tuning=...)` follows it.
 
-    It holds for a function on arguments of certain types, on devices of a kind, with
-    certain versions.  Elsewhere it is ignored, with a warning that says what changed.
-    It prints as a table.  `to_json` and `from_json` write and read it, `save` draws it.
+    It holds for one function, for the types of its arguments, one kind of device, and
+    one set of versions.  If any of these differs, jhost ignores it and warns what
+    changed.  `str` is a table.  `to_json` and `from_json` write and read it, and `save`
+    draws it.
 
     Attributes:
         function: the function's name.
         environment: the versions, devices and mesh that it was measured with.
-        programs: the function's program, and its gradients' if they were tuned; each
-            has its streams with the seconds of each candidate.
+        programs: the program of the function, and those of its gradients if they were
+            tuned.  Each has its streams, with the seconds of each candidate.
     """
 
     function: str
@@ -163,7 +164,7 @@ class Tuning:
 
     @property
     def title(self) -> str:
-        """What was tuned where."""
+        """The function, the devices and the mesh, as a title."""
         here = self.environment
         return (
             f"tuning of {self.function} on {here.devices} x {here.device_kind} "
@@ -181,14 +182,15 @@ class Tuning:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a page, with a bar a candidate.
+        """Writes a page with a bar for each candidate.
 
         Args:
-            path: of a file, which ends in `.html` and needs no other.
+            path: a file name that ends in `.html`.  The page needs no other file.
 
         Raises:
-            OptionError: another ending; `to_json` has the text of a file to read again.
-            FileNotFoundError: there is no such folder.
+            OptionError: the path has another ending.  Use `to_json` for a file to read
+                again.
+            FileNotFoundError: the folder does not exist.
 
         Example:
             >>> import pathlib, tempfile
@@ -220,10 +222,10 @@ class Tuning:
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
-        """The tuning that `to_json` has written.
+        """Reads a tuning that `to_json` wrote.
 
         Raises:
-            TuningError: the text is something else, or of another version.
+            TuningError: the text is no tuning, or one of another version.
         """
         try:
             with damage_refused():

@@ -1,7 +1,7 @@
-"""Many processes: `jax.distributed`, with what overlap needs set before XLA starts.
+"""Many processes: starts `jax.distributed`, and makes meshes over its processes.
 
-And meshes over them, whose axes lie within processes where they have to.
-Before they run, programs are compared between the processes: `runtime/agreement.py`.
+It sets what overlap needs before XLA starts.  Before a program runs, the processes
+compare it: `runtime/agreement.py`.
 """
 
 from __future__ import annotations
@@ -46,33 +46,35 @@ def initialize(
 ) -> None:
     """Makes this one of several processes, as `jax.distributed.initialize` does.
 
-    Call it before anything else that asks JAX for devices.  It warns where SLURM or
-    Open MPI started a process for each GPU of a host.  Under SLURM, Open MPI and
-    Kubernetes no argument is needed.  `docs/processes.md` says how to launch, and when
-    processes end whose peers died: `heartbeat_timeout_seconds` (100 by default) after
-    one was killed, `shutdown_timeout_seconds` (300) after one raised.
+    Call it before anything else that asks JAX for devices.  Under SLURM, Open MPI and
+    Kubernetes it needs no argument.  It warns if SLURM or Open MPI started a process
+    for each GPU of a host.  If a process dies, the others end, too:
+    `heartbeat_timeout_seconds` (100 by default) after it was killed, or
+    `shutdown_timeout_seconds` (300) after it raised an error.  `docs/processes.md` says
+    how to launch processes.
 
     Args:
         coordinator_address: as for `jax.distributed.initialize`: host and port of
             process 0.
-        num_processes: likewise, how many there are.
-        process_id: likewise, the number of this one.
-        local_device_ids: likewise, the GPUs of this process.  By default a process that
-            SLURM or Open MPI started alone on its host has all of them, where JAX gives
-            it the first.
-        program_timeout_seconds: before it first runs a program, a process waits so long
-            for the others of the program's mesh, and compares it with theirs.  None
-            leaves that out.
+        num_processes: as for JAX: the number of processes.
+        process_id: as for JAX: the number of this process.
+        local_device_ids: as for JAX: the GPUs of this process.  If SLURM or Open MPI
+            started one process on the host, it gets all GPUs by default, where JAX
+            gives it only the first.
+        program_timeout_seconds: how long a process waits for the other processes of a
+            mesh before it first runs a program.  The processes then compare the
+            program.  None turns this off.
         symmetric_buffers: whether all programs of this process, and NCCL's
-            communicators, use symmetric buffers, for one GPU a process.  Pipelines
-            are some 2 % faster then, and whole collectives 5 % slower.
-        **arguments: the others of `jax.distributed.initialize`, which depend on JAX's
+            communicators, use symmetric buffers.  This is for processes of one GPU
+            each: pipelines are about 2 % faster, and collectives without chunks 5 %
+            slower.
+        **arguments: other arguments of `jax.distributed.initialize`, depending on JAX's
             version.
 
     Raises:
-        InitializeError: JAX has started its backend, or this was called before.
-        OptionError: a timeout that is not above 0, or longer than 30 years.
-        ArgumentError: a timeout that is no number.
+        InitializeError: JAX has already made its devices, or this was called before.
+        OptionError: a timeout is not above 0, or longer than 30 years.
+        ArgumentError: a timeout is no number.
 
     Example:
         >>> import jhost
@@ -156,29 +158,31 @@ def make_mesh(
     axis_types: Sequence[AxisType] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over the devices of all processes, with axes that stay within a process.
+    """Makes a mesh over all processes, with axes that stay within a process.
 
-    Only between the devices of one process do transfers run beside matmuls, so the axes
-    that jhost pipelines along have to lie there.  `jax.make_mesh` does not know of
+    Pipelines gain most between the devices of one process, so the axes along which
+    jhost pipelines have to stay within a process.  `jax.make_mesh` does not look at
     processes, and refuses GPUs of several hosts.
 
     Args:
         axes: the name and size of each axis, the outermost first.
-        within: the axis or axes whose devices have to be in one process; by default
-            the last, and `()` for none.  What room they leave in a process goes to the
-            others, the last first.
-        axis_types: one for each axis, as for `jax.make_mesh`; by default all `Auto`.
-        devices: the devices to use; by default as many of `jax.devices()` as the axes
-            need.
+        within: the axis or axes that have to stay within a process; by default the last
+            one, and `()` for none.  If they need fewer devices than a process has, the
+            other axes fill the process, the last one first.
+        axis_types: one type for each axis, as for `jax.make_mesh`; by default all are
+            `Auto`.
+        devices: the devices of the mesh; by default the first of `jax.devices()`, as
+            many as the axes need.
 
     Returns:
-        The mesh, laid by `jax.experimental.mesh_utils.create_hybrid_device_mesh`.
+        The mesh, in the order of
+        `jax.experimental.mesh_utils.create_hybrid_device_mesh`.
 
     Raises:
-        ArgumentError: axes that are no mapping from names to whole numbers above 0.
-        OptionError: there are too few devices, not equally many of each process, or too
-            few in a process for the axes that have to lie within one.
-        UnknownAxisError: `within` names an axis that is not there.
+        ArgumentError: `axes` is no dict from names to ints above 0.
+        OptionError: there are too few devices, processes have different numbers of
+            devices, or a process has too few for the axes in `within`.
+        UnknownAxisError: `within` names an axis that `axes` does not have.
 
     Example:
         >>> import jax

@@ -158,7 +158,12 @@ class ReplicationWarning(UserWarning):
     """
 
 
+class StreamWarning(UserWarning):
+    """A mark has fewer chunks than it asks for, or nothing reads its result."""
+
+
 _with_section(ReplicationWarning)
+_with_section(StreamWarning)
 
 
 def first_line(error: BaseException) -> str:

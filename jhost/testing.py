@@ -1,4 +1,4 @@
-"""Checks of functions that jhost compiles: right, pipelined, and moving no more.
+"""Checks for tests: results are right, streams are pipelined, nothing else moves.
 
 jhost's own tests use them.  They need chex: `pip install 'chex>=0.1.92'`; the fixture
 and marker for devices are in `jhost.pytest_plugin`.
@@ -64,19 +64,19 @@ def mesh_of(axes: Axes) -> Mesh:
 
 
 def assert_close(given: Any, wanted: Any, *, tolerance: float | None = None) -> None:
-    """Two trees of arrays have equal types, and values as close as can be asked.
+    """Checks that two trees of arrays have equal types, and values that are close.
 
     Args:
-        given: arrays of any shapes and dtypes, or numbers, as computed.
-        wanted: arrays or numbers of the same shapes and dtypes, as they should be.
-        tolerance: how far values may lie apart, as a part of the largest one of the
-            array; 0 for not at all.  By default what suits the dtype: 1e-4 for float32,
-            2e-2 for bfloat16, not at all for integers.
+        given: the computed arrays or numbers, of any shapes and dtypes.
+        wanted: the expected arrays or numbers, of the same shapes and dtypes.
+        tolerance: the largest allowed difference, divided by the largest value of the
+            array; 0 for equality.  The default depends on the dtype: 1e-4 for float32,
+            2e-2 for bfloat16, equality for integers.
 
     Raises:
-        AssertionError: they do not.
-        ArgumentError, OptionError: a leaf is no array, or the tolerance no number of at
-            least 0.
+        AssertionError: types or values differ.
+        ArgumentError, OptionError: a leaf is no array, or the tolerance is no number of
+            at least 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -99,27 +99,26 @@ def assert_equals_plain(
     pipelines: Sequence[Pipeline] | None = None,
     meshes: Sequence[Mesh | Axes] | None = None,
 ) -> None:
-    """A jhost function gives what its plain function gives, however it is pipelined.
+    """Checks that a jhost function equals its plain function in each pipeline.
 
     Args:
         f: a function made by `jhost.jit`.
-        *args: its arguments, arrays of the shapes and dtypes that it takes.  On several
-            meshes these are arrays that are on none.
+        *args: arrays of the shapes and dtypes that `f` takes.  With several meshes they
+            must not be on a mesh yet.
         kwargs: its keyword arguments, likewise.
-        gradients: compare the gradients by all float arrays among the arguments, too.
-        tolerance: as for `assert_close`.  Integers as floats are computed exactly, if
-            no sum leaves their range, and 0 can be asked.
-        pipelines: as for `jhost.jit`, one after another; marks that name theirs keep
-            it.  By default all that are possible.
-        meshes: meshes, or the sizes of their axes by name, one after another.  By
-            default the function's own.
+        gradients: also compare the gradients with respect to all float arguments.
+        tolerance: as for `assert_close`.  Floats with integer values are exact as long
+            as sums stay in their range, so 0 is possible with them.
+        pipelines: the values of `pipeline` for `jhost.jit`, one after another; by
+            default all possible ones.  Marks that name a pipeline keep it.
+        meshes: meshes, or dicts of axis names and sizes, one after another; by default
+            the function's own mesh.
 
     Raises:
-        AssertionError: they differ; the text has every case that does.
+        AssertionError: results differ.  The text has every case that differs.
         ArgumentError: `f` is no jhost function, or `pipelines` or `meshes` are empty.
-        PipelineError: no stream can have a pipeline in `pipelines`.
-        ArgumentError, OptionError: an argument of another type, or `pipelines` or
-            `meshes` without any.
+        PipelineError: no stream can have one of the `pipelines`.
+        ArgumentError, OptionError: an argument has another type or an unknown value.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,17 +157,17 @@ def _as_mesh(mesh: Mesh | Axes) -> Mesh:
 
 
 def programs(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Program]:
-    """The Host IR of every call of a jhost function in what JAX makes of `fun`.
+    """Returns the Host IR program of every call of a jhost function in `fun`.
 
     Args:
-        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.
         *args: its arguments, arrays of the shapes and dtypes that it takes, or
             `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Returns:
-        The programs that jhost makes, in order; of a gradient, those of the forward
-        and of the backward.
+        The programs in order.  A gradient has one of the forward and one of the
+        backward.
 
     Example:
         >>> import jax.numpy as jnp
@@ -199,20 +198,20 @@ def _explanations(
 
 
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Every stream is pipelined and moves something, in each program that jhost makes.
+    """Checks that every stream is pipelined, and that something moves in its loop.
 
-    A loop over chunks in which nothing moves between devices, as on one device, can
-    save memory, but hides nothing.
+    It looks at each program that jhost makes.  If nothing moves between devices in a
+    loop over chunks, as on one device, the loop may save memory, but it hides nothing.
 
     Args:
-        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.
         *args: its arguments, arrays of the shapes and dtypes that it takes, or
             `jax.ShapeDtypeStruct` in their place.
         **kwargs: likewise.
 
     Raises:
-        AssertionError: some are not, or there are none; the text has the reason of
-            each, as `jhost.explain` gives it.
+        AssertionError: a stream is not pipelined or moves nothing, or there is none.
+            The text has the reason for each, as in `jhost.explain`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -242,23 +241,25 @@ def assert_program(
     communications: Iterable[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """What jhost makes of a function has these loops and communications.
+    """Checks that jhost's programs have these loops and communications.
 
-    All programs count together: for a gradient, the forward's and the backward's.
+    All programs count together.  A gradient has one of the forward and one of the
+    backward.
 
     Args:
-        fun: a jhost function, or a function around some: `jax.grad(loss)`, say.
+        fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.
         *args: its arguments, arrays of the shapes and dtypes that it takes, or
             `jax.ShapeDtypeStruct` in their place.
-        loops: how many loops over chunks there are; None for any number.
-        communications: each communication by kind and mesh axes, in any order, as
-            `"AllGather over tp"`; one in a loop counts once.  None for any.
+        loops: the number of loops over chunks; None for any number.
+        communications: the kind and mesh axes of each communication, such as
+            `"AllGather over tp"`, in any order.  One in a loop counts once.  None for
+            any.
         kwargs: its keyword arguments, of the shapes and dtypes that it takes.
 
     Raises:
-        AssertionError: it has others; the text says which are missing, which are too
-            many, and has the explanation.
-        ArgumentError: an argument of another type.
+        AssertionError: the programs have others.  The text lists missing and surplus
+            ones, and has the explanation.
+        ArgumentError: an argument has another type.
 
     Example:
         >>> import jax.numpy as jnp

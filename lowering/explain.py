@@ -48,34 +48,34 @@ from jhost.lowering.summary import gain_lines, summary_lines
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The answer of `jhost.explain`.
+    """What `jhost.explain` returns.
 
-    `str` of it is a screen with what matters most; `text` has all.
+    `str` is one screen with what matters most, and `text` has everything.
 
     Attributes:
-        name: the function's, and what JAX derived of it.
-        loops: how many loops over chunks there are.
-        streams: what became of each mark, and why.
-        layouts: each value that changes its layout, and what the other way would move.
-        communications: all of them, with their bytes.
-        permutes: by which kind of permutes chunks move, and why, where that is chosen.
-        notes: where streams stop, and what else there is to know.
-        options: those that XLA is given for the overlap, applied, refused and missed.
-        schedule: `Compiled.schedule` as text, once XLA has compiled the program.
-        programs: those of a function around jhost functions; what each of them has is
-            among the rows here, too.
-        bodies: those of loops and branches in a program, likewise.
-        calls: how often the function around it runs a program, in scans as well; the
-            rows are of one run.
-        steps: what the program does in its order, the boxes of its picture; those of
-            its bodies are among them.
-        predicted: what one run takes; None where nothing is known of the devices, or
-            nothing runs beside anything on them.
-        unpipelined: what it would take without any loop over chunks, and with each
+        name: the function's name, and what JAX derived from the function.
+        loops: the number of loops over chunks.
+        streams: what jhost makes of each mark, and why.
+        layouts: each value that changes its layout, and the bytes of the alternative.
+        communications: all communications, with their bytes.
+        permutes: the kind of permutes that move chunks, and why, if jhost chose it.
+        notes: where streams stop, and other remarks.
+        options: XLA's options for the overlap: applied, refused and missing ones.
+        schedule: the text of `Compiled.schedule`, if XLA has compiled the program.
+        programs: for a function that calls jhost functions, an explanation of each of
+            their programs.  The rows here have those of all programs.
+        bodies: an explanation of the body of each loop and branch in a program,
+            likewise.
+        calls: how often the outer function runs the program, scans included.  The rows
+            are of one run.
+        steps: what the program and its bodies do, in order: the boxes of the picture.
+        predicted: seconds of one run; None if the devices are unknown, or cannot
+            overlap.
+        unpipelined: seconds of one run without loops over chunks, and with each
             transfer where it is needed.
-        devices: how many there are of what kind.
-        nothing_overlaps: whether nothing runs beside computation on them.
-        detailed: whether `str` has all.
+        devices: number and kind of the devices.
+        nothing_overlaps: whether the devices cannot overlap anything with computation.
+        detailed: whether `str` has everything.
     """
 
     name: str
@@ -102,19 +102,19 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """All of it, program by program and body by body."""
+        """Everything, program by program and body by body."""
         head = [f"  {line}" for line in gain_lines(self)]
         return "\n".join([self.title, *head, *_lines(self)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a page: the programs as boxes, what was predicted as bars.
+        """Writes a page: programs as boxes, predicted times as bars.
 
         Args:
-            path: of a file, which ends in `.html` and needs no other.
+            path: a file name that ends in `.html`.  The page needs no other file.
 
         Raises:
-            OptionError: another ending.
-            FileNotFoundError: there is no such folder.
+            OptionError: the path has another ending.
+            FileNotFoundError: the folder does not exist.
 
         Example:
             >>> import pathlib, tempfile

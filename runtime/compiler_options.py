@@ -170,21 +170,21 @@ def options_report(
 def compiler_options(
     *, gradients: bool = False, between_processes: bool = False
 ) -> dict[str, Any]:
-    """The options to give an outer `jax.jit` that jhost functions are called in.
+    """The options that an outer `jax.jit` around jhost functions needs.
 
-    XLA takes options for a whole program only, so a jhost function inside another
-    `jax.jit` cannot give its own, and warns, unless this has been called.
+    XLA takes options only for a whole program.  So a jhost function inside another
+    `jax.jit` cannot give its own options, and warns if this function was never called.
 
     Args:
-        gradients: whether the program differentiates jhost functions.  Then matmuls
-            are cuBLAS's alone, which adds to the weights' gradients in place.
-        between_processes: whether p2p pipelines were asked for by name along an axis
-            that lies across processes of one GPU each.  Then NCCL's permutes use
-            symmetric buffers; collectives without chunks are slower with them.
+        gradients: whether the program differentiates jhost functions.  Then only cuBLAS
+            does matmuls, because it adds to the weights' gradients in place.
+        between_processes: whether you ask for p2p pipelines along an axis over
+            processes of one GPU each.  Then NCCL's permutes use symmetric buffers,
+            which make collectives without chunks slower.
 
     Returns:
-        What `jax.jit(..., compiler_options=...)` takes, for the devices there are;
-        on one GPU, and on other backends, nothing.
+        A dict for `jax.jit(..., compiler_options=...)`, for the devices of this
+        process; empty for one GPU and for other backends.
 
     Example:
         >>> import jax

@@ -125,10 +125,10 @@ def _host(device: Any) -> int:
 
 
 def ask_for_cpu_devices(count: int) -> None:
-    """Splits the CPU into virtual devices, unless somebody has said how many.
+    """Splits the CPU into virtual devices, unless their number is already set.
 
     Raises:
-        RuntimeError: JAX has started, and they are made.
+        RuntimeError: JAX has already made its devices.
     """
     said = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not said and jax.config.jax_num_cpu_devices == -1:

@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pytest
 
 import jhost
 from jhost import errors
-from jhost._call import program as call_program
+from jhost._call.once_a_line import warned_lines
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -132,10 +132,19 @@ def test_git_does_not_see_what_the_training_example_writes() -> None:
     assert f"{folder}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
+WARNINGS: dict[type[Warning], Sequence[str]] = {
+    errors.ReplicationWarning: ["sort is repeated"],
+    errors.StreamWarning: [
+        "marks nothing, because nothing reads its result",
+        "makes 2 chunks, not the 3 asked for: 4 steps can be cut into 2 or 4 chunks",
+    ],
+}
+
+
 def test_every_error_has_a_section() -> None:
     page = (ROOT / "docs/errors.md").read_text()
     found = re.findall(r"^### (\w+(?:Error|Warning))$", page, re.M)
-    classes = [*ERRORS, errors.ReplicationWarning]
+    classes = [*ERRORS, *WARNINGS]
     assert sorted(found) == sorted(cls.__name__ for cls in classes)
     for cls in classes:
         examples = error_examples(cls.__name__)[2:]
@@ -161,11 +170,16 @@ def test_the_first_example_raises_and_the_second_runs(
     run(page, right, dict(namespace))
 
 
-def test_the_first_example_warns_and_the_second_does_not() -> None:
-    page, namespace, wrong, right = error_examples("ReplicationWarning")
-    call_program._warned_lines().clear()  # pyright: ignore[reportPrivateUsage]
-    with pytest.warns(errors.ReplicationWarning, match="sort is repeated"):
+@pytest.mark.parametrize(("cls", "said"), WARNINGS.items(), ids=lambda x: x)
+def test_the_first_example_warns_and_the_second_does_not(
+    cls: type[Warning], said: Sequence[str]
+) -> None:
+    page, namespace, wrong, right = error_examples(cls.__name__)
+    warned_lines().clear()
+    with pytest.warns(cls) as found:
         run(page, wrong, dict(namespace))
+    for text, warning in zip(said, found, strict=True):
+        assert text in str(warning.message)
     run(page, right, dict(namespace))
 
 

@@ -48,45 +48,46 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` that a stream along the keys goes through.
+    """`jax.nn.dot_product_attention` that can be pipelined along the keys.
 
-    It runs wherever JAX does, in a jhost function and without one, with derivatives of
-    every order and mode.  A backward makes the scores again from queries and keys, so
-    none are kept for it.  (Second derivatives keep some.)  In a jhost function keys and
-    values may be sharded along their sequence, and a stream makes chunks of them go
-    from device to device: ring attention.
+    It runs wherever JAX runs, inside and outside of jhost functions, with derivatives
+    of every order and mode.  A backward computes the scores again from queries and
+    keys, and keeps none. (Second derivatives keep some.) In a jhost function keys and
+    values may be sharded along their sequence.  A stream along it then sends chunks of
+    them from device to device: ring attention.
 
     B is the batch, T and S are the lengths of queries and of keys, N and K their heads,
     and H is the size of a head.  N is a multiple of K, as in grouped-query attention.
-    A query that sees no key finds 0, and has no part in any gradient.  (JAX gives it
-    the mean of all values there, also of hidden ones.)
+    A query that sees no key gives 0, and adds nothing to any gradient. (JAX gives the
+    mean of all values, hidden ones included.)
 
     Args:
-        query: floats of shape `(B, T, N, H)`; B may be left out of all arrays.
+        query: floats of shape `(B, T, N, H)`.  You may leave out B in all arrays.
         key: of shape `(B, S, K, H)` and the query's dtype.
         value: of the key's shape and dtype.
-        bias: added to the scaled scores; floats of shape `(B, N, T, S)`, of which any
-            size may be 1 instead.
-        mask: bools of the same shape, True where a query sees a key.
-        scale: of the scores; by default `H ** -0.5`.
-        is_causal: whether a query sees keys up to its own position alone.
-        query_seq_lengths: how long each sequence of queries is; of shape `(B,)` and
-            dtype int32.  Queries behind that see no key.
-        key_value_seq_lengths: that of keys, of the same shape and dtype.  Keys behind
-            it are hidden.
-        local_window_size: how many keys to the left and to the right of its own
-            position a query sees; an int is for both.
-        query_segment_ids: integers of shape `(B, T)` and any dtype: of sequences that
-            are packed into one, each query sees the keys of its own.
+        bias: added to the scaled scores; floats of shape `(B, N, T, S)`.  Any of these
+            sizes may be 1 instead.
+        mask: bools of shape `(B, N, T, S)`, with the same freedom; True where a query
+            sees a key.
+        scale: the factor of the scores; by default `H ** -0.5`.
+        is_causal: whether a query sees only keys up to its own position.
+        query_seq_lengths: the length of each sequence of queries; of shape `(B,)` and
+            dtype int32.  Queries behind the length see no key.
+        key_value_seq_lengths: the length of each sequence of keys, of the same shape
+            and dtype.  Keys behind the length are hidden.
+        local_window_size: how many keys a query sees to the left and to the right of
+            its own position; one int is for both sides.
+        query_segment_ids: integers of shape `(B, T)` and any dtype.  Several sequences
+            are packed into one, and each query sees only keys with its own number.
         key_value_segment_ids: integers of shape `(B, S)` and the same dtype.
 
     Returns:
-        What each query finds: of `query`'s shape and dtype.  Scores, and sums over the
-        keys, are float32 at least, float64 of float64.
+        The result for each query, of `query`'s shape and dtype.  Scores and sums over
+        the keys are at least float32, and float64 if the arrays are.
 
     Raises:
-        OperandsError: shapes or dtypes that do not fit, or segments of one side alone.
-        ArgumentError: a scale that is no number, or a window that is no size.
+        OperandsError: shapes or dtypes do not fit, or only one side has segments.
+        ArgumentError: the scale is no number, or the window is no size.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -23,17 +23,18 @@ _ON_CPU = {"budget": 0.02, "scale": 0.02}
 def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
     """Measures what the devices of this process do per second, in one to two minutes.
 
-    From then on `pipeline="auto"` goes by it on such devices: matmuls at the clocks of
-    steady work, memory, launches, permutes (copied, and put where NCCL can) and
-    collectives by size.  What was lowered before is forgotten.  Nothing else should run
-    on the devices meanwhile.
+    From then on `pipeline="auto"` uses these rates on such devices: matmuls at the
+    clocks of steady work, memory, launches, permutes (by copies, and by puts if NCCL
+    can) and collectives by size. jhost lowers all functions again.  Nothing else should
+    run on the devices meanwhile.
 
     Args:
-        keep: keep it in the user's cache folder, for all programs that run later.
+        keep: store the rates in the user's cache folder, for all programs that run
+            later.
         progress: show a bar, or lines if tqdm is not installed, on standard error.
 
     Returns:
-        What was measured; prints as a table beside what jhost ships.
+        The measured rates; `str` is a table beside the rates that jhost ships.
 
     Example:
         >>> import jhost

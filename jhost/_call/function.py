@@ -42,13 +42,13 @@ R = TypeVar("R")
 class JitFunction(Generic[P, R]):
     """A function compiled by jhost; made by `jhost.jit`.
 
-    Call it as the plain function.  Like what `jax.jit` makes, it has `trace`, `lower`,
-    `eval_shape` and `clear_cache`.
+    Call it like the plain function.  It has the methods of a `jax.jit` function:
+    `trace`, `lower`, `eval_shape` and `clear_cache`.
 
     Attributes:
         __wrapped__: the plain function.
         __name__: the plain function's name, or a name for a callable without one.
-        __qualname__: the same with the classes and functions around it.
+        __qualname__: the name with the classes and functions around it.
     """
 
     __name__: str
@@ -123,7 +123,7 @@ class JitFunction(Generic[P, R]):
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
-        """Traces the function as `jax.jit`'s own `trace` does; for `jax.export`.
+        """Traces the function, like `trace` of a `jax.jit` function; for `jax.export`.
 
         Args:
             *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
@@ -134,7 +134,7 @@ class JitFunction(Generic[P, R]):
             The function's jaxpr, ready to be lowered: a `jax.stages.Traced`.
 
         Raises:
-            JhostError: whatever a call would, but for what is seen when it runs.
+            JhostError: as for a call, but for errors that only a run shows.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -148,18 +148,18 @@ class JitFunction(Generic[P, R]):
             return self._staged(key, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> stages.Lowered:
-        """Lowers the function for arguments, or `jax.ShapeDtypeStruct` in their place.
+        """Lowers the function for arguments of these types.
 
         Args:
-            *args: arrays of the shapes and dtypes of a call, or types that have both,
-                and static arguments.
+            *args: arrays of the shapes and dtypes of a call, or `jax.ShapeDtypeStruct`
+                in their place, and static arguments.
             **kwargs: likewise.
 
         Returns:
             The program, to be read, interpreted or compiled: a `jax.stages.Lowered`.
 
         Raises:
-            JhostError: whatever a call would, but for what is seen when it runs.
+            JhostError: as for a call, but for errors that only a run shows.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -186,7 +186,7 @@ class JitFunction(Generic[P, R]):
             what a call returns.
 
         Raises:
-            JhostError: whatever a call would, but for what is seen when it runs.
+            JhostError: as for a call, but for errors that only a run shows.
 
         Example:
             >>> import jax.numpy as jnp
@@ -199,7 +199,7 @@ class JitFunction(Generic[P, R]):
             return self._jits.to_lower(key, args, kwargs).eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forgets what was compiled for this function, as that of `jax.jit` does."""
+        """Forgets what was compiled for this function, as for `jax.jit`."""
         for jitted in self._every_jit:
             jitted.clear_cache()
         self._jits.clear()
@@ -226,11 +226,11 @@ class JitFunction(Generic[P, R]):
                 With another mesh, each `NamedSharding` keeps its spec.
 
         Returns:
-            A function of its own, which compiles anew: this one stays as it is.
+            A new function.  This one stays as it is.
 
         Raises:
-            ArgumentError: `jhost.jit` has no such argument, or takes no such value.
-            ChunksError, OptionError: values that no function could be compiled with.
+            ArgumentError: `jhost.jit` has no such argument, or it has the wrong type.
+            ChunksError, OptionError: an argument has a value that is not accepted.
 
         Example:
             >>> import jax.numpy as jnp

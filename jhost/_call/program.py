@@ -18,9 +18,9 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, Role, program_config
 from jhost._call.meshes import check_devices
+from jhost._call.once_a_line import warn_of_program
 from jhost._jax import (
     arg_names,
-    cached,
     cached_by_jaxpr,
     calls,
     is_wide,
@@ -32,11 +32,10 @@ from jhost._tuning_holds import changes, tuned_here
 from jhost.lowering.frontend.value_names import Variables
 from jhost.lowering.frontend.values import DisplayNames
 from jhost.lowering.ir.bodies import all_marks, with_marks
-from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.remarks import ReplicationReport, UnmetWish
+from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.requests import REFUSALS, StreamDefaults, unmet_wishes
 from jhost.lowering.layouts.hidden_dims import reached_by_streams
 from jhost.lowering.pipeline import Pass, Passes, build_program, passes, run_passes
@@ -162,32 +161,8 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
             break
         unmet = (*unmet, *found)
     dump.dump_host_ir(config.name, program, config.derived)
-    _warn_of_replication(program, config.replication_limit)
+    warn_of_program(program, config.replication_limit)
     return _Lowering(program, unmet)
-
-
-def _warn_of_replication(program: Program, limit: int) -> None:
-    """Says once a line what every device repeats, if it has to receive much for it."""
-    for report in displayed_remarks(program):
-        if isinstance(report, ReplicationReport) and report.bytes >= limit:
-            line = report.where or f"{report.primitive} of {program.name}"
-            # A layer that is written out many times is one line, and warned of once.
-            if line in _warned_lines():
-                continue
-            _warned_lines().add(line)
-            warnings.warn(
-                f"{program.name}: {report}. Shard another dim of it, or call it in a "
-                "jax.shard_map, whose specs say how its operands lie. "
-                "jhost.jit(replication_limit=...) says from how many bytes on this is "
-                "worth a warning.\n" + errors.more_in_help(errors.ReplicationWarning),
-                errors.ReplicationWarning,
-                stacklevel=2,
-            )
-
-
-@cached(1)
-def _warned_lines() -> set[str]:
-    return set()
 
 
 class Planned(NamedTuple):

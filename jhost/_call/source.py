@@ -17,6 +17,7 @@ from jhost._call.config import Config
 from jhost._call.execute import is_interpreting
 from jhost._call.given_shardings import CallKey, GivenShardings
 from jhost._call.meshes import brought_mesh, inside_mesh
+from jhost._call.once_a_line import warn_of_unread
 from jhost._call.program import host_program
 from jhost._call.settings import Settings
 from jhost._call.tracing import Tracing
@@ -132,4 +133,6 @@ class Source:
     def call_jaxpr(self, key: CallKey, traced: TracedCall, named: bool = False) -> Any:
         """The traced jaxpr with its marks; `named`, see `GivenShardings.marked`."""
         check_takes_arrays(self.name, traced.jaxpr)
-        return self.given.marked(traced, key, named)
+        call_jaxpr = self.given.marked(traced, key, named)
+        warn_of_unread(self.name, traced.jaxpr, call_jaxpr)
+        return call_jaxpr

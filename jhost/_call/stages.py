@@ -13,6 +13,7 @@ from jhost import errors
 from jhost._calibration import rates_here
 from jhost._call.config import Config, puts_are_known
 from jhost._call.execute import compare, interpreted, loops_of
+from jhost._call.once_a_line import notes_of_unread
 from jhost._call.program import unpipelined_program
 from jhost._call.whole import Whole
 from jhost._jax import communication_streams, take_over
@@ -30,7 +31,7 @@ from jhost.runtime.profile.schedule import Schedule, parse_schedule, with_stream
 
 
 class Traced(jax.stages.Traced):
-    """A function traced for some types, as by `jax.jit`; `lower` it."""
+    """A `jax.stages.Traced`: a function traced for arguments of certain types."""
 
     def __init__(
         self, traced: jax.stages.Traced, as_lowered: Callable[..., Lowered]
@@ -41,7 +42,7 @@ class Traced(jax.stages.Traced):
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **private: Any
     ) -> Lowered:
-        """Lowers it, as `jax.stages.Traced.lower`."""
+        """Lowers the function, like `jax.stages.Traced.lower`."""
         lowered = super().lower(lowering_platforms=lowering_platforms, **private)
         return self._as_lowered(lowered)
 
@@ -50,10 +51,10 @@ class Lowered(jax.stages.Lowered):
     """A `jax.stages.Lowered`: a function lowered for arguments of certain types.
 
     Attributes:
-        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
-        out_tree: the tree of the results, likewise.
-        args_info: shape, dtype and donation of each argument, likewise.
-        out_info: shape and dtype of each result, likewise.
+        in_tree: the tree of the positional and keyword arguments, as in `jax.stages`.
+        out_tree: the tree of the results.
+        args_info: shape, dtype and donation of each argument.
+        out_info: shape and dtype of each result.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Lowered(jax.stages.Lowered):
 
     @property
     def host_ir(self) -> Program:
-        """jhost's program; `str` of it is its text.
+        """The Host IR program; `str` is its text.
 
         Raises:
             UnsupportedError: `jax.jit` compiles the function as a whole.
@@ -81,10 +82,10 @@ class Lowered(jax.stages.Lowered):
         return _host_ir(self._program)
 
     def explain(self, *, detail: bool = False) -> Explanation:
-        """What was pipelined, how and why; `jhost.explain` says more of it.
+        """Says what is pipelined, how and why; `jhost.explain` says more.
 
         Args:
-            detail: whether the text has all, and not the screen that matters most.
+            detail: whether `str` has everything, or one screen with what matters most.
         """
         explanation = explained(self._program, self._config, self._call_jaxpr)
         return dataclasses.replace(explanation, detailed=detail)
@@ -98,13 +99,13 @@ class Lowered(jax.stages.Lowered):
             **kwargs: likewise.
 
         Returns:
-            The results, arrays of the shapes and dtypes that the function gives, and a
-            trace.  The trace has each statement that ran: its stream, its text, the
-            indices of the loops around it, and the bytes live on a device then.
+            The results, arrays of the function's shapes and dtypes, and a trace.  The
+            trace has each statement that ran: its queue (`stream`), its text, the
+            indices of the loops around it, and the bytes that were live on a device.
 
         Raises:
-            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
-                all about to run this program.
+            ProcessMismatchError, ProcessTimeoutError: another process of the mesh does
+                not run this program.
             UnsupportedError: `jax.jit` compiles the function as a whole.
 
         Example:
@@ -127,10 +128,9 @@ class Lowered(jax.stages.Lowered):
         """Compiles the program for its devices.
 
         Args:
-            compiler_options: XLA's options for this executable: a dict from names to
-                values of the types that XLA takes.  One that `jhost.jit` was given as
-                well has the value that is given here.
-            **how: what else `jax.stages.Lowered.compile` takes.
+            compiler_options: XLA's options for this executable, a dict from names to
+                values of the types that XLA takes.  They win over those of `jhost.jit`.
+            **how: other arguments of `jax.stages.Lowered.compile`.
 
         Returns:
             The executable, to be called, explained or asked for its schedule.
@@ -156,10 +156,10 @@ class Compiled(jax.stages.Compiled):
     """A `jax.stages.Compiled`; call it with arrays of the types it was lowered for.
 
     Attributes:
-        in_tree: the tree of the positional and keyword arguments, as JAX's has it.
-        out_tree: the tree of the results, likewise.
-        args_info: shape, dtype and donation of each argument, likewise.
-        out_info: shape and dtype of each result, likewise.
+        in_tree: the tree of the positional and keyword arguments, as in `jax.stages`.
+        out_tree: the tree of the results.
+        args_info: shape, dtype and donation of each argument.
+        out_info: shape and dtype of each result.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Compiled(jax.stages.Compiled):
 
     @property
     def host_ir(self) -> Program:
-        """jhost's program; `str` of it is its text.
+        """The Host IR program; `str` is its text.
 
         Raises:
             UnsupportedError: `jax.jit` compiles the function as a whole.
@@ -197,8 +197,8 @@ class Compiled(jax.stages.Compiled):
             The results, arrays of the shapes and dtypes that the function gives.
 
         Raises:
-            ProcessMismatchError, ProcessTimeoutError: the processes of the mesh are not
-                all about to run this program.
+            ProcessMismatchError, ProcessTimeoutError: another process of the mesh does
+                not run this program.
             TypeError: arguments of other types than it was lowered for.
         """
         self._compare()
@@ -206,17 +206,16 @@ class Compiled(jax.stages.Compiled):
 
     @property
     def mesh(self) -> AnyMesh | None:
-        """The mesh that it runs on; None for one device."""
+        """The mesh on which it runs; None for one device."""
         return self._config.mesh
 
     def schedule(self) -> Schedule:
-        """What XLA's schedule makes of the communications.
+        """How XLA schedules the communications.
 
         Returns:
-            Each communication with its bytes, whether it is asynchronous, the kernels
-            that XLA issues beside it, and the stream that its runtime puts it on (with
-            JAX 0.12, compiled for GPUs); and all kernels.  Prints as a table; its
-            fields are for tools.
+            All kernels, and each communication: its bytes, whether it is asynchronous,
+            the kernels that XLA issues beside it, and its queue (with JAX 0.12,
+            compiled for GPUs).  `str` is a table, and the fields are for tools.
 
         Raises:
             ScheduleError: the backend does not give the text of what it compiled.
@@ -232,10 +231,10 @@ class Compiled(jax.stages.Compiled):
         return with_streams(schedule, communication_streams(self))
 
     def explain(self, *, detail: bool = False) -> Explanation:
-        """What was pipelined, how and why, and what XLA's schedule makes of it.
+        """Says what is pipelined, how and why, and how XLA schedules it.
 
         Args:
-            detail: whether the text has all, and not the screen that matters most.
+            detail: whether `str` has everything, or one screen with what matters most.
         """
         try:
             schedule = str(self.schedule())
@@ -270,6 +269,7 @@ def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Expl
         options = options_report(config.name, config.mesh, **loops)
     notes = (
         *explanation.notes,
+        *notes_of_unread(call_jaxpr),
         *_notes_of_nothing_marked(explanation, config),
         *_notes_of_reach(program, devices),
         *_notes_of_puts(explanation, config),

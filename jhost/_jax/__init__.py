@@ -41,6 +41,7 @@ from jhost._jax.eqns import (
     new_eqn as new_eqn,
     new_jaxpr as new_jaxpr,
     primitive_name as primitive_name,
+    programs_in as programs_in,
     resized_var as resized_var,
     rewritten as rewritten,
     with_each_eqn as with_each_eqn,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -96,11 +96,16 @@ def with_operand_names(jaxpr: ClosedJaxpr, names: Sequence[str]) -> ClosedJaxpr:
 
 def calls(jaxpr: Any, primitive: Primitive) -> bool:
     """Whether a primitive stands in a program, or in what that calls."""
-    return any(
-        eqn.primitive is primitive
-        or any(calls(inner, primitive) for inner in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
+    programs = programs_in(jaxpr)
+    return any(eqn.primitive is primitive for each in programs for eqn in each.eqns)
+
+
+def programs_in(jaxpr: Any) -> Iterator[Jaxpr]:
+    """An open or closed program as an open one, and all that stand in it."""
+    yield jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            yield from programs_in(inner)
 
 
 def with_each_eqn(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:

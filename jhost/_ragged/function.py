@@ -28,34 +28,34 @@ def ragged_dot(
     """`jax.lax.ragged_dot` that multiplies each row once, on GPUs as well.
 
     Each row is multiplied by the matrix of its group: the first `group_sizes[0]` rows
-    by `rhs[0]`, as many as `group_sizes[1]` behind them by `rhs[1]`, and so on.  Rows
-    behind all groups give 0.
+    by `rhs[0]`, the next `group_sizes[1]` rows by `rhs[1]`, and so on.  Rows behind all
+    groups give 0.
 
-    XLA has no kernel for that on GPUs (JAX 0.10 to 0.12): it multiplies all rows by the
-    matrices of all groups.  Here it is a kernel on NVIDIA GPUs from Ampere on, for
-    bfloat16 and float16, and for float32 with a precision of "default" or "highest".
-    All else is JAX's.  A kernel is one device's: there is one in jhost functions, whose
-    `jax.lax.ragged_dot` is this as well, in a `jax.shard_map` over all mesh axes, and
-    where there is one device.  Exported programs, and those compiled ahead for GPUs
-    that are not there, have JAX's.
+    XLA has no kernel for this on GPUs (JAX 0.10 to 0.12): it multiplies all rows by the
+    matrices of all groups.  This function is a kernel on NVIDIA GPUs from Ampere on,
+    for bfloat16 and float16, and for float32 with the precision "default" or "highest".
+    Otherwise it is JAX's.  A kernel works on one device, so it is used in jhost
+    functions (also for `jax.lax.ragged_dot`), in a `jax.shard_map` over all mesh axes,
+    and on one device.  Exported programs, and programs that are compiled ahead for
+    other GPUs, use JAX's.
 
-    It has derivatives of every order and mode, and `jax.vmap`, which maps matrices
-    along with rows.
+    It has derivatives of every order and mode.  `jax.vmap` maps matrices along with
+    rows.
 
     Args:
         lhs: the rows, of shape `(m, k)` and any dtype.
-        rhs: a matrix for each group, of shape `(g, k, n)` and any dtype; both are cast
-            to the one to which theirs promote.
+        rhs: a matrix for each group, of shape `(g, k, n)` and any dtype.  Both operands
+            are cast to the dtype to which theirs promote.
         group_sizes: integers of shape `(g,)`.
         precision: as in `jax.lax.dot_general`.
-        preferred_element_type: the dtype of the result; by default, that to which the
-            operands' promote.
+        preferred_element_type: the dtype of the result; by default the operands'
+            promoted dtype.
 
     Returns:
-        An array of shape `(m, n)`, of that dtype.
+        An array of shape `(m, n)` and that dtype.
 
     Raises:
-        OperandsError: shapes or dtypes that do not fit.
+        OperandsError: shapes or dtypes do not fit together.
 
     Example:
         >>> import jax.numpy as jnp

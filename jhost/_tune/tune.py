@@ -41,27 +41,28 @@ def tune(
 ) -> Tuning:
     """Measures which pipelines suit a function's streams best, on its own devices.
 
-    Each way to run a stream is compiled, checked against the plain function, and timed
-    in turns with the others.  What marks and settings fix is left as it is.  A pipeline
-    is chosen where its median is at least 3 % below that of no pipeline.
+    It compiles each way to run a stream, checks its results against the plain function,
+    and times it in turns with the others.  It does not change what marks and settings
+    fix.  It chooses a pipeline if its median time is at least 3 % below the time
+    without a pipeline.
 
-    In a job of several processes, all call this, with the same arguments: they measure
-    together and choose the same, by the times of the slowest process in each round.
+    In a job of several processes all processes have to call it with the same arguments.
+    They measure together and choose the same, by the times of the slowest process in
+    each round.
 
     Args:
-        f: a function made by `jhost.jit`.  It is called many times: host callbacks in
-            it are as well.  Donated arguments are kept.
-        *args: the arguments to measure it on, arrays of the shapes and dtypes that `f`
-            takes.
+        f: a function made by `jhost.jit`.  It is called many times, and so are host
+            callbacks in it.  Donated arguments stay valid.
+        *args: arrays of the shapes and dtypes that `f` takes.
         kwargs: its keyword arguments, likewise.
-        gradients: tune the programs of `jax.grad` as well, the forward that keeps what
-            the backward needs, and the backward: by these arguments, as its `argnums`,
-            or with True by all that are floats.
-        rounds: how many times each candidate has its turn, of ten calls.
-        draw: take random numbers from 0.5 to 1.5 in place of float arrays whose
-            elements are all equal, as those of `jnp.ones` are: with these, sums of
-            gradients cancel each other, and GPUs take less power than in earnest.
-        cache: take earlier measurements from the user's cache folder, and keep these
+        gradients: also tune the programs of `jax.grad`: the forward with its residuals,
+            and the backward.  Numbers are the `argnums` of `jax.grad`, and True stands
+            for all floats.
+        rounds: how many turns each candidate has, of ten calls each.
+        draw: replace float arrays whose elements are all equal, such as `jnp.ones`, by
+            random numbers from 0.5 to 1.5.  With equal elements gradients cancel each
+            other, and GPUs take less power than in real work.
+        cache: reuse measurements from the user's cache folder, and store new ones
             there.
         progress: show a bar, or lines if tqdm is not installed, on standard error; in
             several processes, on that of process 0.
@@ -71,9 +72,9 @@ def tune(
         `jhost.jit(..., tuning=...)`.
 
     Raises:
-        ArgumentError: `f` is no jhost function, an argument has only a type, or
-            `gradients` are no numbers.
-        OptionError: fewer than one round, or `gradients` by no argument that there is.
+        ArgumentError: `f` is no jhost function, an argument is a type, or `gradients`
+            are no numbers.
+        OptionError: there is less than one round, or `gradients` name no argument.
 
     Example:
         >>> import jax.numpy as jnp

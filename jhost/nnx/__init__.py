@@ -1,8 +1,8 @@
 """flax layers whose matmuls and communications jhost pipelines: tensor parallelism.
 
-Each is the flax layer of its name with shardings on its parameters and marks in its
-forward, and gives what that gives: under `jax.jit` the marks are the identity.  Under
-`jhost.jit` a block of them becomes a few pipelined loops, forward and backward.
+Each layer is the flax layer of its name, with shardings on its parameters and marks in
+its forward.  It gives the same results.  Under `jax.jit` the marks do nothing.  Under
+`jhost.jit` a block of layers becomes a few pipelined loops, forward and backward.
 """
 
 import inspect

@@ -23,27 +23,29 @@ class ParallelAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` with its heads sharded over a mesh axis.
 
     The projections are pipelined: the sequence is gathered in chunks for queries, keys
-    and values, and the result's sums are reduced in chunks.  Attention itself works on
-    whole sequences, of each device's own heads.
+    and values, and the sums of the result are reduced in chunks.  Attention itself
+    works on whole sequences.  Each device has its own heads.
 
-    Where the mesh axis does not divide the key and value heads, their kernels are on
-    every device, and each computes the heads that its query heads use.  The mesh is
-    the one under which the layer is made (`jax.set_mesh`).
+    If the mesh axis does not divide the key and value heads, every device has all of
+    their kernels, and computes the heads that its query heads use.  The mesh is the
+    mesh of `jax.set_mesh` when the layer is made.
 
-    It takes floats of shape `(..., sequence, in_features)`, and a mask of shape
-    `(..., heads, queries, keys)` if any, whose heads may be 1.  It gives floats of
-    shape `(..., sequence, out_features)` and of the dtype that flax's gives.
+    It takes floats of shape `(..., sequence, in_features)`, and optionally a mask of
+    shape `(..., heads, queries, keys)`, where heads may be 1.  It returns floats of
+    shape `(..., sequence, out_features)` and of the dtype of flax's layer.
 
     Args:
-        num_heads: as for `nnx.MultiHeadAttention`; a multiple of the mesh axis' size.
+        num_heads: as for `nnx.MultiHeadAttention`; a multiple of the size of the mesh
+            axis.
         in_features: likewise.
         mesh_axis: the mesh axis that shards the heads.
-        sequence_parallel: what comes and goes has its sequence, the last dim but one,
-            sharded over that axis; if not, every device has all of it.
-        rope_theta: rotate queries and keys by their positions, with this base
-            frequency, by flax's `RoPE` (from flax 0.12.9); None does not.
+        sequence_parallel: whether the sequence, the last dim but one, is sharded over
+            that axis in operand and result.  If not, every device has the whole
+            sequence.
+        rope_theta: the base frequency with which flax's `RoPE` rotates queries and keys
+            by their positions (from flax 0.12.9); None rotates nothing.
         decode: as for `nnx.MultiHeadAttention`.
-        **options: the others of `nnx.MultiHeadAttention`, with `rngs`.
+        **options: other arguments of `nnx.MultiHeadAttention`, with `rngs`.
 
     Raises:
         DivisibilityError: the mesh axis does not divide the heads.

@@ -16,24 +16,25 @@ from jhost.nnx._mlp import ParallelSwiGLU
 class TransformerBlock(nnx.Module):
     """The block of Llama: causal attention and a gated MLP, each after a norm.
 
-    Between them, and between blocks, each device has a part of the sequence.  Under
-    `jhost.jit` one loop gathers it for queries, keys and values; after attention,
-    another projects, reduces, adds, normalizes, gathers for the MLP and reduces again.
-    It takes and gives floats of shape `(..., sequence, features)`; what it gives has
-    the dtype to which theirs promotes with `dtype`, or with the parameters' without it.
+    Between these, and between blocks, each device has a part of the sequence.  Under
+    `jhost.jit` one loop gathers the sequence for queries, keys and values.  After
+    attention another loop projects, reduces, adds, normalizes, gathers for the MLP and
+    reduces again.  It takes and returns floats of shape `(..., sequence, features)`.
+    The dtype of the result is the operand's promoted with `dtype`, or with the
+    parameters' if `dtype` is None.
 
     Args:
-        features: of what comes and goes.
-        num_heads: of attention; a multiple of the mesh axis' size.
-        hidden_features: of the MLP.
-        num_kv_heads: heads of keys and values; None is as many as `num_heads`.
+        features: the features of operand and result.
+        num_heads: the heads of attention; a multiple of the size of the mesh axis.
+        hidden_features: the hidden features of the MLP.
+        num_kv_heads: the heads of keys and values; None for `num_heads`.
         rope_theta: as for `ParallelAttention`.
         attention: other options of `ParallelAttention`.
-        epsilon: of the norms, added to the mean square.
+        epsilon: what the norms add to the mean square.
         mesh_axis: the mesh axis that shards heads, hidden features and the sequence.
         sequence_parallel: if not, the sequence is not sharded.
         rngs: as everywhere in flax.
-        **options: of norms, attention and MLP alike: `dtype`, `param_dtype`.
+        **options: `dtype` and `param_dtype` of norms, attention and MLP.
 
     Raises:
         DivisibilityError: the mesh axis does not divide the heads.

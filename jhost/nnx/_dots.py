@@ -23,19 +23,20 @@ DotGeneral: TypeAlias = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ColumnParallelDot:
-    """A matmul whose result's features are sharded: whole tokens come, a part goes.
+    """A matmul that takes whole tokens, and shards the features of its result.
 
-    The last of the token dims, the sequence of `(batch, sequence, features)`, is
-    gathered if it came sharded, and streams: each chunk is multiplied as it comes.  It
-    takes and gives what `lax.dot_general` does, of any shapes and dtypes.
+    The last token dim is the sequence of `(batch, sequence, features)`.  If it is
+    sharded, it is gathered in chunks, and each chunk is multiplied as it comes in.  It
+    takes and returns the same as `lax.dot_general`, of any shapes and dtypes.
 
     Args:
         mesh_axis: the mesh axis over which the first dim of the kernel that is not
             contracted is sharded.
-        sequence_parallel: what comes has its last token dim sharded over it; if not,
-            all devices have all tokens, and nothing streams.
-        kernel: the kernel's sharding, where it has others beside; None is that one.
-        dot_general: what multiplies.
+        sequence_parallel: whether the operand's last token dim is sharded over this
+            axis.  If not, all devices have all tokens, and there is no stream.
+        kernel: the sharding of the kernel if other axes shard it, too; None for this
+            axis alone.
+        dot_general: the function that multiplies.
 
     Example:
         >>> from flax import nnx
@@ -84,18 +85,19 @@ class ColumnParallelDot:
 
 @dataclasses.dataclass(frozen=True)
 class RowParallelDot:
-    """A matmul whose contracted features are sharded: its partial sums are reduced.
+    """A matmul whose contracted features are sharded, so its partial sums are reduced.
 
-    The last of the token dims streams: each chunk is reduced while the next is
-    multiplied, to the device that keeps it or to all.  It takes and gives what
-    `lax.dot_general` does, of any shapes and dtypes.
+    It works in chunks of the last token dim: each chunk is reduced while the next one
+    is multiplied, to the device that keeps it or to all devices.  It takes and returns
+    the same as `lax.dot_general`, of any shapes and dtypes.
 
     Args:
         mesh_axis: the mesh axis over which the first contracted dim is sharded.
-        sequence_parallel: the result's last token dim is sharded over it (each chunk is
-            reduce-scattered); if not, all devices get all tokens (all-reduced).
-        kernel: the kernel's sharding, where it has others beside; None is that one.
-        dot_general: what multiplies.
+        sequence_parallel: whether the result's last token dim is sharded over this axis
+            (by reduce-scatters).  If not, all devices get all tokens (by all-reduces).
+        kernel: the sharding of the kernel if other axes shard it, too; None for this
+            axis alone.
+        dot_general: the function that multiplies.
 
     Example:
         >>> from flax import nnx

@@ -19,17 +19,17 @@ class ParallelEmbed(nnx.Embed):
     """`flax.nnx.Embed` with its features sharded over a mesh axis.
 
     Each device looks up its features of all tokens.  `attend` gives logits with the
-    vocabulary sharded, as a `ColumnParallelLinear` of that many features does.  It
-    takes integers of shape `(..., sequence)`, and gives floats of shape
-    `(..., sequence, features)` and of the dtype that `nnx.Embed` gives.
+    vocabulary sharded, like a `ColumnParallelLinear`.  It takes integers of shape
+    `(..., sequence)`, and returns floats of shape `(..., sequence, features)` and of
+    the dtype of `nnx.Embed`.
 
     Args:
         num_embeddings: as for `nnx.Embed`.
         features: likewise.
         mesh_axis: the mesh axis that shards features, and in `attend` the vocabulary.
-        sequence_parallel: what goes has its sequence, the last dim of the tokens,
-            sharded over that axis; if not, every device has all of it.
-        **options: those of `nnx.Embed`, with `rngs`.
+        sequence_parallel: whether the result's sequence, the last dim of the tokens, is
+            sharded over that axis.  If not, every device has the whole sequence.
+        **options: arguments of `nnx.Embed`, with `rngs`.
 
     Example:
         >>> from flax import nnx
@@ -82,8 +82,8 @@ class ParallelEmbed(nnx.Embed):
             out_sharding: as for `nnx.Embed`.
 
         Returns:
-            Floats of shape `(..., sequence, num_embeddings)`, of the dtype to which
-            those of `query` and the table promote, or of `dtype` where that is given.
+            Floats of shape `(..., sequence, num_embeddings)`, of `dtype` if it is
+            given, and otherwise of the promoted dtype of `query` and the table.
         """
         query, embedding = self.promote_dtype(
             (query, self.embedding[...]), dtype=self.dtype

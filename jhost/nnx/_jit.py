@@ -49,22 +49,22 @@ def jit(
 ) -> Any:
     """Compiles a function of modules as `flax.nnx.jit` does, by `jhost.jit`.
 
-    What the function changes of its modules, optimizers and other objects of flax is
-    changed in those that it was called with.
+    If the function changes modules, optimizers or other flax objects, the objects of
+    the caller change.
 
     Args:
-        f: the function, of any objects of flax and pytrees of arrays, of any shapes and
-            dtypes.  Without it, a decorator is returned.
-        graph: as for `flax.nnx.jit`, where that has it.
+        f: the function of flax objects and pytrees of arrays, of any shapes and dtypes.
+            Without `f` the result is a decorator.
+        graph: as for `flax.nnx.jit`, if that has it.
         graph_updates: likewise.
         **options: the arguments of `jhost.jit`.  As for `flax.nnx.jit`, `in_shardings`
-            and `out_shardings` may have a `flax.nnx.StateSharding` where the function
-            has a module.
+            and `out_shardings` may have a `flax.nnx.StateSharding` in the place of a
+            module.
 
     Returns:
-        What `flax.nnx.jit` returns, with `lower`, `trace` and `eval_shape`; for
-        `jhost.explain`, too.  It takes and gives arrays of the shapes and dtypes that
-        `f` does.
+        A function like that of `flax.nnx.jit`, with `lower`, `trace` and `eval_shape`.
+        `jhost.explain` takes it, too.  It takes and returns arrays of the same shapes
+        and dtypes as `f`.
 
     Raises:
         JhostError: as `jhost.jit`.

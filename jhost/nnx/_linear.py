@@ -15,19 +15,19 @@ from jhost.nnx._params import annotate
 class ColumnParallelLinear(nnx.Linear):
     """`flax.nnx.Linear` with its output features sharded over a mesh axis.
 
-    What it is given may be sharded along its last dim but one, the sequence, over the
-    same axis: it is gathered in chunks, which the matmul works on as they come.  It
-    takes floats of shape `(..., sequence, in_features)`, and gives those of shape
-    `(..., sequence, out_features)` and of the dtype that `nnx.Linear` gives.
+    The operand's sequence, its last dim but one, may be sharded over the same axis.  It
+    is then gathered in chunks, and the matmul works on each chunk as it comes in.  It
+    takes floats of shape `(..., sequence, in_features)`, and returns floats of shape
+    `(..., sequence, out_features)` and of the dtype of `nnx.Linear`.
 
     Args:
         in_features: as for `nnx.Linear`.
         out_features: likewise.
-        mesh_axis: the mesh axis over which columns are sharded, unless the kernel has a
-            sharding from the user.
-        sequence_parallel: what comes has its sequence sharded over that axis; if not,
-            every device has all of it.
-        **options: those of `nnx.Linear`, with `rngs`.
+        mesh_axis: the mesh axis that shards columns, unless you give the kernel a
+            sharding.
+        sequence_parallel: whether the operand's sequence is sharded over that axis.  If
+            not, every device has the whole sequence.
+        **options: arguments of `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx
@@ -56,19 +56,19 @@ class ColumnParallelLinear(nnx.Linear):
 class RowParallelLinear(nnx.Linear):
     """`flax.nnx.Linear` with its input features sharded over a mesh axis.
 
-    Each device has a part of the sums; they are added up in chunks of the sequence, the
-    last dim but one, while the matmul works on other chunks.  It takes floats of shape
-    `(..., sequence, in_features)`, and gives those of shape
-    `(..., sequence, out_features)` and of the dtype that `nnx.Linear` gives.
+    Each device has one term of each sum.  The terms are added up in chunks of the
+    sequence, the last dim but one, while the matmul works on other chunks.  It takes
+    floats of shape `(..., sequence, in_features)`, and returns floats of shape `(...,
+    sequence, out_features)` and of the dtype of `nnx.Linear`.
 
     Args:
         in_features: as for `nnx.Linear`.
         out_features: likewise.
-        mesh_axis: the mesh axis over which rows are sharded, unless the kernel has a
-            sharding from the user.
-        sequence_parallel: the result's sequence is sharded over that axis; if not,
-            every device has all of it.
-        **options: those of `nnx.Linear`, with `rngs`.
+        mesh_axis: the mesh axis that shards rows, unless you give the kernel a
+            sharding.
+        sequence_parallel: whether the result's sequence is sharded over that axis.  If
+            not, every device has the whole sequence.
+        **options: arguments of `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx

@@ -12,21 +12,22 @@ from jhost.nnx._linear import ColumnParallelLinear, RowParallelLinear
 
 
 class ParallelMLP(nnx.Module):
-    """Two linear layers with an activation between, the hidden features sharded.
+    """Two linear layers with an activation between, and sharded hidden features.
 
-    Without jhost it is `down(activation(up(x)))` of two `nnx.Linear`, which draw their
-    parameters in that order.  It takes and gives floats of shape
-    `(..., sequence, features)`, and of the dtype that these give.
+    Without jhost it is `down(activation(up(x)))` with two `nnx.Linear`.  It draws the
+    parameters of `up` first, then those of `down`.  It takes and returns floats of
+    shape `(..., sequence, features)`, in the dtype of `nnx.Linear`.
 
     Args:
-        features: of what comes and goes.
-        hidden_features: between the two.
-        activation: of each hidden feature alone, of floats of shape
-            `(..., sequence, hidden_features)`.
+        features: the features of operand and result.
+        hidden_features: the features between the two layers.
+        activation: an elementwise function of floats of shape `(..., sequence,
+            hidden_features)`.
         mesh_axis: the mesh axis that shards the hidden features.
-        sequence_parallel: what comes and goes has its sequence, the last dim but one,
-            sharded over that axis; if not, every device has all of it.
-        **options: those of both `nnx.Linear`, with `rngs`.
+        sequence_parallel: whether the sequence, the last dim but one, is sharded over
+            that axis in operand and result.  If not, every device has the whole
+            sequence.
+        **options: arguments of both `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx
@@ -65,21 +66,22 @@ class ParallelMLP(nnx.Module):
 
 
 class ParallelSwiGLU(nnx.Module):
-    """The gated feed-forward block of Llama, the hidden features sharded.
+    """The gated feed-forward block of Llama, with sharded hidden features.
 
     Without jhost it is `down(silu(gate(x)) * up(x))` of three `nnx.Linear`, which draw
     their parameters in that order: gate, up, down.  Formula: Shazeer, "GLU Variants
     Improve Transformer", https://arxiv.org/abs/2002.05202, equation 6.  It takes and
-    gives floats of shape `(..., sequence, features)`, and of the dtype that these give.
+    returns floats of shape `(..., sequence, features)`, in the dtype of `nnx.Linear`.
 
     Args:
-        features: of what comes and goes.
-        hidden_features: between.
+        features: the features of operand and result.
+        hidden_features: the hidden features.
         mesh_axis: the mesh axis that shards the hidden features.
-        sequence_parallel: what comes and goes has its sequence, the last dim but one,
-            sharded over that axis; if not, every device has all of it.
+        sequence_parallel: whether the sequence, the last dim but one, is sharded over
+            that axis in operand and result.  If not, every device has the whole
+            sequence.
         use_bias: as for `nnx.Linear`.
-        **options: the others of the three `nnx.Linear`, with `rngs`.
+        **options: other arguments of the three `nnx.Linear`, with `rngs`.
 
     Example:
         >>> from flax import nnx

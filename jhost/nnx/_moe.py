@@ -27,46 +27,49 @@ _kernel_init = jax.nn.initializers.lecun_normal(
 
 
 class MoE(nnx.Module):
-    """A mixture of experts that drops no token, however they choose.
+    """A mixture of experts that drops no token.
 
-    A router chooses `top_k` experts for each token, by the softmax of its logits, in
-    float32; the result is the sum of what they make of it by their weights, in float32
-    as well.  An expert is a gated MLP, `down(activation(gate(x)) * up(x))`, or a plain
-    one, `down(activation(up(x)))`; its matmuls are `jhost.ragged_dot`, of as many
-    rows as have chosen it.
+    A router chooses `top_k` experts for each token, by the softmax of its logits in
+    float32.  The result is the weighted sum of the experts' results, in float32 as
+    well.  An expert is a gated MLP, `down(activation(gate(x)) * up(x))`, or a plain
+    one, `down(activation(up(x)))`.  Its matmuls are `jhost.ragged_dot` of the rows that
+    chose it.
 
-    Experts are sharded over a mesh axis, and so are tokens, by the sequence, the last
-    dim but one.  Kernels stay where they are: each token goes to the devices of its
-    experts and comes back, in `jax.lax.ragged_all_to_all`, or where XLA has none, as on
-    CPUs, in a `jax.lax.all_to_all` of padded blocks.  Say that there are D devices,
-    with n experts and t tokens on each.  A device then sends `t * top_k` rows.  It has
-    room for the rows that come if all tokens choose its experts: `D * t * min(top_k,
-    n)` rows of the features, and as many of the hidden features.
+    A mesh axis shards the experts, and the sequence (the last dim but one) of the
+    tokens.  Kernels stay where they are.  Each token goes to the devices of its experts
+    and back, by `jax.lax.ragged_all_to_all`, or by `jax.lax.all_to_all` of padded
+    blocks where XLA lacks the former, as on CPUs.  With D devices, n experts and t
+    tokens on each, a device sends `t * top_k` rows.  All tokens may choose the experts
+    of one device, so each device has room for `D * t * min(top_k, n)` rows of the
+    features, and as many of the hidden features.
 
-    The mesh is the one under which the layer is called or, where there is none, made
-    (`jax.set_mesh`).  Without one the layer computes the same; what moves is then
-    `jhost.jit`'s choice: all tokens, or all kernels, whichever are fewer bytes.
+    The mesh is the mesh of `jax.set_mesh` when the layer is called or, if there is
+    none, when it is made.  Without a mesh the layer computes the same, and `jhost.jit`
+    moves all tokens or all kernels, whichever are fewer bytes.
 
-    It takes floats of shape `(..., sequence, features)`, and gives floats of that shape
-    and of the dtype to which theirs promotes with `dtype`, or with the parameters'
-    without it.
+    It takes and returns floats of shape `(..., sequence, features)`.  The dtype of the
+    result is the operand's promoted with `dtype`, or with the parameters' if `dtype` is
+    None.
 
     Args:
-        features: of what comes and goes.
-        hidden_features: of each expert.
-        num_experts: a multiple of the mesh axis' size.
+        features: the features of operand and result.
+        hidden_features: the hidden features of each expert.
+        num_experts: the number of experts, a multiple of the size of the mesh axis.
         top_k: how many experts a token has, 1 to `num_experts`.
-        gated: whether experts are gated, with three kernels in place of two.
-        activation: of each hidden feature alone, of floats of shape
-            `(rows, hidden_features)`.
-        normalize: the weights of a token's experts are divided by their sum.
+        gated: whether experts are gated, with three kernels instead of two.
+        activation: an elementwise function of floats of shape `(rows,
+            hidden_features)`.
+        normalize: whether the weights of a token's experts are divided by their sum.
         mesh_axis: the mesh axis that shards the experts, and tokens by the sequence.
         batch_axes: other mesh axes that shard the tokens, by the first dim.
-        dtype: of the experts' computation; None is what `x` and kernels promote to.
-        param_dtype: of the kernels; the router's is float32, or float64 with that.
-        kernel_init: of the experts' kernels, `(num_experts, in, out)`.
-        router_init: of the router's, `(features, num_experts)`.
-        rngs: as everywhere in flax; router, gate, up, down are drawn in that order.
+        dtype: the dtype in which experts compute; None for the promoted dtype of `x`
+            and kernels.
+        param_dtype: the dtype of the kernels.  The router has float32, or float64 if
+            this is float64.
+        kernel_init: makes the experts' kernels, of shape `(num_experts, in, out)`.
+        router_init: makes the router's kernel, of shape `(features, num_experts)`.
+        rngs: as everywhere in flax.  Parameters are drawn in the order router, gate,
+            up, down.
 
     Raises:
         DivisibilityError: the mesh axis does not divide the experts.
@@ -161,10 +164,10 @@ class MoE(nnx.Module):
         return mapped(x, chosen, weights, kernels)
 
     def load_balance(self, x: jax.Array) -> jax.Array:
-        """How unevenly tokens choose: a loss to be added to the model's.
+        """How unevenly tokens choose experts: a loss that you add to the model's loss.
 
-        It is 1 where all experts are chosen alike, and at most `num_experts`.  Formula:
-        Fedus, Zoph and Shazeer, "Switch Transformers",
+        It is 1 if all experts are chosen equally often, and at most `num_experts`.
+        Formula: Fedus, Zoph and Shazeer, "Switch Transformers",
         https://arxiv.org/abs/2101.03961, equation 4, over all tokens of the batch, with
         each of a token's choices counted as `1 / top_k`.
 
@@ -172,7 +175,7 @@ class MoE(nnx.Module):
             x: floats of shape `(..., sequence, features)`, as for the layer.
 
         Returns:
-            A float of shape `()`, and of the dtype of the router's kernel.
+            A float of shape `()`, in the dtype of the router's kernel.
         """
         probabilities = self._probabilities(x)
         _, chosen = lax.top_k(probabilities, self.top_k)

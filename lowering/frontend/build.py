@@ -78,8 +78,6 @@ def build(
     # Once all is built: of a barrier only the pieces that are read have values.
     for pieces in flat.barriers:
         builder.barrier(pieces)
-    for eqn in flat.dropped:
-        builder.remark_dropped(eqn)
     results = builder.results(flat.outvars, result_names)
     # All of them are known by now, and one error has them all, as `jax.shard_map`'s
     # has.
@@ -187,13 +185,6 @@ class _Builder(Markers):
             ),
             is_body=True,
         )
-
-    def remark_dropped(self, eqn: JaxprEqn) -> None:
-        text = (
-            "jhost.stream marks nothing here, because nothing reads its result: write "
-            "x = jhost.stream(x, ...)"
-        )
-        self.remarks.append(Note(form=text, where=source_line(eqn)))
 
     def remark_opaque(self, eqn: JaxprEqn, rule: DimRule) -> None:
         primitive = eqn.primitive.name

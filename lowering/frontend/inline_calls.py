@@ -10,7 +10,7 @@ transformed keeps the calls that mean something to them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -44,15 +44,13 @@ class FlatJaxpr:
 
     Arrays that a call closes over are variables too, each set by an equation that reads
     nothing but that literal; all other literals are scalars.  The equations of one of
-    `barriers` are one barrier, with an equation for each operand.  `dropped` are marks
-    of which nothing reads the result.
+    `barriers` are one barrier, with an equation for each operand.
     """
 
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
     eqns: tuple[JaxprEqn, ...]
     barriers: tuple[tuple[JaxprEqn, ...], ...] = ()
-    dropped: tuple[JaxprEqn, ...] = ()
 
 
 def inline_calls(closed_jaxpr: Any, around: JaxprEqn | None = None) -> FlatJaxpr:
@@ -77,22 +75,7 @@ def _inlined(
     outs = inliner.run(closed_jaxpr, closed_jaxpr.consts, invars, around)
     outvars = tuple(inliner.as_variable(out) for out in outs)
     eqns = needed(inliner.eqns, outvars)
-    dropped = tuple(_dropped(inliner.eqns, outvars))
-    return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers), dropped)
-
-
-def _dropped(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """The streams whose marked values nobody reads, not even what is not needed.
-
-    JAX's transforms leave marks behind that are not needed: what reads their values is
-    there as well.
-    """
-    marks = [eqn for eqn in eqns if eqn.primitive.name == "stream"]
-    if not marks:
-        return
-    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
-    read.update(outvars)
-    yield from (eqn for eqn in marks if eqn.outvars[0] not in read)
+    return FlatJaxpr(invars, outvars, eqns, tuple(inliner.barriers))
 
 
 def needed(eqns: Sequence[JaxprEqn], outvars: Sequence[Var]) -> tuple[JaxprEqn, ...]:

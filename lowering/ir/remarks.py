@@ -58,6 +58,7 @@ class StreamReport(OnLines):
     program, body or layer around would take; the best is first.  If the stream follows
     a `jhost.Tuning`, `measured` has each choice with the seconds that it took; the
     chosen one is first.  `lines` are the user's, of all marks that make up the stream.
+    `fewer` says so where it has fewer chunks than the user asked for.
     """
 
     stream: str
@@ -69,6 +70,7 @@ class StreamReport(OnLines):
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
     moves: bool = True
+    fewer: str = ""
 
     @property
     def hides(self) -> bool:

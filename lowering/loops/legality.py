@@ -28,7 +28,8 @@ class Pipelining:
     Nothing is open in its `spec`.  A p2p pipeline moves its chunks along the mesh axes
     `axes`.  A pipeline that was asked for `by_name` stands even where nothing runs
     beside the transfers.  `beside` has the numbers of the contractions over all chunks
-    that stand beside transfers.
+    that stand beside transfers.  `fewer` says so where there are fewer chunks than the
+    user asked for.
     """
 
     spec: PipelineSpec
@@ -37,6 +38,7 @@ class Pipelining:
     axes: tuple[str, ...] = ()
     by_name: bool = True
     beside: frozenset[int] = frozenset()
+    fewer: str = ""
 
     @property
     def pipeline(self) -> PipelineKind:
@@ -93,13 +95,17 @@ def _collective(
     """Chunks of one size, but for the last; that may make fewer than `count`."""
     steps = -(-extent // count)
     chunks = -(-extent // steps)
-    if chunks < count:
-        why = f"; {mark.reason}" if mark.reason else ""
-        reason = _fewer_text(chunks, count, extent) + why
+    fewer = _fewer_text(chunks, count, extent) if chunks < count else ""
+    if fewer:
+        reason = f"{fewer}; {mark.reason}" if mark.reason else fewer
     if chunks == 1:
         return off("one chunk is no loop")
-    spec = dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks)
-    return Pipelining(spec=spec, reason=reason, participations=parts)
+    return Pipelining(
+        spec=dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks),
+        reason=reason,
+        participations=parts,
+        fewer="" if mark.reason else fewer,  # nobody asked for what jhost chose
+    )
 
 
 def _fewer_text(chunks: int, count: int, extent: int) -> str:
@@ -166,8 +172,9 @@ def _p2p(
     source = "one a device" if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     pieces = count // devices
+    fewer = ""
     if (made := -(-extent // -(-extent // pieces))) < pieces:
-        reason = f"on each device {_fewer_text(made, pieces, extent)}"
+        fewer = reason = f"on each device {_fewer_text(made, pieces, extent)}"
     return Pipelining(
         spec=dataclasses.replace(asked, chunks=count),
         reason=reason,
@@ -175,6 +182,7 @@ def _p2p(
         axes=axes,
         by_name=mark.by_name,
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
+        fewer="" if mark.reason else fewer,
     )
 
 

@@ -272,6 +272,7 @@ def stream_report(
         lines=mark.lines,
         predicted=mark.predicted,
         measured=mark.measured,
+        fewer=made.fewer,
         moves=not made.participations
         or any(moves(graph[number].stmt) for number in made.participations),
     )

@@ -42,19 +42,19 @@ from jhost.runtime.profile.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapReport:
-    """How much communication a function hides, from `jhost.profile`; `str` is a table.
+    """How much communication a function hid in a run; `str` is a table.
 
     Times are in seconds.
 
     Attributes:
-        name: the function's.
-        mesh: its axes and sizes.
+        name: the function's name.
+        mesh: the axes and sizes of its mesh.
         device_kind: JAX's name for the devices.
-        devices: what each of them did.
+        devices: the times of each device.
         mean: the mean of the devices.
-        predicted: what the cost model expects of each; None where it knows no rates.
-        statements: those of the Host IR that took time.
-        timeline: every span of the call, and how long other calls took.
+        predicted: the times that the cost model expects; None if it knows no rates.
+        statements: the Host IR statements that took time.
+        timeline: every span of the call, and the times of the other calls.
     """
 
     name: str
@@ -81,7 +81,7 @@ class OverlapReport:
         return "\n".join(_lines(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as numbers, texts and lists, for JSON.
+        """Everything as numbers, texts and lists, for JSON.
 
         Example:
             >>> import json
@@ -103,18 +103,19 @@ class OverlapReport:
     def save(
         self, path: str | os.PathLike[str], *, devices: Sequence[int] | None = None
     ) -> None:
-        """Writes the report to a file, of the kind that its name ends in.
+        """Writes the report to a file; the ending of its name says in which form.
 
         Args:
-            path: `.png` or `.svg` for a picture with a lane a stream, `.html` for a
-                page with that (if matplotlib is installed) and the tables as bars, or
-                `.json` for a trace that https://ui.perfetto.dev opens.
-            devices: the numbers of those to show in the timeline; all by default.
+            path: ends in `.png` or `.svg` for a picture with a lane for each queue, in
+                `.html` for a page with the picture (if matplotlib is installed) and the
+                tables as bars, or in `.json` for a trace that https://ui.perfetto.dev
+                opens.
+            devices: the numbers of the devices in the timeline; all by default.
 
         Raises:
-            OptionError: another ending, or a device that ran nothing.
-            FileNotFoundError: there is no such folder.
-            MissingPackageError: a picture is asked for, and matplotlib is missing.
+            OptionError: the path has another ending, or a device ran nothing.
+            FileNotFoundError: the folder does not exist.
+            MissingPackageError: a picture needs matplotlib, which is not installed.
 
         Example:
             >>> import pathlib, tempfile

@@ -23,17 +23,17 @@ class ScheduledCommunication:
     """A communication as XLA runs it, and the kernels that are issued beside it.
 
     Attributes:
-        name: the instruction's, in the text of the module.
-        operation: JAX's name for what it comes from.
-        kind: as in the Host IR.
-        computation: the body of the loop, branch or call it is in, or nothing.
-        bytes: what each device receives, in a loop in one round.
-        values: above 1 where XLA combined several communications into one.
-        asynchronous: whether anything can run beside it.
-        matmuls: the names of those beside it.
+        name: the name of the instruction in the text of the module.
+        operation: JAX's name of the operation that it comes from.
+        kind: the kind of communication, as in the Host IR.
+        computation: the body of the loop, branch or call around it, or "".
+        bytes: the bytes that each device receives, in a loop in one iteration.
+        values: how many values it moves; above 1 if XLA combined communications.
+        asynchronous: whether other work can run beside it.
+        matmuls: the names of the matmuls beside it.
         others: the names of the other kernels beside it.
-        stream: the number of the stream that XLA's runtime puts it on; None where that
-            is not known (JAX before 0.12), or it is not asynchronous.
+        stream: the number of its queue, which XLA calls a stream; None if it is not
+            known (JAX before 0.12), or it is not asynchronous.
     """
 
     name: str
@@ -50,12 +50,12 @@ class ScheduledCommunication:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What XLA runs on each device, from `Compiled.schedule`; `str` of it is a table.
+    """What XLA runs on each device; `str` is a table.
 
     Attributes:
-        communications: in the order in which they start.
-        matmuls: the names of all of them; one in the body of a loop is there once.
-        others: the names of all other kernels, likewise.
+        communications: all communications, in the order in which they start.
+        matmuls: the names of all matmuls; one in the body of a loop is there once.
+        others: the names of all other kernels.
     """
 
     communications: tuple[ScheduledCommunication, ...]
@@ -64,7 +64,7 @@ class Schedule:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """The numbers of the streams that communications are on, as far as known."""
+        """The numbers of the queues that have communications, if they are known."""
         numbers = {each.stream for each in self.communications}
         return tuple(sorted(number for number in numbers if number is not None))
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost._call.around import calls_in
+from jhost._call.once_a_line import warned_lines
 from jhost.lowering.ir.fingerprint import fingerprint
 from jhost.runtime import compiler_options
 from tests import sums
@@ -257,7 +258,7 @@ def test_an_opaque_primitive_is_noted_with_its_line(mesh: Mesh) -> None:
     assert note.endswith("model)]")
 
 
-def test_a_mark_whose_result_nothing_reads_is_noted() -> None:
+def test_a_mark_whose_result_nothing_reads_is_noted(mesh: Mesh) -> None:
     def lost(x: jax.Array) -> jax.Array:
         jhost.stream(x, axis=0)
         return x + 1
@@ -265,10 +266,14 @@ def test_a_mark_whose_result_nothing_reads_is_noted() -> None:
     def in_a_body(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (lost(x), None), x, length=2)[0]
 
-    for f in (lost, in_a_body):
-        (note,) = jhost.explain(jhost.jit(f), X).notes
-        assert note.startswith("jhost.stream marks nothing here, because nothing reads")
-        assert "[test_explain.py:" in note
+    over_a_mesh: dict[str, Any] = {"mesh": mesh, "in_shardings": P("tp")}
+    marked = (lost, {}), (in_a_body, {}), (lost, over_a_mesh)
+    for f, settings in marked:
+        warned_lines().clear()
+        with pytest.warns(errors.StreamWarning, match="marks nothing"):
+            (note,) = jhost.explain(jhost.jit(f, **settings), X).notes
+        assert note.startswith("jhost.stream at test_explain.py:")
+        assert "marks nothing, because nothing reads its result" in note
 
 
 @pytest.mark.parametrize("wrap", [jax.grad, jax.value_and_grad, jax.checkpoint])
@@ -285,7 +290,9 @@ def test_marks_that_a_gradient_does_not_need_are_not_lost(wrap: Any) -> None:
 @pytest.mark.parametrize("chunks", [3, 5])
 def test_a_count_that_a_dim_does_not_allow_says_what_is_possible(chunks: int) -> None:
     f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0), chunks=chunks)
-    (stream,) = jhost.explain(f, jnp.ones((2 * chunks - 2, 3))).streams
+    warned_lines().clear()
+    with pytest.warns(errors.StreamWarning, match=f"not the {chunks} asked for"):
+        (stream,) = jhost.explain(f, jnp.ones((2 * chunks - 2, 3))).streams
     made, more = (2, 4) if chunks == 3 else (4, 8)
     assert stream.chunks == made
     assert stream.reason == (

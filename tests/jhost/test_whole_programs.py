@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jhost
 from jhost import errors
 from jhost._annotate import Pipeline
-from jhost._call import program as call_program
+from jhost._call.once_a_line import warned_lines
 from jhost.lowering.explain import count_loops, explain_program
 from jhost.lowering.ir.bodies import programs, statements
 from jhost.lowering.ir.fingerprint import fingerprint
@@ -310,7 +310,7 @@ def test_what_all_devices_repeat_is_warned_of_once_a_line() -> None:
     assert "test_whole_programs.py" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call_program._warned_lines().clear()  # pyright: ignore[reportPrivateUsage]
+        warned_lines().clear()
         jhost.jit(f, replication_limit=769, **settings)(x)
 
 

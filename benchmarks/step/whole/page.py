@@ -15,8 +15,8 @@ SUFFIX = "-whole"
 HEAD = (
     "",
     "ms, minimum / median",
-    "jit by it",
-    "tuned by it",
+    "jit / arm",
+    "tuned / arm",
     "temporary memory, MB",
     "lowering + compilation, s",
     "nothing computes",
@@ -33,10 +33,11 @@ def stored() -> list[dict[str, Any]]:
 _HOW_TO_READ = """\
 ### Whole steps
 
-Embedding, layers, output weights, loss, clipping, AdamW, donation. *jit by it* and
-*tuned by it*: how many times as fast as these an arm is, by minima / medians. It is
-*right* if its first losses and moments are those of `jit`. `fsdp2` (PyTorch) ran before
-the others, in processes of its own.
+A whole step has an embedding, layers, output weights, a loss, clipping, AdamW and
+donation. *jit / arm* is the time of `jit` divided by the time of the arm, first of
+minima, then of medians, and *tuned / arm* the same for `tuned`. An arm is *right* if
+its first losses and moments equal those of `jit`. `fsdp2` (PyTorch) ran before the
+others, in processes of its own.
 [What the arms are](../benchmarks/README.md#a-users-whole-training-step).
 """
 

@@ -1,0 +1,102 @@
+"""What jhost warns of: each once for a line of the user's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jhost import errors
+from jhost._jax import cached, programs_in, source_line
+from jhost._primitives import stream_p
+from jhost.lowering.ir.display_names import displayed_remarks
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import ReplicationReport, StreamReport
+
+# Weak: what is known of a jaxpr goes with the function that it is of.
+_unread: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+
+
+@cached(1)
+def warned_lines() -> set[tuple[type[Warning], str]]:
+    """The lines that were warned of, and of what."""
+    return set()
+
+
+def warn_of_program(program: Program, limit: int) -> None:
+    """Warns of what every device repeats, and of marks with fewer chunks than asked.
+
+    `limit` is from how many bytes on a repeated operation is worth a warning.
+    """
+    for report in displayed_remarks(program):
+        match report:
+            case ReplicationReport() if report.bytes >= limit:
+                _warn_of_replication(program.name, report)
+            case StreamReport() if report.fewer:
+                text = f"{program.name}: jhost.stream at {report.where} makes "
+                _warn(errors.StreamWarning, report.where, text + f"{report.fewer}.")
+            case _:
+                pass
+
+
+def _warn_of_replication(name: str, report: ReplicationReport) -> None:
+    line = report.where or f"{report.primitive} of {name}"
+    text = (
+        f"{name}: {report}. Shard another dim of it, or call it in a jax.shard_map, "
+        "whose specs say how its operands lie. jhost.jit(replication_limit=...) says "
+        "from how many bytes on this is worth a warning."
+    )
+    _warn(errors.ReplicationWarning, line, text)
+
+
+def warn_of_unread(name: str, traced: Any, call_jaxpr: Any) -> None:
+    """Warns of marks in a traced function whose results nothing reads.
+
+    JAX leaves them out of the `call_jaxpr` that is made of it.
+    """
+    lines = tuple(dict.fromkeys(unread_marks(traced)))
+    if lines:
+        _unread[call_jaxpr] = lines
+    for line in lines:
+        _warn(errors.StreamWarning, line, f"{name}: {_unread_text(line)}.")
+
+
+def notes_of_unread(call_jaxpr: Any) -> Iterator[str]:
+    """The same for `jhost.explain`."""
+    return map(_unread_text, _unread.get(call_jaxpr, ()))
+
+
+def _unread_text(line: str) -> str:
+    return (
+        f"jhost.stream at {line} marks nothing, because nothing reads its result: "
+        "write x = jhost.stream(x, ...)"
+    )
+
+
+def unread_marks(jaxpr: Any) -> list[str]:
+    """The lines of streams none of whose results is read.
+
+    JAX's transforms make several marks of one, and may need only some of them.
+    """
+    marks: list[tuple[str, bool]] = []
+    for program in programs_in(jaxpr):
+        # Literals are no variables: nothing in `read` is one of a mark's.
+        read = {id(x) for eqn in program.eqns for x in eqn.invars}
+        read |= {id(x) for x in program.outvars}
+        marks += [
+            (source_line(eqn), id(eqn.outvars[0]) in read)
+            for eqn in program.eqns
+            if eqn.primitive is stream_p
+        ]
+    needed = {line for line, is_read in marks if is_read}
+    return [line for line, _ in marks if line not in needed]
+
+
+def _warn(category: type[Warning], line: str, text: str) -> None:
+    # A layer that is written out many times is one line, and warned of once.
+    if (category, line) in warned_lines():
+        return
+    warned_lines().add((category, line))
+    # From the call that lowers the function on, frames are JAX's.
+    warnings.warn(f"{text}\n{errors.more_in_help(category)}", category, stacklevel=2)
