@@ -52,6 +52,7 @@ from jhost._jax.jaxprs import (
     as_weak as as_weak,
     aval_of as aval_of,
     evaluate as evaluate,
+    evaluate_by as evaluate_by,
     function_name as function_name,
     hashes_positions as hashes_positions,
     is_array as is_array,

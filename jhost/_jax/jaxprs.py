@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.api_util import shaped_abstractify
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.extend.random import threefry_prng_impl
 
 from jhost._jax.caches import cached_by_jaxpr
@@ -25,6 +25,27 @@ from jhost._jax.eqns import Atom, ClosedJaxpr
 def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a program, equation by equation."""
     return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def evaluate_by(
+    body: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    equation: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]],
+    literal: Callable[[Literal], Any],
+) -> list[Any]:
+    """Evaluates a program with the results that `equation` gives of each equation."""
+    jaxpr = getattr(body, "jaxpr", body)
+    env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        outs = equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:

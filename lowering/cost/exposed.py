@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.simulate import ends_of, predict_body
 from jhost.lowering.cost.tasks import unrolled
-from jhost.lowering.ir.derived import derived
+from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program
 
 _NOTHING = 1e-9
@@ -34,31 +33,14 @@ class TransferTime:
         return TransferTime(self.seconds * times, self.exposed * times)
 
 
-_Times: TypeAlias = Mapping[str, TransferTime]
-
-
-def transfer_times(program: Program, rates: Rates, *, in_body: bool) -> _Times:
+@derived_with
+def transfer_times(
+    program: Program, rates: Rates, *, in_body: bool
+) -> Mapping[str, TransferTime]:
     """The times of a program's communications by name; those in its bodies are apart.
 
     A loop or branch with a body counts as computation all the while.
     """
-    known = _known(program)
-    for before, found in known:
-        if before == (rates, in_body):
-            return found
-    found = _transfer_times(program, rates, in_body)
-    known.append(((rates, in_body), found))
-    return found
-
-
-@derived
-def _known(program: Program) -> list[tuple[tuple[Rates, bool], _Times]]:
-    """The times that were found already, with how."""
-    del program
-    return []
-
-
-def _transfer_times(program: Program, rates: Rates, in_body: bool) -> _Times:
     inside = partial(predict_body, rates=rates)
     tasks = unrolled(program, rates, inside, in_body=in_body)
     spans = {

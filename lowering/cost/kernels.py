@@ -227,12 +227,8 @@ def itemsize(var: Var) -> int:
 
 def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
     chunk = compute.chunk
-    return chunk and ChunkAt(
-        start=evaluate(chunk.start, at),
-        size=evaluate(chunk.size, at),
-        extent=chunk.extent,
-        groups=chunk.groups,
-        grain=chunk.grain,
+    return chunk and ChunkAt.of(
+        chunk, evaluate(chunk.start, at), evaluate(chunk.size, at)
     )
 
 

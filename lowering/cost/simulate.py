@@ -14,11 +14,12 @@ from functools import partial
 
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.tasks import Task, unrolled
-from jhost.lowering.ir.derived import derived
+from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Prediction
 
 
+@derived_with
 def predict(
     program: Program,
     rates: Rates,
@@ -61,22 +62,9 @@ def predict(
     )
 
 
-@derived
-def _predictions(body: Program) -> list[tuple[Rates, Prediction]]:
-    """What a body of control flow takes by different rates, as far as was asked."""
-    del body
-    return []
-
-
 def predict_body(body: Program, rates: Rates) -> Prediction:
-    """What a body of control flow takes: found out once by the same rates."""
-    known = _predictions(body)
-    for other, prediction in known:
-        if other == rates:
-            return prediction
-    prediction = predict(body, rates, in_body=True)
-    known.append((rates, prediction))
-    return prediction
+    """What a body of control flow takes."""
+    return predict(body, rates, in_body=True)
 
 
 def _alone(task: Task) -> Prediction:

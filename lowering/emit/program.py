@@ -9,12 +9,11 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jhost import errors
 from jhost.lowering.emit.buffers import Memory, View
 from jhost.lowering.emit.collectives import communicate
 from jhost.lowering.emit.control_flow import call_control_flow
@@ -29,6 +28,7 @@ from jhost.lowering.emit.tied import last_work, made_in, tied
 from jhost.lowering.emit.views import Views
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators, combine
+from jhost.lowering.ir.machine import refuse_reshard
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.scopes import Scopes
 from jhost.lowering.ir.stages import Turn, set_aside, turns
@@ -55,16 +55,6 @@ def emit(program: Program, mesh: Mesh | AbstractMesh) -> Emitted:
 def spec_of(buffer: ir.Buffer) -> PartitionSpec:
     """How the global array of a param or result is sharded."""
     return PartitionSpec(*(dim.axes or None for dim in buffer.dims))
-
-
-def refuse_reshard(program: Program, stmt: ir.Reshard | ir.Neighbours) -> NoReturn:
-    """Refuses a program that is laid out, and has no communications yet."""
-    error = errors.VerifyError(
-        f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it is "
-        "made communication before a program runs"
-    )
-    error.add_note(str(program))
-    raise error
 
 
 @dataclasses.dataclass(slots=True)

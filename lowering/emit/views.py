@@ -68,11 +68,7 @@ class Views(Machine):
         return evaluate(index, {**ranks, **loops})
 
     def site(self, chunk: ir.Chunk | None) -> Site:
-        at = chunk and ChunkAt(
-            start=self.index(chunk.start),
-            size=self.static(chunk.size),
-            extent=chunk.extent,
-            groups=chunk.groups,
-            grain=chunk.grain,
+        at = chunk and ChunkAt.of(
+            chunk, self.index(chunk.start), self.static(chunk.size)
         )
         return Site(mesh=self.ranks.sizes, rank=lax.axis_index, chunk=at)

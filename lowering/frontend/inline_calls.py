@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jhost._jax import (
     at_line_of,
     aval_of,
+    evaluate_by,
     fresh_var,
     primitive_name,
     user_context,
@@ -112,19 +113,16 @@ class _Inliner:
     ) -> Any:
         """Append the equations of `closed_jaxpr` on `args`; its results."""
         jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
-        env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.constant(Literal(const, var.aval))
+        pairs = zip(consts, jaxpr.constvars, strict=True)
+        literals = [Literal(const, var.aval) for const, var in pairs]
 
-        def read(atom: Any) -> Any:
-            return self.constant(atom) if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
+        def equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
             # JAX traces what is called once, for all lines that call it.
-            eqn = at_line_of(eqn, call) if call else eqn
-            outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            return self.equation(at_line_of(eqn, call) if call else eqn, args)
+
+        return evaluate_by(
+            jaxpr, [*map(self.constant, literals)], args, equation, self.constant
+        )
 
     def equation(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         if self.for_programs and asks_each(eqn):

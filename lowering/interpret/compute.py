@@ -14,7 +14,7 @@ from jhost._jax import cached
 from jhost.lowering.interpret.arrays import OnDevices, as_jax, as_numpy
 from jhost.lowering.interpret.collectives import reduced
 from jhost.lowering.ir.ranks import Ranks
-from jhost.lowering.ir.statements import Chunk, Compute, Unit
+from jhost.lowering.ir.statements import Compute, Unit
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
@@ -72,19 +72,9 @@ def _on_device(
     site = Site(
         mesh=ranks.sizes,
         rank=lambda axis: int(position[axis]),
-        chunk=_chunk_at(stmt.chunk, start, size),
+        chunk=stmt.chunk and ChunkAt.of(stmt.chunk, start, size),
     )
     return list(map(as_numpy, evaluate_unit(stmt.unit, ins, site)))
-
-
-def _chunk_at(chunk: Chunk | None, start: Any, size: int) -> ChunkAt | None:
-    return chunk and ChunkAt(
-        start=start,
-        size=size,
-        extent=chunk.extent,
-        groups=chunk.groups,
-        grain=chunk.grain,
-    )
 
 
 # --- On all devices at once --------------------------------------------------------- #
@@ -119,7 +109,7 @@ def _over_mesh(mesh: Mesh, stmt: Compute, size: int) -> Any:
 
     def on_device(starts: Any, *ins: Any) -> Any:
         given = [as_jax(x[0], dtype) for x, dtype in zip(ins, dtypes, strict=True)]
-        chunk = _chunk_at(stmt.chunk, starts[0], size)
+        chunk = stmt.chunk and ChunkAt.of(stmt.chunk, starts[0], size)
         site = Site(mesh=mesh.shape, rank=lax.axis_index, chunk=chunk)
         return [out[None] for out in evaluate_unit(stmt.unit, given, site)]
 

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jhost import errors
 from jhost.lowering.interpret.arrays import (
     OnDevices,
     as_numpy,
@@ -30,7 +29,7 @@ from jhost.lowering.interpret.memory import ArrayMemory, ArrayView, whole
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.accumulate import accumulators
 from jhost.lowering.ir.index import Index
-from jhost.lowering.ir.machine import Machine, stream_key_text
+from jhost.lowering.ir.machine import Machine, refuse_reshard, stream_key_text
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.stages import set_aside, turns
@@ -130,7 +129,7 @@ class _Interpreter(Machine):
             case ir.Set(out=out, source=source):
                 self.write(out, self.read(source))
             case ir.Reshard() | ir.Neighbours():
-                self.refuse(stmt)
+                refuse_reshard(self.program, stmt)
             case ir.Compute():
                 self.compute(stmt)
             case ir.Communicate():
@@ -147,14 +146,6 @@ class _Interpreter(Machine):
                 pass  # a loop's body comes stage by stage
             case ir.Scan() | ir.While() | ir.Cond():
                 self.control_flow(stmt)
-
-    def refuse(self, stmt: ir.Reshard | ir.Neighbours) -> None:
-        error = errors.VerifyError(
-            f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it "
-            "is made communication before a program runs"
-        )
-        error.add_note(str(self.program))
-        raise error
 
     # --- Buffers -------------------------------------------------------------- #
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Stmt
 
+_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -27,6 +28,25 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
         if find not in program.derived:
             program.derived[find] = find(program)
         return program.derived[find]
+
+    return found
+
+
+def derived_with(
+    find: Callable[Concatenate[Program, _P], _R],
+) -> Callable[Concatenate[Program, _P], _R]:
+    """`find`, which is called once for each program and all else that it is given."""
+
+    @functools.wraps(find)
+    def found(program: Program, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = program.derived.setdefault(find, [])
+        # Compared, not hashed: the rates of devices hold a mapping.
+        for given, result in known:
+            if given == (args, kwargs):
+                return result
+        result = find(program, *args, **kwargs)
+        known.append(((args, kwargs), result))
+        return result
 
     return found
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
+from jhost import errors
 from jhost.lowering.ir.index import Index
+from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.ranks import AtRanks, Ranks
-from jhost.lowering.ir.statements import For, GetCurrentStream, SetCurrentStream, Stream
+from jhost.lowering.ir.statements import (
+    For,
+    GetCurrentStream,
+    Neighbours,
+    Reshard,
+    SetCurrentStream,
+    Stream,
+)
 
 StreamKey: TypeAlias = tuple[str, int]
 DEFAULT_STREAM: StreamKey = ("", -1)
@@ -23,6 +32,16 @@ def stream_key_text(key: StreamKey) -> str:
     if key == DEFAULT_STREAM:
         return "the first stream"
     return key[0] or f"stream[{key[1]}]"
+
+
+def refuse_reshard(program: Program, stmt: Reshard | Neighbours) -> NoReturn:
+    """Refuses a program that is laid out, and has no communications yet."""
+    error = errors.VerifyError(
+        f"got a {type(stmt).__name__} of {stmt.source.name} to {stmt.out.name}: it is "
+        "made communication before a program runs"
+    )
+    error.add_note(str(program))
+    raise error
 
 
 class Machine:

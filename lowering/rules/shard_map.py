@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from jhost._jax import (
     ClosedJaxpr,
     DimAxes,
     close,
+    evaluate_by,
     inside_manual,
     shard_map_of,
     untyped_params,
@@ -71,23 +72,18 @@ def _in_place(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> Sequence[Any]
 
 def evaluate_in_place(body: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The results of a body where no type says what varies."""
-    env: dict[Var, Any] = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-    env.update(zip(body.jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return without_mesh(atom.val) if isinstance(atom, Literal) else env[atom]
-
-    for eqn in body.jaxpr.eqns:
-        with user_context(eqn):
-            outs = _equation(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in body.jaxpr.outvars]
+    return evaluate_by(
+        body, body.consts, args, _equation, lambda literal: without_mesh(literal.val)
+    )
 
 
 def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    plain = without_types(eqn, args)
-    if plain is not None:
-        return plain
+    with user_context(eqn):
+        plain = without_types(eqn, args)
+        return _in_here(eqn, args) if plain is None else plain
+
+
+def _in_here(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in MARKS or name == "reshard":
         # Of axes over which the body is not manual: there the device has all of it.

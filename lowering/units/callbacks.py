@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from jhost._dtypes import bits
-from jhost._jax import aval_of, user_context
+from jhost._jax import aval_of, evaluate_by, user_context
 from jhost.lowering.rules.dim_rule import bind
 from jhost.lowering.rules.properties import (
     CALLBACKS,
@@ -101,17 +101,9 @@ def _once(body: Any, axes: tuple[str, ...]) -> Any:
 def _evaluate(
     body: Any, consts: Sequence[Any], args: Sequence[Any], axes: tuple[str, ...]
 ) -> list[Any]:
-    jaxpr = getattr(body, "jaxpr", body)
-    env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
+    def equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
         with user_context(eqn):
             once = has_callback(eqn)
-            outs = call_once(eqn, values, axes) if once else bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return call_once(eqn, args, axes) if once else bind(eqn, args)
+
+    return evaluate_by(body, consts, args, equation, lambda literal: literal.val)

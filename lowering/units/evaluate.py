@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from jax import lax
@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 from jhost._jax import aval_of, traced_on_mesh, user_context
 from jhost.lowering.ir import zigzag
 from jhost.lowering.ir.layout import axes_size
-from jhost.lowering.ir.statements import Unit, UnitEqn
+from jhost.lowering.ir.statements import Chunk, Unit, UnitEqn
 from jhost.lowering.rules.dim_rule import Dims, part_shape, shape_of
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.rules.shard_map import bind_in_place
@@ -30,6 +30,17 @@ class ChunkAt:
     extent: int
     groups: int = 1
     grain: int = 1
+
+    @classmethod
+    def of(cls, chunk: Chunk, start: Any, size: int) -> Self:
+        """The chunk where it starts there, and is so large."""
+        return cls(
+            start=start,
+            size=size,
+            extent=chunk.extent,
+            groups=chunk.groups,
+            grain=chunk.grain,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

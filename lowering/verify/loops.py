@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
+from jhost.lowering.ir.regions import overlap
 from jhost.lowering.ir.stages import Turn, set_aside, stages_of, turns
 from jhost.lowering.ir.statements import For, Stmt
-from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, Staged, State
+from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, State
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +25,33 @@ class _UnderWay:
     )
 
 
+@dataclasses.dataclass(slots=True)
+class _Staged:
+    """A loop in stages: its iteration at hand, and what all so far have touched.
+
+    Of each touch it has the iteration, and whether it was a write.
+    """
+
+    iteration: int = 0
+    touched: dict[int, list[tuple[int, bool, KnownBuffer]]] = dataclasses.field(
+        default_factory=dict[int, list[tuple[int, bool, KnownBuffer]]]
+    )
+    """By identity of the memory."""
+
+    def ahead(self, known: KnownBuffer, writes: bool) -> list[int]:
+        """The later iterations that were there before, where the order matters."""
+        before = self.touched.setdefault(id(known.root), [])
+        found = [
+            iteration
+            for iteration, wrote, other in before
+            if iteration > self.iteration
+            and (writes or wrote)
+            and overlap(known.region, other.region)
+        ]
+        before.append((self.iteration, writes, known))
+        return found
+
+
 def check_loop(
     state: State, stmt: For, check_body: Callable[[State, Sequence[Stmt]], None]
 ) -> None:
@@ -33,9 +61,9 @@ def check_loop(
     _check_order(state, stmt)
     before = state.current
     iterations = [_UnderWay() for _ in range(stmt.extent)]
-    staged = Staged()
+    staged = _Staged()
     if stmt.order:
-        state.staged.append(staged)
+        state.staged.append(staged.ahead)
     for turn in turns(stmt):
         staged.iteration = turn.iteration
         own = iterations[turn.iteration]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TypeAlias
 
@@ -80,31 +80,8 @@ class Scope:
     )
 
 
-@dataclasses.dataclass(slots=True)
-class Staged:
-    """A loop in stages: its iteration at hand, and what all so far have touched.
-
-    Of each touch it has the iteration, and whether it was a write.
-    """
-
-    iteration: int = 0
-    touched: dict[int, list[tuple[int, bool, KnownBuffer]]] = dataclasses.field(
-        default_factory=dict[int, list[tuple[int, bool, KnownBuffer]]]
-    )
-    """By identity of the memory."""
-
-    def ahead(self, known: KnownBuffer, writes: bool) -> list[int]:
-        """The later iterations that were there before, where the order matters."""
-        before = self.touched.setdefault(id(known.root), [])
-        found = [
-            iteration
-            for iteration, wrote, other in before
-            if iteration > self.iteration
-            and (writes or wrote)
-            and overlap(known.region, other.region)
-        ]
-        before.append((self.iteration, writes, known))
-        return found
+Ahead: TypeAlias = Callable[[KnownBuffer, bool], Sequence[int]]
+"""Notes that a loop in stages reads or writes there; the iterations it must follow."""
 
 
 class State(Machine):
@@ -124,7 +101,7 @@ class State(Machine):
         )
         self.used_streams = {DEFAULT_STREAM}
         self.types = types
-        self.staged: list[Staged] = []
+        self.staged: list[Ahead] = []
 
     # --- Errors --------------------------------------------------------------- #
 
@@ -313,7 +290,7 @@ class State(Machine):
         """Note it, and check that no later iteration had its turn there before."""
         if not self.staged:
             return
-        for ahead in self.staged[-1].ahead(known, writes):
+        for ahead in self.staged[-1](known, writes):
             self.fail(
                 f"{known.buffer.name} before what iteration {ahead} does there",
                 "a stage of that iteration before this one",
