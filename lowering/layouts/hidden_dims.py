@@ -43,8 +43,10 @@ class StreamedDim:
 
         A collective pipeline takes in any communication of its chunks.  A p2p pipeline
         takes in those that move shards of the dim: gathers, scatters, all-to-alls, and
-        all-reduces, which `SplitAllReduces` turns into the first two.  It also takes in
-        collectives over other axes, which mix no chunks.
+        all-reduces, which `SplitAllReduces` turns into the first two.  It takes in
+        collectives over other axes as well, but these run alone: each would be waited
+        for by its own chunk.  With marks over tp, weights sharded over fsdp would stay
+        so, and chunks of their products be summed.
         """
         if self.pipeline == "collective":
             return True
@@ -52,10 +54,7 @@ class StreamedDim:
         if step.kind == "AllReduce":
             return self.moves(step)
         # Shards of the dim that is cut: each chunk is one, or a piece of one.
-        if self.dim in (step.dim, step.source_dim):
-            return self.moves(step)
-        # Over other axes all devices are at one step, so no chunks are mixed.
-        return bool(self.axes) and not self.axes & set(step.axes)
+        return self.dim in (step.dim, step.source_dim) and self.moves(step)
 
     def moves(self, step: ReshardStep) -> bool:
         """Whether the permutes of a p2p pipeline can take the place of `step`."""

@@ -77,7 +77,9 @@ class LoopBuilder:
             for gather, of_sum in ways_back(graph, choice, self.mesh).items()
         }
         self.contractions = WaitingContractions(
-            graph, (n for choice in choices.values() for n in choice.beside)
+            graph,
+            (n for choice in choices.values() for n in choice.beside),
+            self.participations,
         )
         self.adding: list[Group] = []
         self.streamed: dict[str, Buffer] = {}
@@ -146,17 +148,8 @@ class LoopBuilder:
     def body(self, groups: Sequence[Group]) -> Iterator[Stmt]:
         """The statements of all groups, with sums where they are best computed."""
         self.adding = self.groups_that_add(groups)
-        for group in groups:
-            # Such a contraction stands where a transfer or a reader takes it.
-            if group[0] in self.contractions.every:
-                continue
-            for node in self.contractions.before(group):
-                yield from self.lower((node,))
+        for group in self.contractions.in_order(groups):
             yield from self.lower(group)
-            self.contractions.made(group)
-        # No transfer is left that these could hide.
-        for node in self.contractions.waiting:
-            yield from self.lower((node,))
 
     def groups_that_add(self, groups: Sequence[Group]) -> list[Group]:
         """For each sum, the last group of a stream that makes what it reads."""

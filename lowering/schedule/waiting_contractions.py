@@ -1,15 +1,18 @@
 """Contractions that nothing waits for, and the transfers that each stands beside.
 
 The gradient of a weight is read by the optimizer alone, so it may be computed long
-after its operands are there: beside a transfer that would have no work beside it.  The
-choice goes by counts, as in `order.py`.
+after its operands are there: beside a transfer that would have no work beside it.  What
+is cheap, or only moves such a gradient, waits with it.  The choice goes by counts, as
+in `order.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.statements import Communicate, Compute
+from jhost.lowering.schedule.blocks import contracts
 
 _TRANSFERS = 2
 """For so many transfers there is work in the contractions that are ready.
@@ -19,17 +22,41 @@ Those of a loop hide its own last transfer and the first of the next loop.
 
 
 class WaitingContractions:
-    """The contractions over all chunks of a graph that nothing has taken yet."""
+    """The contractions over all chunks of a graph that nothing has taken yet.
 
-    def __init__(self, graph: Sequence[Node], numbers: Iterable[int]) -> None:
+    They are those with the `numbers`.  What is `in_loops`, by identity, waits for none.
+    """
+
+    def __init__(
+        self, graph: Sequence[Node], numbers: Iterable[int], in_loops: Collection[int]
+    ) -> None:
         self.every = [graph[number] for number in sorted(numbers)]
         self.waiting = self.every
+        self.in_loops = in_loops
+        self.put_off: list[Group] = []
         # Names of what is still to be made: a sum that reads none of them is ready.
         self.unmade = {buffer.name for node in graph for buffer in node.writes}
 
+    def in_order(self, groups: Sequence[Group]) -> Iterator[Group]:
+        """The groups as they are to be written; loops take contractions meanwhile."""
+        for group in groups:
+            # Such a contraction stands where a transfer or a reader takes it.
+            if group[0] in self.every:
+                continue
+            if self.can_wait(group) and not self.late().isdisjoint(_read(group)):
+                self.put_off.append(group)
+                continue
+            yield from self.before(group)
+            yield group
+            self.made(group)
+            yield from self.resumed()
+        # No transfer is left that these could hide.
+        yield from ((node,) for node in self.taken(self.waiting))
+        yield from self.resumed()
+
     def made(self, nodes: Iterable[Node]) -> None:
         """Note that all that the nodes write is there from now on."""
-        self.unmade -= {buffer.name for node in nodes for buffer in node.writes}
+        self.unmade -= _written(nodes)
 
     def beside(self) -> list[Node]:
         """The contractions beside the next transfer: its share of those ready."""
@@ -40,15 +67,58 @@ class WaitingContractions:
         ]
         return self.taken(ready[: -(-len(ready) // _TRANSFERS)])
 
-    def before(self, group: Group) -> list[Node]:
-        """The contractions whose results `group` reads."""
-        read = {buffer.name for node in group for buffer in node.reads}
-        return self.taken(
-            [node for node in self.waiting if read & {b.name for b in node.writes}]
-        )
-
     def taken(self, nodes: list[Node]) -> list[Node]:
         """The nodes, which no longer wait."""
         self.waiting = [node for node in self.waiting if node not in nodes]
         self.made(nodes)
         return nodes
+
+    # --- What waits with them ------------------------------------------------- #
+
+    def can_wait(self, group: Group) -> bool:
+        """Whether a group is no loop and no work, and only its values say when."""
+        (node, *more), stmt = group, group[0].stmt
+        if more or node.barrier or id(node) in self.in_loops:
+            return False
+        if isinstance(stmt, Communicate):
+            return True
+        return (
+            isinstance(stmt, Compute)
+            and not contracts([stmt])
+            and not stmt.reducer
+            and not any(each.eqn.effects for each in stmt.unit.eqns)
+        )
+
+    def late(self) -> set[str]:
+        """What waiting contractions make, and what is made of that."""
+        return _written(node for each in (self.waiting, *self.put_off) for node in each)
+
+    def before(self, group: Group) -> Iterator[Group]:
+        """What makes the operands of a group, as far as it has waited."""
+        wanted = _read(group)
+        for each in reversed(self.put_off):
+            if not wanted.isdisjoint(_written(each)):
+                wanted |= _read(each)
+        read = [node for node in self.waiting if wanted & _written([node])]
+        yield from ((node,) for node in self.taken(read))
+        yield from self.resumed()
+
+    def resumed(self) -> Iterator[Group]:
+        """What was put off, as far as what it waited for is there."""
+        waiting, self.put_off = self.put_off, []
+        for group in waiting:
+            if self.late().isdisjoint(_read(group)):
+                yield group
+                self.made(group)
+            else:
+                self.put_off.append(group)
+
+
+def _read(group: Group) -> set[str]:
+    """What the nodes of a group read, or have in one barrier with it."""
+    read = {buffer.name for node in group for buffer in node.reads}
+    return read.union(*(node.barrier for node in group))
+
+
+def _written(nodes: Iterable[Node]) -> set[str]:
+    return {buffer.name for node in nodes for buffer in node.writes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from jhost.lowering.explain import count_loops
 from jhost.lowering.ir.bodies import is_pipelined
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Compute, For, Wait, walk
+from jhost.lowering.loops import combine_small
 from tests import sums
 from tests.jhost.derived import backward
-from tests.lowering.on_mesh import every_size, exact, on, tp
+from tests.lowering.on_mesh import communications, every_size, exact, on, tp
 from tests.lowering.traced import array
 
 MODEL, HIDDEN = 4, 8
@@ -155,6 +157,21 @@ def test_sums_over_several_axes_of_data() -> None:
     specs = P(("dp", "tp")), *BLOCK
     how = on({"dp": 2, "tp": 2}, specs, specs, pipeline="p2p")
     exact(gradients(f, 3), *args, **how)
+
+
+def test_a_sum_over_another_axis_waits_with_its_contraction() -> None:
+    """It would take the contraction from the transfer that has nothing else beside."""
+
+    def f(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return jax.vmap(lambda x: blocks(x, *weights))(x)
+
+    x, *weights = operands(4)
+    specs = P("dp", "tp"), *BLOCK * 2
+    how = on({"dp": 2, "tp": 2}, specs, specs, pipeline="p2p")
+    with mock.patch.object(combine_small, "SMALL", 0):
+        program = exact(gradients(f, 5), x.reshape(2, 4, MODEL), *weights, **how)
+    assert "AllReduce dp sum" in communications(program)
+    assert moments(program) == [(1, n) for n in (0, 1, 1, 1)]
 
 
 @pytest.mark.slow
