@@ -1,7 +1,8 @@
 """Choose how transfers outside of loops are made, and which stand beside other work.
 
-Two kinds qualify: shards of weights, which are there long before they are read, and
-sums of gradients, which nothing reads for long.
+Three kinds qualify: shards of weights, which are there long before they are read, sums
+of gradients, which nothing reads for long, and what neighbours send each other, such as
+the stages of a pipeline.  The last is made of permutes already, and stays as it is.
 
 - Within a process permutes run beside other work, but what they bring has to be put
   together or added.  So all gathers of a program go by permutes if that is predicted to
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from jhost._text import bytes_text
@@ -29,6 +30,7 @@ from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.statements import Communicate, PipelineKind
 from jhost.lowering.ir.transfers import larger_side
+from jhost.lowering.schedule.intervals import GATHERING
 from jhost.lowering.schedule.order import TransferForm, beside_work, in_order
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
@@ -82,7 +84,7 @@ class ChooseTransfers(EachProgram):
             stmts = [
                 stmt
                 for stmt in every
-                if way_of(stmt) == way and (stmt.kind == "AllGather") == gathers
+                if way_of(stmt) == way and (stmt.kind in GATHERING) == gathers
             ]
             if not stmts:
                 continue
@@ -93,7 +95,7 @@ class ChooseTransfers(EachProgram):
             other = Weighed(in_order(program, more))
             if self.is_better(way, made, other):
                 ways, made = more, other
-                notes.append(_said(way, gathers, stmts))
+                notes += _said(way, gathers, stmts)
         if not ways:
             return program
         return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
@@ -104,6 +106,8 @@ class ChooseTransfers(EachProgram):
             return "collective"
         if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
             return None  # on CPUs nothing that moves runs beside anything
+        if stmt.kind == "CollectivePermute":
+            return "collective"  # it stays what it is
         return "permutes" if is_made_of_permutes(stmt, mesh) else None
 
     def is_open(self, stmt: Communicate) -> bool:
@@ -116,6 +120,8 @@ class ChooseTransfers(EachProgram):
             return True
         if self.rates is None:
             return False
+        if stmt.kind == "CollectivePermute":
+            return self.rates.permute.beside_compute
         # Collectives that run beside matmuls need no permutes in their place.
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
@@ -151,12 +157,18 @@ class Weighed:
         return self.known
 
 
-def _said(way: TransferForm, gathers: bool, stmts: Sequence[Communicate]) -> Note:
-    axes = " and ".join(dict.fromkeys(axis for stmt in stmts for axis in stmt.axes))
-    whole = sum(map(larger_side, stmts))
-    moved = f"{bytes_text(whole)} {'gathered' if gathers else 'summed'} over {axes}"
+def _said(
+    way: TransferForm, gathers: bool, stmts: Sequence[Communicate]
+) -> Iterator[Note]:
+    moved = [stmt for stmt in stmts if stmt.kind == "CollectivePermute"]
+    others = [stmt for stmt in stmts if stmt.kind != "CollectivePermute"]
     when = "before" if gathers else "next"
-    return Note(
-        form=f"{{}}: {moved}{_HOW[way]}, beside what is computed {when}",
-        values=tuple(stmt.out.name for stmt in stmts),
-    )
+    for done, some in (("gathered" if gathers else "summed", others), ("sent", moved)):
+        if not some:
+            continue
+        axes = " and ".join(dict.fromkeys(axis for stmt in some for axis in stmt.axes))
+        text = f"{bytes_text(sum(map(larger_side, some)))} {done} over {axes}"
+        yield Note(
+            form=f"{{}}: {text}{_HOW[way]}, beside what is computed {when}",
+            values=tuple(stmt.out.name for stmt in some),
+        )

@@ -68,6 +68,8 @@ class _ShiftWriter:
         elif name in ("concatenate", "slice", "pad") and has_windows(eqn):
             moves = name != "concatenate"
             return self.moved(eqn) if moves else self.concatenation(eqn)
+        elif name in ("add", "add_any"):
+            return self.sum(eqn)
         return eqn
 
     def moved(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -122,6 +124,35 @@ class _ShiftWriter:
         is_one = any(shifted.source is part for part in parts)
         return eqn if is_one else self.written(shifted, eqn)
 
+    def sum(self, eqn: JaxprEqn) -> JaxprEqn:
+        """A sum of two slices among zeros as one `rotate`: the gradient of `jnp.roll`.
+
+        Its zeros keep their signs, where -0.0 + 0.0 would lose them.
+        """
+        pieces = [self.shifted.get(v) for v in eqn.invars if isinstance(v, Var)]
+        for first, second in (pieces, pieces[::-1]) if len(pieces) == 2 else ():
+            start = _seam(first, second)
+            if first and second and start and self.come_round(first, second, start):
+                params = {"dim": first.dim, "start": start}
+                source = [first.source] * 2
+                return new_eqn(rotate_p, source, eqn.outvars, params, like=eqn)
+        return eqn
+
+    def come_round(self, first: _Shifted, second: _Shifted, start: int) -> bool:
+        """Whether each has zeros where the other one has its slice."""
+        left = shape_of(first.source)[first.dim] - start
+        places = (first.before, first.after, second.before, second.after)
+        return (
+            first.dim == second.dim
+            and places == (0, start, left, 0)
+            and self.is_zero(first.fill)
+            and self.is_zero(second.fill)
+        )
+
+    def is_zero(self, fill: _Fill | None) -> bool:
+        known = self.known(fill)
+        return isinstance(known, tuple) and not any(known[1])
+
     def cut(self, part: Any, dim: int) -> _Shifted | None:
         """A part of a concatenation as a slice of something, if it is no fill."""
         if isinstance(part, Literal) or part in self.fills:
@@ -156,15 +187,15 @@ class _ShiftWriter:
         """Whether two scalars are known to be one, of one dtype."""
         return one is other or self.known(one) == self.known(other)
 
-    def known(self, fill: _Fill | None) -> object:
-        """The value of a scalar and its dtype, or the variable that it is."""
+    def known(self, fill: _Fill | None) -> tuple[str, bytes] | Var | None:
+        """The dtype of a scalar and its value, or the variable that it is."""
         if isinstance(fill, Var) and fill in self.makers:
             (operand,) = self.makers[fill].invars
             dtype = aval_of(fill).dtype
         else:
             operand, dtype = fill, None
         if not isinstance(operand, Literal):
-            return fill
+            return fill if isinstance(fill, Var) else None
         value = np.asarray(operand.val, aval_of(operand).dtype)
         return str(dtype or value.dtype), value.astype(dtype or value.dtype).tobytes()
 
@@ -238,11 +269,29 @@ def _as_slices(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation as static slices, if it is one or makes nothing else."""
     if eqn.primitive.name == "split":
         return [*_pieces(eqn)]
+    if eqn.primitive.name == "pad" and _only_cuts(eqn):
+        return [_without_ends(eqn)]
     places = eqn.invars[1:]
     known = all(isinstance(place, Literal) for place in places)
     if eqn.primitive.name == "dynamic_slice" and known:
         return [_at_known_place(eqn)]
     return [eqn]
+
+
+def _only_cuts(eqn: JaxprEqn) -> bool:
+    """Whether a pad adds nothing, as the transpose of a pad."""
+    widths = eqn.params["padding_config"]
+    return any(map(any, widths)) and all(
+        low <= 0 and high <= 0 and not inside for low, high, inside in widths
+    )
+
+
+def _without_ends(eqn: JaxprEqn) -> JaxprEqn:
+    """A pad that only cuts, as the slice that it is."""
+    ends = [(int(low), int(high)) for low, high, _ in eqn.params["padding_config"]]
+    shape = shape_of(eqn.invars[0])
+    limits = [size + high for size, (_, high) in zip(shape, ends, strict=True)]
+    return _slice(eqn, eqn.invars[0], eqn.outvars[0], [-low for low, _ in ends], limits)
 
 
 def _pieces(eqn: JaxprEqn) -> Iterator[JaxprEqn]:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.border import Crossing, scan_border, with_scan_border
@@ -29,8 +28,8 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
-from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
+from jhost.lowering.ir.statements import Buffer, Reshard, Scan, Stmt
+from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last, zero_of
 from jhost.lowering.layouts.partial_carry import (
     carrying_partial,
     makes_one_of,
@@ -74,21 +73,12 @@ class CarryPartialSums(EachProgram):
                 body += new
             else:
                 # A sum that begins with zeros may begin with partial zeros.
-                zeros |= _zeros_of(stmt)
+                if (zero := zero_of(stmt)) is not None:
+                    (out,) = stmt.outs
+                    zeros[out.name] = zero
                 body.append(stmt)
         remarks = [*program.remarks, *remarks]
         return dataclasses.replace(program, body=tuple(body), remarks=tuple(remarks))
-
-
-def _zeros_of(stmt: Stmt) -> dict[str, Any]:
-    """The array that a statement fills with zeros, and which: 0.0 or -0.0 of floats."""
-    if not isinstance(stmt, Compute) or stmt.ins:
-        return {}
-    (unit_eqn,) = stmt.unit.eqns
-    if unit_eqn.eqn.primitive.name != "broadcast_in_dim":
-        return {}
-    (value,) = (v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal))
-    return {} if np.any(np.asarray(value)) else {stmt.outs[0].name: value}
 
 
 def _summed_behind(

@@ -12,7 +12,10 @@ from collections.abc import (
     Sequence,
     Set as AbstractSet,
 )
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+from jax.extend.core import Literal
 
 from jhost.lowering.ir.effects import reads_writes
 from jhost.lowering.ir.layout import Partial, axes_size, dims_of, layout_of, local_shape
@@ -52,6 +55,11 @@ class Rewrite:
         """The reduction that makes `buffer` from a partial value, if there is one."""
         stmt = self.makers.get(buffer.name)
         return stmt if stmt is not None and is_reduction(stmt) else None
+
+    def is_zeros(self, buffer: Buffer) -> bool:
+        """Whether nothing but zeros is written to `buffer`."""
+        stmt = self.makers.get(buffer.name)
+        return stmt is not None and zero_of(stmt) is not None
 
     def only_copy(self, buffer: Buffer) -> Set | Reshard | None:
         """The only reader of `buffer`, if that is a copy or a reshard."""
@@ -104,6 +112,17 @@ class Rewrite:
                 self.readers.setdefault(buffer.name, {})[id(stmt)] = stmt
 
 
+def zero_of(stmt: Stmt) -> Any:
+    """What a statement fills an array with, if it is a zero: 0.0 or -0.0 of floats."""
+    if not isinstance(stmt, Compute) or stmt.ins:
+        return None
+    (unit_eqn,) = stmt.unit.eqns
+    if unit_eqn.eqn.primitive.name != "broadcast_in_dim":
+        return None
+    (value,) = (v.val for v in unit_eqn.eqn.invars if isinstance(v, Literal))
+    return None if np.any(np.asarray(value)) else value
+
+
 def is_reduction(stmt: Stmt) -> TypeGuard[Reshard]:
     """Whether a statement reduces a partial value."""
     return isinstance(stmt, Reshard) and bool(stmt.source.partial)
@@ -139,7 +158,6 @@ def commuted(
 
 def _groups(stmt: Compute, body: Rewrite) -> list[frozenset[int]]:
     """The groups of operands whose reductions may be carried, by position in `ins`."""
-    (unit_eqn,) = stmt.unit.eqns
     reducers: set[Reducer] = {
         reducer
         for buffer in stmt.ins
@@ -149,18 +167,27 @@ def _groups(stmt: Compute, body: Rewrite) -> list[frozenset[int]]:
     if len(reducers) != 1:
         return []
     (reducer,) = reducers
+    return [frozenset(group) for group in _terms(stmt, body, reducer)]
+
+
+def _terms(stmt: Compute, body: Rewrite, reducer: Reducer) -> Iterator[list[int]]:
+    """The groups of operands over whose reduction together `stmt` distributes.
+
+    Zeros add nothing to a sum on any device, so they are not among them.
+    """
+    (unit_eqn,) = stmt.unit.eqns
     position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
     atoms = unit_eqn.eqn.invars
-    # A literal is the same on all devices, and would be added once by each.
-    groups = [
-        [position.get(id(atoms[number])) for number in group]
-        for group in distributes(unit_eqn.eqn, reducer)
-    ]
-    return [
-        frozenset(number for number in group if number is not None)
-        for group in groups
-        if None not in group
-    ]
+    for group in distributes(unit_eqn.eqn, reducer):
+        found = [position.get(id(atoms[number])) for number in sorted(group)]
+        if None in found:
+            # A literal is the same on all devices, and would be added once by each.
+            continue
+        numbers = [number for number in found if number is not None]
+        if reducer == "sum":
+            numbers = [n for n in numbers if not body.is_zeros(stmt.ins[n])]
+        if numbers:
+            yield numbers
 
 
 def reduced_last(
@@ -180,7 +207,7 @@ def reduced_last(
     if maker is None or len(body.readers.get(name, ())) > 1:
         return None
     if isinstance(maker, Compute):
-        for positions in _sums(maker):
+        for positions in _terms(maker, body, "sum"):
             operands = [maker.ins[position].name for position in positions]
             if len(set(operands)) < len(operands):
                 continue  # both would be one reader, and it is read twice
@@ -193,17 +220,6 @@ def reduced_last(
     if not is_reduction(maker) or layout_of(maker.source) != layout_of(maker.out):
         return None
     return maker if {r for _, r in maker.source.partial} == {"sum"} else None
-
-
-def _sums(stmt: Compute) -> Iterator[list[int]]:
-    """The groups of operands over whose sums a computation distributes."""
-    (unit_eqn,) = stmt.unit.eqns
-    position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
-    atoms = unit_eqn.eqn.invars
-    for group in distributes(unit_eqn.eqn, "sum"):
-        found = [position.get(id(atoms[number])) for number in sorted(group)]
-        if None not in found:
-            yield [number for number in found if number is not None]
 
 
 class _Carrier:

@@ -121,6 +121,12 @@ def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
     return jnp.issubdtype(source, jnp.inexact) and holds(target, source)
 
 
+def _updates(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
+    """What is added to, and what is added at the indices."""
+    del eqn
+    return (frozenset({0, 2}),)
+
+
 _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "add": _together,
     "add_any": _together,
@@ -135,5 +141,6 @@ _LINEAR: Mapping[str, Callable[[JaxprEqn], tuple[OperandSet, ...]]] = {
     "neg": _alone,
     "pad": _padding,
     "real": _alone,
+    "scatter-add": _updates,
     "sub": _together,
 }

@@ -90,9 +90,13 @@ def slice(eqn: JaxprEqn) -> DimRule:
 
 
 def _is_small(eqn: JaxprEqn, dim: int) -> bool:
-    """Whether so little is left of a dim that devices add up what each has of it."""
+    """Whether so little is left of a dim that devices add up what each has of it.
+
+    One element has no parts, so the dim would be whole on every device instead.
+    """
     size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
-    return 8 * left <= size and can_be_summed(aval_of(eqn.invars[0]).dtype)
+    little = left == 1 or 8 * left <= size
+    return little and can_be_summed(aval_of(eqn.invars[0]).dtype)
 
 
 def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:

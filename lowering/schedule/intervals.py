@@ -13,6 +13,9 @@ from jhost.lowering.schedule.blocks import StatementBlocks
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
 """Whether a transfer may stand elsewhere than it does."""
 
+GATHERING = ("AllGather", "CollectivePermute")
+"""What brings bytes that a device has not had, and adds nothing up."""
+
 _WINDOW = 2
 """How many times the largest gather those are that have come and were not read yet."""
 
@@ -40,7 +43,7 @@ class TransferInterval:
 
     @property
     def gathers(self) -> bool:
-        return self.stmt.kind == "AllGather"
+        return self.stmt.kind in GATHERING
 
     @property
     def bytes(self) -> int:
@@ -82,7 +85,7 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     found = [
         (number, stmt, blocks.reader(number, stmt))
         for number, stmt in blocks.transfers()
-        if stmt.kind == "AllGather" and is_open(stmt)
+        if stmt.kind in GATHERING and is_open(stmt)
     ]
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
     unread: list[tuple[int, int]] = []

@@ -9,6 +9,7 @@ gives all of them, by counts and not by seconds: all processes write the same pr
 - A gather makes bytes more.  It is issued before the first work behind its source, a
   few works ahead of its reader at most, once a window of bytes has room for it beside
   those that nothing has read yet.
+- A permute brings bytes as a gather does, and has an interval like one.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work, and waited for when the window has no room for the next terms that are
   made.
@@ -42,7 +43,12 @@ from jhost.lowering.schedule.blocks import (
     StatementBlocks,
     communication_of,
 )
-from jhost.lowering.schedule.intervals import IsOpen, TransferInterval, intervals
+from jhost.lowering.schedule.intervals import (
+    GATHERING,
+    IsOpen,
+    TransferInterval,
+    intervals,
+)
 from jhost.lowering.schedule.permutes import Permutes, Round
 
 TransferForm: TypeAlias = Literal["permutes", "collective"]
@@ -58,7 +64,7 @@ for three reduce-scatters over two devices.
 
 def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
     """The gathers and sums, of those that are open, that have work to stand beside."""
-    kinds = ("AllGather", "ReduceScatter", "AllReduce")
+    kinds = (*GATHERING, "ReduceScatter", "AllReduce")
     moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
     # Most programs that passes ask about have none.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):

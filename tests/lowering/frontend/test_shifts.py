@@ -20,6 +20,15 @@ from tests.lowering.traced import built, interpreted
 Fun = Callable[[jax.Array], jax.Array]
 
 
+def _pulled(fun: Fun, x: jax.Array) -> jax.Array:
+    """The gradient by the operand, where that by the result is `x`."""
+    return jax.vjp(fun, x)[1](x)[0]
+
+
+def _rolled_by_slices(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([x[-3:], x[:-3]])
+
+
 def _moves(fun: Fun) -> list[str]:
     """The equations that move rows, and how."""
     found: list[str] = []
@@ -67,6 +76,10 @@ def _moves(fun: Fun) -> list[str]:
             ["pad (1, 0, 0)", "pad (1, 0, 0)"],
         ),
         (lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]), ["rotate 8"]),
+        (lambda x: _pulled(lambda x: jnp.roll(x, 1, 0), x), ["rotate 1"]),
+        (lambda x: _pulled(_rolled_by_slices, x), ["rotate 3"]),
+        (lambda x: lax.pad(x, 0.0, ((-2, -1, 0), (0, 0, 0))), ["2:15"]),
+        (lambda x: x + jnp.pad(x[2:], ((0, 2), (0, 0))), ["pad (-2, 2, 0)"]),
         (lambda x: jnp.concatenate([x[3:], x[:2]]), ["3:16", "0:2", "concatenate"]),
         (lambda x: x[2:, 1:][:4], ["2:16", "0:4"]),
     ],
