@@ -1,4 +1,4 @@
-"""Pictures of a layer, or of a step, before and after jhost: what each stream ran.
+"""Pictures of a layer, or of a step, before and after jhost: what each queue ran.
 
     python -m benchmarks.timelines --case mlp/8b/8192 --out docs/overlap.svg
     python -m benchmarks.timelines --step 8b/scan --mesh tp=2 --out step.svg

@@ -21,8 +21,8 @@ _PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "jhost_devices",
-        "how many virtual devices the CPU is split into, where XLA_FLAGS and JAX's "
-        "configuration do not say",
+        "the number of virtual devices of the CPU, unless XLA_FLAGS or JAX's "
+        "configuration sets it",
         default="8",
     )
 

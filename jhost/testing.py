@@ -146,7 +146,7 @@ def assert_equals_plain(
                     raise
     if problems:
         lines = "\n".join(f"  * {problem}" for problem in problems)
-        raise AssertionError(f"{f.__name__} is not as the plain function:\n{lines}")
+        raise AssertionError(f"{f.__name__} differs from the plain function:\n{lines}")
 
 
 def _as_mesh(mesh: Mesh | Axes) -> Mesh:

@@ -39,9 +39,10 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
     if predicted is None:
         return ""
     if _loses(explained, predicted):
-        return 'leave chunks= and pipeline= open ("auto"): what is asked for loses'
+        ask = "what is asked for is predicted to be slower"
+        return f'leave chunks= and pipeline= open ("auto"): {ask}'
     if too_little(predicted):
-        return "nothing; less than 3 % of the time is not computation"
+        return "nothing: computation takes more than 97 % of the time"
     if not exposed or exposed[0].written:
         return ""
     if exposed[0].kind == "AllToAll":
@@ -61,8 +62,8 @@ def _unmarked(report: CommunicationReport) -> str:
     if not work or work in (START, END):
         return ""
     return (
-        f"mark {work} with jhost.stream(value, axis=...), along the dim that moves: in "
-        "chunks the transfer could go beside that work"
+        f"mark {work} with jhost.stream(value, axis=...), along the dim that moves: "
+        f"the transfer could then go in chunks, beside that work"
     )
 
 
@@ -106,8 +107,7 @@ def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:
         return ""
     return (
         f"how {largest.value} is sharded ({row.before} -> {row.after}): a "
-        "with_sharding_constraint on it, or on what it is made of, could keep one of "
-        "the two"
+        f"with_sharding_constraint on it, or on its operands, could avoid the change"
     )
 
 

@@ -241,7 +241,7 @@ def _around(text: str, steps: tuple[Step, ...]) -> Iterator[Step]:
 
 
 def _loop_text(loop: ir.For) -> str:
-    turns = ", which take turns on streams" if takes_turns(loop) else ""
+    turns = ", which take turns on queues" if takes_turns(loop) else ""
     return f"loop of {counted(loop.extent, 'iteration')}{turns}"
 
 

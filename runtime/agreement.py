@@ -196,9 +196,9 @@ def _mismatch(
     usual, *others = sorted(groups.values(), key=lambda group: (-len(group), group))
     return errors.ProcessMismatchError(
         f"The processes of a mesh have to run the same program, but not all run the "
-        f"{found[usual[0]].name} of {_processes_text(usual)}. See that nothing that "
-        "shapes the program (arguments, chunks=, configuration, versions, the order "
-        "of calls) depends on the process.",
+        f"{found[usual[0]].name} of {_processes_text(usual)}. Arguments, chunks=, "
+        f"configuration, versions and the order of calls make the program, so they "
+        f"must not depend on the process.",
         [text for other in others for text in _differences(usual, other, found, lines)],
     )
 

@@ -287,7 +287,8 @@ def explain_refusal(
     if offenders:
         raise errors.CompilerOptionError(
             f"XLA refuses an option of {function}. Options are fields of XLA's "
-            "DebugOptions, as for jax.jit; not every version and backend has each.",
+            "DebugOptions, as for jax.jit; not every version and backend has all of "
+            "them.",
             offenders,
         ) from error
 

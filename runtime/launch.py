@@ -32,9 +32,9 @@ def one_gpu_each(environment: Mapping[str, str]) -> str:
         else "mpirun --map-by ppr:1:node"
     )
     return (
-        f"{most} processes were started on a host with {gpus} GPUs, one GPU each: no "
-        "transfer between them runs beside matmuls, and no pipeline is chosen. "
-        f"Start one process a host: {change}"
+        f"{most} processes were started on a host with {gpus} GPUs, one GPU each: "
+        f"activations that move between them are not hidden, and no pipeline is "
+        f"chosen. Start one process for each host: {change}"
     )
 
 

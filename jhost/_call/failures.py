@@ -52,8 +52,8 @@ def explain_failure(
     key, leaves = (mesh, key[1]), by_name(source.fun, args, kwargs)
     if mesh is not None and (offenders := foreign_arrays(leaves, mesh)):
         raise errors.MeshMismatchError(
-            f"{source.name} runs on {mesh_text(mesh)}, but got arrays from "
-            "elsewhere. Move them with jax.device_put(x, NamedSharding(mesh, "
+            f"{source.name} runs on {mesh_text(mesh)}, but got arrays on other "
+            f"devices. Move them with jax.device_put(x, NamedSharding(mesh, "
             "spec)), or give jhost.jit their mesh.",
             offenders,
         ) from error
@@ -92,9 +92,9 @@ def _check_layouts(
     ins, _ = source.given.specs(traced)
     if offenders := shardings.misplaced(names, leaves, ins, key[0]):
         raise errors.OptionError(
-            f"in_shardings of {source.name} say otherwise than its arguments lie, "
-            "and nothing is moved unasked, as by jax.jit. Move them with "
-            "jax.device_put(x, NamedSharding(mesh, spec)), or give None, and they "
-            "are taken as they lie.",
+            f"Arguments of {source.name} have other shardings than in_shardings, and "
+            f"jhost moves nothing unasked, like jax.jit. Move them with "
+            f"jax.device_put(x, NamedSharding(mesh, spec)), or give None to take them "
+            f"as they are.",
             offenders,
         )

@@ -68,9 +68,9 @@ class GivenShardings:
         if self.mesh is not None or any(map(shardings.names_axes, self.all)):
             raise errors.UnsupportedError(
                 f"{self.name} has a mesh or shardings, and is called in the body of a "
-                f"jax.shard_map or jax.pmap over {', '.join(axes)}, which is one "
-                "device's part already. Call it outside; or give jhost.jit neither, "
-                "and it works on the part as it is."
+                f"jax.shard_map or jax.pmap over {', '.join(axes)}, where each device "
+                f"already works on its own shard. Call it outside, or give jhost.jit "
+                f"neither mesh nor shardings: it then works on the shard."
             )
 
     def named(self, mesh: AnyMesh | None) -> dict[str, Any]:

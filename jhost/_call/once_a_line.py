@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,9 +44,9 @@ def warn_of_program(program: Program, limit: int) -> None:
 def _warn_of_replication(name: str, report: ReplicationReport) -> None:
     line = report.where or f"{report.primitive} of {name}"
     text = (
-        f"{name}: {report}. Shard another dim of it, or call it in a jax.shard_map, "
-        "whose specs say how its operands lie. jhost.jit(replication_limit=...) says "
-        "from how many bytes on this is worth a warning."
+        f"{name}: {report}. Shard another dim of its operand, or call it in a "
+        f"jax.shard_map with specs for its operands. jhost.jit(replication_limit=...) "
+        f"sets how many bytes are worth a warning."
     )
     _warn(errors.ReplicationWarning, line, text)
 
@@ -75,22 +76,26 @@ def _unread_text(line: str) -> str:
 
 
 def unread_marks(jaxpr: Any) -> list[str]:
-    """The lines of streams none of whose results is read.
+    """The lines of streams whose marked values are read, and none of whose results is.
 
-    JAX's transforms make several marks of one, and may need only some of them.
+    What reads neither is not needed, and may lack its marks as well.  JAX's transforms
+    make several marks of one, and may need only some of them.
     """
-    marks: list[tuple[str, bool]] = []
+    marks: list[tuple[str, bool, bool]] = []
     for program in programs_in(jaxpr):
-        # Literals are no variables: nothing in `read` is one of a mark's.
-        read = {id(x) for eqn in program.eqns for x in eqn.invars}
-        read |= {id(x) for x in program.outvars}
+        atoms = [x for eqn in program.eqns for x in eqn.invars] + [*program.outvars]
+        reads = Counter(map(id, atoms))
         marks += [
-            (source_line(eqn), id(eqn.outvars[0]) in read)
+            (
+                source_line(eqn),
+                reads[id(eqn.outvars[0])] > 0,
+                reads[id(*eqn.invars)] > 1,
+            )
             for eqn in program.eqns
             if eqn.primitive is stream_p
         ]
-    needed = {line for line, is_read in marks if is_read}
-    return [line for line, _ in marks if line not in needed]
+    needed = {line for line, is_read, _ in marks if is_read}
+    return [line for line, _, beside in marks if beside and line not in needed]
 
 
 def _warn(category: type[Warning], line: str, text: str) -> None:

@@ -91,7 +91,8 @@ def spread(prefix: Any, tree: Any, what: str = "") -> list[Spec | None]:
         prefix = tuple(cast(list[Any], prefix))
     if offenders := list(_mismatches(prefix, tree, what.partition(" ")[0])):
         raise errors.OptionError(
-            f"{what} have to be a tree prefix of what they are for, as for jax.jit.",
+            f"{what} must be a tree prefix of the values that they shard, as for "
+            f"jax.jit.",
             offenders,
         )
     given, structure = jax.tree.flatten(prefix, is_leaf=is_sharding)
@@ -202,7 +203,8 @@ def misplaced(
 ) -> list[str]:
     """The committed arrays that lie otherwise than their specs say, in words."""
     return [
-        f"{name} of shape {array.shape}: {spec_text(spec)} is given, and it lies as "
+        f"{name} of shape {array.shape}: {spec_text(spec)} is asked for, and the array "
+        f"has "
         f"{getattr(array.sharding, 'spec', array.sharding)}"
         for name, array, spec in zip(names, arrays, specs, strict=True)
         if spec is not None and isinstance(array, jax.Array) and array.committed

@@ -239,7 +239,9 @@ class Compiled(jax.stages.Compiled):
         try:
             schedule = str(self.schedule())
         except errors.ScheduleError:
-            schedule = "schedule: the backend does not give it"
+            schedule = (
+                "schedule: this backend does not give the text of what it compiled"
+            )
         explanation = explained(self._program, self._config, self._call_jaxpr)
         return dataclasses.replace(explanation, schedule=schedule, detailed=detail)
 
@@ -332,8 +334,8 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
     # Of the function alone, and not once more of what JAX derives from it.
     if asked and not explanation.streams and not config.role:
         yield (
-            f"nothing is marked: {' and '.join(asked)} hold for values that "
-            "jhost.stream marks"
+            f"nothing is marked: {' and '.join(asked)} only apply to values that "
+            f"jhost.stream marks"
         )
 
 
@@ -351,8 +353,8 @@ def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
     pipelines = {stream.pipeline for stream in explanation.streams}
     if config.embedded and "p2p" in pipelines and puts_are_known(config.mesh):
         yield (
-            "permutes are taken to be peer copies, which jhost.compiler_options() asks "
-            "for: their kind is an option of the whole program around"
+            "jhost assumes that permutes are peer copies, as jhost.compiler_options() "
+            "sets them: only the outer program can set their kind"
         )
 
 

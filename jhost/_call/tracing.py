@@ -82,9 +82,9 @@ class Tracing:
                 raise
             theirs, own = mesh_texts(context, mesh)
             raise errors.MeshMismatchError(
-                f"Types in {self.name} are of the axes of jax.set_mesh, which are "
-                "explicit, and it runs on another mesh. Let both be one mesh, with "
-                "explicit axes.",
+                f"Types in {self.name} name explicit axes of the mesh of jax.set_mesh, "
+                f"but the function runs on another mesh. Use one mesh with explicit "
+                f"axes for both.",
                 [f"of jax.set_mesh: {theirs}", f"the function's: {own}"],
             ) from error
 

@@ -62,8 +62,8 @@ class Whole:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} is left to jax.jit as a whole, with its shardings: what it "
-            "holds cannot be part of a program of jhost's."
+            f"{self.name} is compiled by jax.jit as a whole, with its shardings, "
+            f"because something in it cannot be part of a jhost program."
         )
 
     def refuse(self, what: str) -> NoReturn:
@@ -73,7 +73,7 @@ class Whole:
             UnsupportedError: always.
         """
         raise errors.UnsupportedError(
-            f"{self} There is no {what} of it; what jax.jit's stages have is there.",
+            f"{self} So it has no {what}, but all that the stages of jax.jit have.",
             self.reasons,
         )
 
@@ -152,9 +152,10 @@ def check_takes_arrays(name: str, jaxpr: Any) -> None:
     found = [f"{operand}: {var.aval}" for operand, var in pairs if not is_array(var)]
     if found:
         raise errors.UnsupportedError(
-            f"jhost.jit of {name} cannot take references (jax.new_ref) into its "
-            "program, with a stream or to be interpreted: they are changed where they "
-            "are. Give it what they hold, ref[...], and write to them what it returns.",
+            f"jhost.jit of {name} cannot take references (jax.new_ref) into a program "
+            f"with a stream, or into one to be interpreted, because they are changed "
+            f"in place. Pass their values, ref[...], and write the results back to "
+            f"them.",
             found,
         )
 

@@ -197,8 +197,8 @@ def _pipelines(report: Report, devices: list[Any], here: Devices) -> None:
         report.facts["pipelines"]["puts"] = _puts(all_devices())
     if here.platform == "gpu" and not here.copied and here.count > 1:
         report.notes.append(
-            "the GPUs belong to several processes: permutes are kernels, not copies "
-            "by engine. One process a host, with all its GPUs, overlaps more"
+            "the GPUs belong to several processes: permutes are kernels, not copies by "
+            "a copy engine. One process for each host, with all its GPUs, overlaps more"
         )
 
 
@@ -230,7 +230,7 @@ def _auto(here: Devices) -> str:
     ]
     if not beside:
         return "pipelines nothing: no transfer runs beside computation here"
-    how = ", where a tenth is to be gained" if rates.estimated else ""
+    how = ", if 10 % is gained" if rates.estimated else ""
     return f"chooses by prediction{how}; {' and '.join(beside)} can overlap"
 
 
@@ -252,7 +252,7 @@ def _rates(report: Report, here: Devices) -> None:
     if calibration is None and (rates is None or rates.estimated):
         report.notes.append(
             "`python -m jhost calibrate` measures these devices in one to two minutes, "
-            "and predictions go by it from then on"
+            "and predictions then use what it measured"
         )
 
 

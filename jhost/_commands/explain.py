@@ -33,11 +33,13 @@ def add_command(commands: Any) -> None:
     """Adds `explain` to the commands of `python -m jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="say what jhost makes of a function on arguments of given shapes",
-        description="Prints what jhost.explain says of a function that jhost.jit made, "
-        "or that calls some: the predicted time, what hides and what does not, what "
-        "was chosen for each stream and why, and the transfers. "
-        "Nothing is run, and no accelerator is needed.",
+        help="explain what jhost does with a function, for arguments of given shapes",
+        description=(
+            "Prints jhost.explain of a jhost function, or of a function that calls "
+            "some: the predicted time, what is hidden and what is not, the choice "
+            "for each stream with its reason, and the transfers. It runs nothing, "
+            "and needs no accelerator."
+        ),
     )
     add_function(parser)
     parser.add_argument(
@@ -45,13 +47,15 @@ def add_command(commands: Any) -> None:
         type=_kind,
         action=_Kind,
         metavar="KIND",
-        help="predict for GPUs of that kind, which need not be here, such as H200; "
-        "'list' prints their names",
+        help=(
+            "predict for GPUs of this kind, such as H200, which need not be here; "
+            "'list' prints the names"
+        ),
     )
     parser.add_argument(
         "--detail",
         action="store_true",
-        help="print all that there is, program by program",
+        help="print everything, program by program",
     )
     parser.add_argument(
         "--host-ir", action="store_true", help="print the program itself as well"

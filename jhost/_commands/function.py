@@ -55,8 +55,10 @@ def add_function(parser: argparse.ArgumentParser) -> None:
     given.add_argument(
         "--arguments",
         metavar="MODULE:NAME",
-        help="a function of nothing that returns the arguments, as a tuple of trees "
-        "of arrays or jax.ShapeDtypeStructs",
+        help=(
+            "a function without parameters that returns the arguments: a tuple of "
+            "trees of arrays or jax.ShapeDtypeStructs"
+        ),
     )
     parser.add_argument(
         "--mesh",
@@ -67,20 +69,19 @@ def add_function(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline",
         choices=get_args(Pipeline),
-        help="the pipeline to ask for, as jhost.jit's (default: the function's)",
+        help="pipeline= of jhost.jit (default: the function's own)",
     )
     parser.add_argument(
         "--chunks",
         type=_chunks,
         metavar="N",
-        help="the chunk count to ask for, or auto, as jhost.jit's (default: the "
-        "function's)",
+        help="chunks= of jhost.jit, a number or auto (default: the function's own)",
     )
     parser.add_argument(
         "--devices",
         type=count,
         metavar="N",
-        help=f"how many there are (default: {DEVICES}, or what --mesh needs)",
+        help=f"how many devices there are (default: {DEVICES}, or what --mesh needs)",
     )
 
 

@@ -16,9 +16,15 @@ def add_command(commands: Any) -> None:
     """Adds `profile` to the commands of `jhost`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "profile",
-        help="run a function a few times, and say what of its communication hides",
-        description="Runs jhost.profile on a function that jhost.jit made, on the "
-        "devices that there are, and prints what ran when, and what was exposed.",
+        help=(
+            "run a function a few times, and say how much of its communication is "
+            "hidden"
+        ),
+        description=(
+            "Runs jhost.profile on a jhost function, on the devices of this host. "
+            "Prints what ran, how long it took, and how much communication was "
+            "exposed."
+        ),
     )
     add_function(parser)
     parser.add_argument(

@@ -18,18 +18,24 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "tune",
         help="measure which pipelines suit a function's streams best",
-        description="Runs jhost.tune on a function that jhost.jit made, on the devices "
-        "that there are, and prints what was measured and chosen. It is kept in the "
-        "user's cache folder, where jhost.tune finds it again.",
+        description=(
+            "Runs jhost.tune on a jhost function, on the devices of this host. "
+            "Prints what was measured and chosen, and stores it in the user's cache "
+            "folder, where jhost.tune finds it again."
+        ),
     )
     add_function(parser)
     parser.add_argument(
         "--gradients",
         action="store_true",
-        help="tune the programs of jax.grad by all float arguments as well",
+        help="also tune the programs of jax.grad with respect to all float arguments",
     )
     parser.add_argument(
-        "--rounds", type=count, default=10, metavar="N", help="how often each is timed"
+        "--rounds",
+        type=count,
+        default=10,
+        metavar="N",
+        help="how often each candidate is timed",
     )
     parser.add_argument(
         "--no-cache", action="store_true", help="measure again, and keep nothing"

@@ -107,8 +107,8 @@ class MoE(nnx.Module):
         check_divides("The number of experts", num_experts, mesh_axis)
         if not 1 <= top_k <= num_experts:
             raise errors.OptionError(
-                f"jhost.nnx.MoE got top_k={top_k}, but a token has at least one expert "
-                f"and at most all of them, of which there are {num_experts}."
+                f"jhost.nnx.MoE got top_k={top_k}, but it must be at least 1 and at "
+                f"most num_experts={num_experts}."
             )
 
         def kernel(rows: int, columns: int) -> Any:

@@ -109,8 +109,8 @@ class ChoosePipelines:
             return "there is one device, and nothing moves"
         if self.rates is None:
             return (
-                f"nothing was measured on devices of the kind {self.device_kind}, and "
-                "python -m jhost calibrate would"
+                f"jhost has no rates of {self.device_kind} devices; python -m jhost "
+                f"calibrate measures them"
             )
         if not (
             self.rates.permute.beside_compute or self.rates.collective.beside_compute

@@ -75,9 +75,8 @@ class Markers(Values):
         merged = merge_marks(one, other) if one.dim == other.dim else None
         if merged is None:
             raise errors.StreamConflictError(
-                f"One value of shape {buffer.shape} has two streams that differ; it is "
-                "cut along one dim, one way. Keep one of the marks, or put "
-                "jhost.serial between.",
+                f"Two marks ask for different streams of one value of shape "
+                f"{buffer.shape}. Keep one of them, or put jhost.serial between them.",
                 [
                     f"axis={mark.dim}, chunks={mark.chunks}, pipeline={mark.pipeline} "
                     f"at {mark.where}"

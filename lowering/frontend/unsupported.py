@@ -159,8 +159,8 @@ def _check_shardings_in_bodies(name: str, eqns: Iterable[JaxprEqn]) -> None:
     if wrong:
         raise errors.UnknownAxisError(
             f"A with_sharding_constraint in the body of a jax.shard_map inside {name} "
-            "speaks of axes that are manual there, which is not allowed: each device "
-            "has its part along them already. Only use the axes that are not manual.",
+            "names axes that are manual there, which is not allowed: each device "
+            "already has its own shard along them. Use only the other axes.",
             list(dict.fromkeys(wrong)),
         )
 

@@ -20,7 +20,8 @@ from jhost.lowering.rules.flops import flops_of
 
 _READ = "reduced once for all its readers"
 _UNREAD = (
-    "reduced onto all devices, as nothing asks for less (out_shardings=, jhost.shard)"
+    "reduced onto all devices, because neither out_shardings= nor jhost.shard asks for "
+    "less"
 )
 
 

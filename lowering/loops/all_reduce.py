@@ -75,7 +75,7 @@ class AllReduceLoop(P2PLoop):
         return ir.For(index=INDEX.name, extent=self.used, body=body)
 
     def work_with_others(self, body: list[ir.Stmt]) -> ir.For:
-        """The steps of a piece, which take turns on streams, and are waited for."""
+        """The steps of a piece, which take turns on queues, and are waited for."""
         # Counted through all pieces: a piece's first step takes the next stream in
         # turn, and need not wait for the first step of the piece before.
         number: Index = PIECE * self.others + INDEX

@@ -74,7 +74,7 @@ def choose_pipeline(
         count = min(DEFAULT_CHUNKS, extent)
         reason = f"{count} chunks, the default of a collective pipeline"
     else:
-        return off(mark.reason or "auto, and nothing is known of the devices")
+        return off(mark.reason or "auto, and jhost has no rates of the devices")
     _check_count(mark, count, extent)
     return _collective(mark, count, reason, extent, parts)
 
@@ -99,7 +99,7 @@ def _collective(
     if fewer:
         reason = f"{fewer}; {mark.reason}" if mark.reason else fewer
     if chunks == 1:
-        return off("one chunk is no loop")
+        return off("one chunk needs no loop")
     return Pipelining(
         spec=dataclasses.replace(mark.spec, pipeline="collective", chunks=chunks),
         reason=reason,

@@ -154,7 +154,7 @@ def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
     """Which wishes marks could not follow, in the user's names and lines."""
     for mark in marks:
         for said in mark.unmet:
-            form = f"stream on axis {mark.dim} of {{}}: {said}; it is left to jhost"
+            form = f"stream on axis {mark.dim} of {{}}: {said}; jhost chooses instead"
             yield Note(form=form, values=(mark.buffer,), where=mark.where)
 
 
@@ -200,8 +200,8 @@ def check_no_mark_is_lost(program: Program) -> None:
     ]
     if offenders:
         raise errors.StreamDimError(
-            f"{program.name} asks for streams inside of what is no loop or branch of "
-            "JAX's, and runs as it is. Leave the marks there out.",
+            f"{program.name} has marks in a body that jhost does not change, which is "
+            f"no loop or branch of JAX's. Remove these marks.",
             list(dict.fromkeys(offenders)),
         )
 

@@ -1,7 +1,7 @@
 """A timeline as a trace that https://ui.perfetto.dev and `chrome://tracing` open.
 
 The format is Chrome's, by the document "Trace Event Format": a process a device, a
-thread a stream, and a thread more for what is exposed.
+thread a queue, and a thread more for what is exposed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timelines as a picture: a lane a stream, a shade a chunk, exposure in orange."""
+"""Timelines as a picture: a lane a queue, a shade a chunk, exposure in orange."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _draw(
                 _draw_lane(axes, row, _of_lane(timeline, *lane), longest)
             _finish(axes, timeline, rows, title)
         column[0].set_xlim(0, longest * _UNIT)
-        column[-1].set_xlabel("milliseconds since the call began; numbers are chunks")
+        column[-1].set_xlabel("time since the call began, in ms; numbers are chunks")
         _add_legend(figure)
         figure.savefig(file, format=kind, dpi=200, metadata=_metadata(kind))
 

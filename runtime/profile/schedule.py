@@ -317,5 +317,5 @@ def _how(communication: ScheduledCommunication) -> str:
         )
         if names
     ]
-    stream = "" if communication.stream is None else f", stream {communication.stream}"
-    return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{stream}{where}"
+    queue = "" if communication.stream is None else f", queue {communication.stream}"
+    return f"asynchronous, beside {' and '.join(counts) or 'nothing'}{queue}{where}"

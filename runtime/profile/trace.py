@@ -108,7 +108,7 @@ def _of_gpu(lines: Iterable[Any], device: int) -> Iterator[Event]:
     for line in lines:
         if match := re.match(r"Stream #(\d+)", line.name):
             for event in line.events:
-                yield _event(event, dict(event.stats), device, f"stream {match[1]}")
+                yield _event(event, dict(event.stats), device, f"queue {match[1]}")
 
 
 def _of_cpu(events: Iterable[Any]) -> Iterator[Event]:

@@ -194,10 +194,12 @@ def test_all_arrays_that_lie_otherwise_are_named_at_once(mesh: Mesh) -> None:
     f = jhost.jit(model, mesh=mesh, in_shardings=(P("tp"), P(None, "tp")))
     columns, rows = (NamedSharding(mesh, spec) for spec in (P(None, "tp"), P("tp")))
     for call in (f, f.lower):
-        with pytest.raises(errors.OptionError, match="in_shardings of model") as raised:
+        with pytest.raises(
+            errors.OptionError, match="Arguments of model have other"
+        ) as raised:
             call(jax.device_put({"w": X, "b": X}, {"w": columns, "b": rows}), X)
         assert [each for each in str(raised.value).splitlines() if "*" in each] == [
-            "  * params['w'] of shape (8, 8): P('tp') is given, and it lies as "
+            "  * params['w'] of shape (8, 8): P('tp') is asked for, and the array has "
             "P(None, 'tp')"
         ]
     here = jax.device_put(X, rows)

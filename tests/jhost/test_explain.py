@@ -212,9 +212,9 @@ def test_a_function_without_streams_says_so() -> None:
     [
         (
             {"pipeline": "p2p", "chunks": 4},
-            "pipeline='p2p' and chunks=4 hold for values",
+            "pipeline='p2p' and chunks=4 only apply to values",
         ),
-        ({"chunks": 2}, "chunks=2 hold for values"),
+        ({"chunks": 2}, "chunks=2 only apply to values"),
         ({}, None),
     ],
     ids=str,
@@ -435,7 +435,7 @@ def test_a_function_that_stays_whole_is_one_that_is_called() -> None:
     jitted(X)  # JAX has traced it then, and traces nothing anew
     for f in (outer, jax.jit(outer), jitted):
         (first, *_) = jhost.explain(f, X).notes
-        assert first.startswith("left_whole is left to jax.jit as a whole")
+        assert first.startswith("left_whole is compiled by jax.jit as a whole")
 
 
 @pytest.mark.parametrize("f", [jnp.sin, "f"], ids=["a function", "no function"])

@@ -130,7 +130,7 @@ def test_an_outer_program_counts_on_peer_copies(ran: list[tuple[str, Any]]) -> N
     assert not explanation.permutes
     assert mode(explanation) == COPIED
     (said,) = [note for note in explanation.notes if "peer copies" in note]
-    assert said.startswith("permutes are taken to be peer copies, which jhost.compiler")
+    assert said.startswith("jhost assumes that permutes are peer copies")
     assert said not in jhost.explain(f, *ARGS).notes
     assert_same(step(*ARGS), relu_block(*ARGS) + 1)
     assert ran == []

@@ -241,7 +241,7 @@ def test_explain_says_why_a_function_is_left_whole() -> None:
     ]
     for explanation in every:
         whole, why, *_, unmarked = explanation.notes
-        assert whole.startswith("<lambda> is left to jax.jit as a whole")
+        assert whole.startswith("<lambda> is compiled by jax.jit as a whole")
         assert why == "ref: a reference (jax.new_ref), which is changed where it is"
         assert unmarked.startswith("nothing is marked: chunks=2")
         assert not explanation.loops
@@ -255,7 +255,7 @@ def test_a_function_left_whole_has_no_program_to_show() -> None:
         lambda: lowered.interpret(X),
     ]
     for call in calls:
-        with pytest.raises(errors.UnsupportedError, match="left to jax"):
+        with pytest.raises(errors.UnsupportedError, match="as a whole"):
             call()
 
 

@@ -145,7 +145,7 @@ def test_boxes_hold_what_loops_do(make_mesh: MakeMesh) -> None:
     explanation = jhost.explain(f, X, UP, DOWN)
     scan = next(step for step in explanation.steps if "in a scan of 3" in step.text)
     (loop,) = [step for step in scan.steps if step.steps]
-    assert loop.text == "loop of 2 iterations, which take turns on streams"
+    assert loop.text == "loop of 2 iterations, which take turns on queues"
     kinds = [step.communication and step.communication.kind for step in loop.steps]
     assert kinds == ["AllGather", None, "ReduceScatter"]
     _, computation, reduction = loop.steps

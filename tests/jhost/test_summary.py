@@ -143,7 +143,7 @@ def test_loops_that_lose_are_not_to_be_asked_for() -> None:
 
 def test_where_little_is_exposed_nothing_is_to_be_changed() -> None:
     found = explanation(transfer(exposed=0.0), total=3.01e-3)
-    assert advised(found).startswith("nothing;")
+    assert advised(found).startswith("nothing: computation takes")
     assert "largest that nothing hides" not in str(found)
 
 

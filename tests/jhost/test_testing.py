@@ -75,7 +75,7 @@ def test_what_differs_is_named_with_its_case(what: str) -> None:
     with pytest.raises(AssertionError) as raised:
         testing.assert_equals_plain(wrong_in(what), *ARGS, pipelines=["p2p"])
     text = str(raised.value)
-    assert "relu_block is not as the plain function" in text
+    assert "relu_block differs from the plain function" in text
     assert f"pipeline='p2p' on mesh(tp=4) on devices 0, 1, 2, 3, {what}: " in text
     assert "they differ by " in text
 

@@ -56,7 +56,9 @@ def test_pmap_around() -> None:
     x = PARTS.reshape(4, 8, 8)
     mapped = jax.pmap(lambda x: jhost.jit(relu_block)(x, UP, DOWN))
     assert_same(mapped(x), jax.vmap(lambda x: relu_block(x, UP, DOWN))(x))
-    with pytest.raises(errors.UnsupportedError, match="one device's part already"):
+    with pytest.raises(
+        errors.UnsupportedError, match="each device already works on its own shard"
+    ):
         jax.pmap(lambda x: hosted(relu_block, "p2p")(x, UP, DOWN))(x)
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_follow_is_lowered_as_without_a_wish(
     assert note.startswith("stream on axis 0 of `jnp.sin(x)` at test_wishes.py:")
     assert (
         'pipeline="p2p" of jhost.jit cannot be: no gather, reduce-scatter or '
-        "all-to-all moves the dim; it is left to jhost [test_wishes.py:"
+        "all-to-all moves the dim; jhost chooses instead [test_wishes.py:"
     ) in note
 
 

@@ -69,7 +69,9 @@ def test_initialize_warns_once_in_a_job(
     monkeypatch.setattr(distributed, "_check_is_early", lambda: None)
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: None)
     monkeypatch.setattr(distributed, "set_timeout", lambda _: None)
-    told = re.escape("Start one process a host: #SBATCH --ntasks-per-node=1 (now 8)")
+    told = re.escape(
+        "Start one process for each host: #SBATCH --ntasks-per-node=1 (now 8)"
+    )
     with pytest.warns(UserWarning, match=told) if warns else nullcontext():
         distributed.initialize()
     distributed.initialize(local_device_ids=[0, 1])
@@ -82,7 +84,7 @@ def test_the_doctor_tells_a_job_with_a_process_for_each_gpu(
         monkeypatch.setenv(name, value)
     (problem,) = examined().problems
     assert "one GPU each" in problem.what
-    assert problem.advice.startswith("start one process a host: #SBATCH")
+    assert problem.advice.startswith("start one process for each host: #SBATCH")
 
 
 def test_the_page_has_the_line_that_is_right() -> None:

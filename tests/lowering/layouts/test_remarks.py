@@ -82,8 +82,10 @@ def test_a_partial_sum_is_reduced_for_its_readers_or_as_constrained() -> None:
         "v" + whole + "reduced once for all its readers"
     ]
     assert said(lambda x, w: f(x, w, None), (8, 8), (8, 8), tp=4) == [
-        "y" + whole + "reduced onto all devices, as nothing asks for less "
-        "(out_shardings=, jhost.shard)"
+        "y"
+        + whole
+        + "reduced onto all devices, because neither out_shardings= nor jhost.shard "
+        "asks for less"
     ]
     assert said(lambda x, w: f(x, w, P("tp")), (8, 8), (8, 8), tp=4) == [
         "y: partial sum over tp by dot_general -> P('tp', None): 192 bytes a device; "

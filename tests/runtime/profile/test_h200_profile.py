@@ -53,14 +53,14 @@ def test_calls_are_told_apart() -> None:
     found = recorded()
     assert len(found.spans) == 23
     assert [round(1e6 * time) for time in found.calls] == [1750, 905, 879]
-    assert found.streams(0) == ("stream 50", "stream 174")
+    assert found.streams(0) == ("queue 50", "queue 174")
 
 
 def test_copies_between_gpus_communicate_and_all_else_computes() -> None:
     for span in recorded().spans:
         copies = span.kernel == "MemcpyP2P"
         assert (span.activity == "communication") == copies
-        assert (span.stream == "stream 174") == copies
+        assert (span.stream == "queue 174") == copies
 
 
 def test_sums_are_those_of_a_clock_that_ticks_in_nanoseconds() -> None:

@@ -152,10 +152,10 @@ def test_spans_know_their_chunks_and_what_of_them_is_exposed() -> None:
     found = {
         span.operation: (span.stream, span.iterations, span.exposed) for span in spans
     }
-    assert found["gemm.0"] == ("stream 13", (0,), ())
-    assert found["gemm.1"] == ("stream 13", (1,), ())
+    assert found["gemm.0"] == ("queue 13", (0,), ())
+    assert found["gemm.1"] == ("queue 13", (1,), ())
     stream, chunk, ((start, end),) = found["ppermute.0.1"]
-    assert (stream, chunk) == ("stream 20", (0,))
+    assert (stream, chunk) == ("queue 20", (0,))
     assert (start, end) == (pytest.approx(20 * US), pytest.approx(35 * US))
 
 

@@ -296,7 +296,7 @@ def test_streams_are_of_what_is_asynchronous_in_order() -> None:
     told = with_streams(found, [3])
     assert [each.stream for each in told.communications] == [3, None]
     assert told.streams == (3,)
-    assert "beside nothing, stream 3" in str(told)
+    assert "beside nothing, queue 3" in str(told)
     for unknown in (None, [], [1, 2]):
         assert with_streams(found, unknown) == found
 
@@ -372,4 +372,7 @@ def test_a_backend_may_give_no_text(
     monkeypatch.setattr(compiled, "as_text", lambda: None)
     with pytest.raises(errors.ScheduleError, match="no text"):
         compiled.schedule()
-    assert compiled.explain().schedule == "schedule: the backend does not give it"
+    assert (
+        compiled.explain().schedule
+        == "schedule: this backend does not give the text of what it compiled"
+    )
