@@ -114,7 +114,7 @@ class _ShiftWriter:
         if len(cuts) == 2 and (start := _seam(*cuts)) is not None:
             source = cuts[0].source if cuts[0] else None
             assert source is not None
-            params = {"dim": dim, "start": start}
+            params = {"dim": dim, "start": start, "added": False}
             return new_eqn(rotate_p, [source] * 2, eqn.outvars, params, like=eqn)
         shifted = self.filled(eqn, cuts)
         if shifted is None:
@@ -125,15 +125,12 @@ class _ShiftWriter:
         return eqn if is_one else self.written(shifted, eqn)
 
     def sum(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A sum of two slices among zeros as one `rotate`: the gradient of `jnp.roll`.
-
-        Its zeros keep their signs, where -0.0 + 0.0 would lose them.
-        """
+        """A sum of two slices among zeros as one `rotate`: the gradient of `jnp.roll`."""
         pieces = [self.shifted.get(v) for v in eqn.invars if isinstance(v, Var)]
         for first, second in (pieces, pieces[::-1]) if len(pieces) == 2 else ():
             start = _seam(first, second)
             if first and second and start and self.come_round(first, second, start):
-                params = {"dim": first.dim, "start": start}
+                params = {"dim": first.dim, "start": start, "added": True}
                 source = [first.source] * 2
                 return new_eqn(rotate_p, source, eqn.outvars, params, like=eqn)
         return eqn

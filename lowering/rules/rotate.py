@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -29,14 +30,28 @@ from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.windows import window_of
 
 
-def _rotated(x: jax.Array, _: jax.Array, *, dim: int, start: int) -> list[jax.Array]:
+def _rotated(
+    x: jax.Array, _: jax.Array, *, dim: int, start: int, added: bool
+) -> list[jax.Array]:
     size = x.shape[dim]
     first = lax.slice_in_dim(x, start, size, axis=dim)
-    return [lax.concatenate([first, lax.slice_in_dim(x, 0, start, axis=dim)], dim)]
+    x = lax.concatenate([first, lax.slice_in_dim(x, 0, start, axis=dim)], dim)
+    return [_with_0_added(x) if added else x]
 
 
 rotate_p = define_primitive("rotate", _rotated)
-"""Both operands are one array: what stands in `dim` from `start` on, then the rest."""
+"""Both operands are one array: what stands in `dim` from `start` on, then the rest.
+
+With `added` 0.0 is added to each element, which makes 0.0 of -0.0.
+"""
+
+
+def _with_0_added(x: jax.Array) -> jax.Array:
+    """The sum `x + 0`, which XLA (jaxlib 0.10 to 0.12) would take for `x`."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(_with_0_added(lax.real(x)), _with_0_added(lax.imag(x)))
+    zeros = lax.full_like(x, 0)
+    return lax.select(lax.eq(x, zeros), zeros, x)
 
 
 @rule("rotate")
@@ -71,6 +86,7 @@ def rotate(eqn: JaxprEqn) -> DimRule:
         )
         places = shard.positions(factor)
         places = lax.broadcast_in_dim(places, first.shape, (dim,))
-        return [lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)]
+        x = lax.select(lax.lt(places, lax.full_like(places, seam)), first, rest)
+        return [_with_0_added(x) if eqn.params["added"] else x]
 
     return dataclasses.replace(made, rebind=rebind, counted=made.windowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -340,3 +341,17 @@ def test_what_is_not_finite_stays_where_it_is() -> None:
         return pooled + jnp.pad(x[1:] - x[:-1], ((0, 1), (0, 0))) + 1 / x[5:6]
 
     exact(f, x, **tp(4, (ROWS,), ROWS))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.complex64])
+@pytest.mark.parametrize("pulled", [False, True], ids=["value", "gradient"])
+def test_zeros_have_the_signs_of_jaxs(pulled: bool, dtype: Any) -> None:
+    """What `jnp.roll` moves keeps them, and its gradient adds 0.0 to it."""
+
+    def f(x: Array) -> Array:
+        roll = functools.partial(jnp.roll, shift=1, axis=0)
+        return jax.vjp(roll, x)[1](x)[0] if pulled else roll(x)
+
+    x = np.array([[-0.0], [0.0], [-1.0], [1.0]] * 4, dtype)
+    found = jhost.jit(f, **tp(4, (ROWS,), ROWS))(x)
+    assert np.asarray(found).tobytes() == np.asarray(jax.jit(f)(x)).tobytes()
