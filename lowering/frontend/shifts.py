@@ -125,7 +125,7 @@ class _ShiftWriter:
         return eqn if is_one else self.written(shifted, eqn)
 
     def sum(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A sum of two slices among zeros as one `rotate`: the gradient of `jnp.roll`."""
+        """Two slices among zeros, added as a `rotate`: the gradient of `jnp.roll`."""
         pieces = [self.shifted.get(v) for v in eqn.invars if isinstance(v, Var)]
         for first, second in (pieces, pieces[::-1]) if len(pieces) == 2 else ():
             start = _seam(first, second)
