@@ -134,6 +134,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
 
     def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
         found = {buffer.name for buffer in buffers}
+        # To make an alias is no access: what it is a part of may be written later.
         if not isinstance(node.stmt, Select):
             found |= {aliases.memory(buffer).name for buffer in buffers}
         return found

@@ -82,6 +82,7 @@ class Machine:
     def stream_key(self, stream: Stream) -> StreamKey:
         """Which queue `stream` is, here."""
         if stream.name:
+            # A name that captured no stream is a queue of its own, such as `own`.
             return self._captured.get(stream.name, (stream.name, 0))
         return ("", self.static(stream.index, "stream index"))
 

@@ -36,6 +36,7 @@ class Program:
     display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
     )
+    # Not compared: it is what a pass knew, and no part of what the program does.
     streamed: Mapping[str, Any] = dataclasses.field(
         default_factory=dict[str, Any], compare=False, repr=False
     )

@@ -39,6 +39,7 @@ Lane: TypeAlias = Literal["copies", "collectives", "network"]
 def lane_of(stmt: ir.Communicate, reach: Mapping[str, Reach]) -> Lane:
     """The lane of a transfer between GPUs that lie so far apart."""
     reaches = {reach.get(axis, "process") for axis in stmt.axes}
+    # One axis is enough: a ring is as slow as its slowest link.
     if "hosts" in reaches:
         return "network"
     copied = stmt.kind == "CollectivePermute" and reaches == {"process"}
