@@ -199,6 +199,7 @@ class _Unrolled(Machine):
             case ir.While():
                 inside = sum(predicted, Prediction()) * ITERATIONS
             case ir.Cond():
+                # Which branch runs is not known before.
                 inside = max(predicted, key=lambda each: each.total)
         task = Task(
             seconds=inside.total,
