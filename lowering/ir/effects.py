@@ -76,6 +76,7 @@ def read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
+        # A loop's statements come by themselves; to name a part is to read nothing.
         if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
             names |= {buffer.name for buffer in reads_writes(stmt)[0]}
     return frozenset(names)
@@ -85,6 +86,7 @@ class Aliases:
     """The aliases that some statements make, and what they are parts of."""
 
     def __init__(self, body: Iterable[ir.Stmt]) -> None:
+        # Those in loops too: an iteration's aliases are of memory outside.
         selects = (stmt for stmt in ir.walk(tuple(body)) if isinstance(stmt, ir.Select))
         self.selects = {select.out.name: select for select in selects}
 

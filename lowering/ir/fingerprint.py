@@ -36,6 +36,7 @@ def fingerprint_lines(program: Program) -> list[str]:
 
     The name of the program is not among them.
     """
+    # Under another name a function is tuned as it was.
     _, *statements = str(program).splitlines()
     lines = [line.strip() for line in statements if line.strip()]
     for stmt in (s for each in programs(program) for s in walk(each.body)):

@@ -70,6 +70,7 @@ class Machine:
         """Inside, the walk is in that iteration of `loop`."""
         self.loops[loop.index] = number
         yield
+        # Not in a `finally`: behind an error no walk goes on.
         del self.loops[loop.index]
 
     # --- Streams -------------------------------------------------------------- #

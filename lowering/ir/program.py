@@ -33,6 +33,7 @@ class Program:
     body: tuple[Stmt, ...]
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    # One mapping for all passes: what they make has the value's name and a word more.
     display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
     )

@@ -42,6 +42,7 @@ def lane_of(stmt: ir.Communicate, reach: Mapping[str, Reach]) -> Lane:
     # One axis is enough: a ring is as slow as its slowest link.
     if "hosts" in reaches:
         return "network"
+    # An engine copies; what adds up, or brings several parts, is a kernel.
     copied = stmt.kind == "CollectivePermute" and reaches == {"process"}
     return "copies" if copied else "collectives"
 

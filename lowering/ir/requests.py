@@ -45,6 +45,7 @@ class StreamDefaults:
             own = getattr(request, wish)
             value = getattr(self, wish) if own is None else own
             asked[wish] = None if value == "auto" else value
+            # A nested function has written its settings on its marks, as wishes still.
             if asked[wish] and (own is None or wish in request.wished):
                 wished.append(wish)
         choice = StreamChoice(

@@ -246,6 +246,7 @@ class Stream:
     """An ordered queue of work, by name or by an index: same index, same queue."""
 
     name: str = ""
+    # So one text stands for all streams of a loop, as `stream[i mod 4]`.
     index: Index = Constant(0)
 
 

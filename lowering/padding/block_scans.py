@@ -81,7 +81,6 @@ def _blocks(stmt: Stmt, way: int, reached: ReachedAxes, mesh: Mapping[str, int])
     )
     counts = [axes_size(each, mesh) for each in axes]
     size = x.shape[dim] or 1
-    # The most of them: where a layout has fewer parts, a device has several blocks.
     return max((n for n in counts if size % n == 0), default=1)
 
 
@@ -94,7 +93,6 @@ def _in_blocks(stmt: Compute, blocks: int) -> Callable[[Any], Any]:
         shape = x.shape
         size = shape[dim] // blocks
         x = lax.reshape(x, (*shape[:dim], blocks, size, *shape[dim + 1 :]))
-        # Within a block nothing moves, whatever devices have the blocks.
         inside = scan(x, axis=dim + 1, reverse=reverse)
         last = 0 if reverse else size - 1
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)
