@@ -64,7 +64,7 @@ def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt,
         return [loop.body]
     enter, *work, leave, join = loop.body
     touches = _Touches(loop, memory)
-    cuts = [cut for cut in _cuts(work) if touches.apart(work[:cut], work[cut:])]
+    cuts = [cut for cut in _cuts(work) if touches.independent(work[:cut], work[cut:])]
     parts = [work[a:b] for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
     # Each goes to its stream by itself: other iterations have their turn in between.
     stages = [(enter, *part, leave) for part in parts]
@@ -131,7 +131,7 @@ class _Touches:
         self.memory = memory
         self.aliases = Aliases(loop.body)
 
-    def apart(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
+    def independent(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
         """Whether an iteration may do `before` ahead of another's `after`.
 
         What both touch, and one writes, must be another part in each iteration.
