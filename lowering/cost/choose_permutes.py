@@ -57,6 +57,7 @@ def by_permutes(
     copied = ("peer copies", predict(program, rates, **how))
     if rates.put is None:
         return [copied]
+    # All or none: XLA takes the kind as an option of the whole program.
     putting = dataclasses.replace(rates, permute=rates.put)
     put = predict(program, putting, **how)
     if put.total < _GAIN * copied[1].total:

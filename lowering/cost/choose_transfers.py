@@ -92,6 +92,8 @@ class ChooseTransfers(EachProgram):
                 **ways,
                 **{stmt.name: way for stmt in stmts},
             }
+            # Beside what was decided: two that share one piece of work hide less than
+            # each would by itself.
             other = Weighed(in_order(program, more))
             if self.is_better(way, made, other):
                 ways, made = more, other

@@ -48,6 +48,7 @@ def transfer_times(
         for number, end in ends_of(tasks).items()
         if tasks[number].seconds
     }
+    # As moments: where two compute at once, a second counts once.
     busy = _union(span for n, span in spans.items() if not tasks[n].transfer)
     found: dict[str, TransferTime] = {}
     for number, span in spans.items():

@@ -115,6 +115,7 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
         launch=measured.launch * PROGRAMS.launch,
         host=measured.host,
     )
+    # Into how many waves of tiles a matmul falls goes by the multiprocessors.
     rates = dataclasses.replace(rates, matmul=_matmul(measured.matmuls, rates))
     if not measured.moved:
         return rates

@@ -161,6 +161,7 @@ class _UnitKernels:
         parts: list[tuple[frozenset[int], frozenset[int]]] = []
         for var in fusion:
             read, written = frozenset(self.sources[var]), frozenset({var})
+            # XLA has one kernel write several values that read something in common.
             joined = [part for part in parts if part[0] & read]
             parts = [part for part in parts if part not in joined]
             parts.append(

@@ -44,6 +44,8 @@ class LeaveToXla:
         moved = list(_moved(program, self.between))
         if not moved or _has_loops(program) or _has_own_kernels(program):
             return program
+        # By bytes, not by seconds: all processes have to write one program, and the
+        # rates that they have measured may differ.
         hidden = sum(each.bytes for each in moved if each.beside_work)
         most = 2 * hidden >= sum(each.bytes for each in moved)
         if most and any(each.in_order for each in moved):

@@ -44,8 +44,10 @@ class _Made:
         remarks = self.remarks(program)
         if remarks is None or not is_alike(self.before, program):
             return None
+        # Marks first: what a pass sees of them takes time to find.
         if self.before.marks != program.marks and self.seen != sees():
             return None
+        # Its marks say something else, and stand in no statement.
         if self.after is self.before:
             return program
         marks = _with_choices(self.after.marks, stream_choices(program))

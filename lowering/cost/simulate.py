@@ -53,7 +53,7 @@ def predict(
     if not in_body:  # once in a program
         # The threads of all devices meet before the first peer copy.
         host += program.mesh.size * max((task.meet for task in tasks), default=0.0)
-    parts = [task.inside or _alone(task) for task in tasks]
+    parts = [task.inside or _by_itself(task) for task in tasks]
     return Prediction(
         total=max(total, host),
         compute=sum(part.compute for part in parts),
@@ -67,7 +67,7 @@ def predict_body(body: Program, rates: Rates) -> Prediction:
     return predict(body, rates, in_body=True)
 
 
-def _alone(task: Task) -> Prediction:
+def _by_itself(task: Task) -> Prediction:
     if task.transfer:
         return Prediction(communication=task.seconds)
     return Prediction(compute=task.seconds)
@@ -127,7 +127,7 @@ def ends_of(tasks: Sequence[Task]) -> Mapping[int, float]:
 
 def _beside(task: Task) -> bool:
     """Whether it is a transfer that runs beside computations."""
-    return task.transfer and not task.alone
+    return task.transfer and not task.exclusive
 
 
 class _Clock:
@@ -174,7 +174,7 @@ class _Clock:
         beside = _beside(task)
         moving = self.moving[task.network]
         free = moving + task.gap if beside else self.computing
-        free = max(free, self.kernels) if task.alone else free
+        free = max(free, self.kernels) if task.exclusive else free
         end = max(free, ready + task.delay) + task.seconds
         self.ends[number] = end
         if task.transfer:

@@ -53,7 +53,7 @@ class Task:
         network: whether those bytes leave the host.
         copied: whether a copy engine moves them, and no kernel.
         between: whether they move between processes.
-        alone: whether nothing computes beside this transfer.
+        exclusive: whether nothing computes beside this transfer.
         copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
             in its place, when the array is read; None is no copy.
         inside: what the bodies of a control flow statement come to.
@@ -70,13 +70,13 @@ class Task:
     network: bool = False
     copied: bool = False
     between: bool = False
-    alone: bool = False
+    exclusive: bool = False
     copy: Literal["cut", "put"] | None = None
     inside: Prediction | None = None
     name: str = ""
 
 
-_ALONE = 0.25
+_EXCLUSIVE = 0.25
 """The share of an all-to-all outside of loops beside which nothing runs.
 
 Of four of a layer of experts, forward and backward, on two H100s, XLA ran three alone.
@@ -157,7 +157,7 @@ class _Unrolled(Machine):
                     self.writers.select(stmt, evaluate(index, self.at))
                 case ir.Set(out=out, source=source):
                     made = self.cut(source, self.writers.makers(source))
-                    self.hand_on(out, made)
+                    self.forward(out, made)
                     self.put(out, made)
                 case ir.Compute():
                     self.compute(stmt)
@@ -199,6 +199,7 @@ class _Unrolled(Machine):
             case ir.While():
                 inside = sum(predicted, Prediction()) * ITERATIONS
             case ir.Cond():
+                # Which branch runs is not known before.
                 inside = max(predicted, key=lambda each: each.total)
         task = Task(
             seconds=inside.total,
@@ -234,9 +235,9 @@ class _Unrolled(Machine):
         if self.depth or not self.on_default_stream:
             self.in_turn(stmt)
         else:
-            self.apart(stmt)
+            self.by_kernel(stmt)
 
-    def apart(self, stmt: ir.Compute) -> None:
+    def by_kernel(self, stmt: ir.Compute) -> None:
         """Each kernel as soon as it can run: outside of loops XLA orders them.
 
         First what is communicated, beside which the others then run.
@@ -259,7 +260,7 @@ class _Unrolled(Machine):
             self.add(task, [buffer for var, buffer in outs if var in step.writes])
         for var, buffer in outs:
             if all(var not in step.writes for step in steps):  # a barrier's
-                self.hand_on(buffer, frozenset(made.get(var, ())))
+                self.forward(buffer, frozenset(made.get(var, ())))
 
     def in_turn(self, stmt: ir.Compute) -> None:
         """All of a step of a loop, when its stream gets there."""
@@ -293,7 +294,7 @@ class _Unrolled(Machine):
         seconds = link.seconds(kind, received, devices)
         in_loop = self.in_body or self.depth > 0
         if kind == "AllToAll" and not in_loop and not link.beside_compute:
-            by_itself = _ALONE * seconds
+            by_itself = _EXCLUSIVE * seconds
             # The rest runs beside what XLA finds for it.
             seconds -= by_itself
             first = Task(
@@ -301,7 +302,7 @@ class _Unrolled(Machine):
                 host=0.0,
                 after=after,
                 transfer=True,
-                alone=True,
+                exclusive=True,
                 name=stmt.name,
             )
             self.add(first, [])
@@ -320,7 +321,7 @@ class _Unrolled(Machine):
             # Outside of loops XLA itself finds what a collective can run beside, but
             # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.
             # A stream there is for what is issued ahead, and waited for late.
-            alone=(in_loop or kind == "AllReduce")
+            exclusive=(in_loop or kind == "AllReduce")
             and not link.beside_compute
             and (self.depth > 0 or self.on_default_stream),
             name=stmt.name,
@@ -331,7 +332,7 @@ class _Unrolled(Machine):
         self.writers.write(outs, len(self.tasks))
         self.tasks.append(task)
 
-    def hand_on(self, out: ir.Buffer, makers: frozenset[int]) -> None:
+    def forward(self, out: ir.Buffer, makers: frozenset[int]) -> None:
         """A copy costs nothing: values are immutable, and it is another name."""
         self.add(Task(seconds=0.0, host=0.0, after=makers), [out])
 

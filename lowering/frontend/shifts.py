@@ -92,6 +92,7 @@ class _ShiftWriter:
         size = before.stop - before.start
         first = max(then.start - before.before, 0)
         last = min(then.stop - before.before, size)
+        # Nothing of the array is left: a fill, which no slice and no pad makes.
         if first >= last:
             return None
         kept_before = max(before.before - then.start, 0)
@@ -194,6 +195,7 @@ class _ShiftWriter:
         if not isinstance(operand, Literal):
             return fill if isinstance(fill, Var) else None
         value = np.asarray(operand.val, aval_of(operand).dtype)
+        # By bits: 0.0 and -0.0 are equal numbers, and a NaN equals nothing.
         return str(dtype or value.dtype), value.astype(dtype or value.dtype).tobytes()
 
     def written(self, shifted: _Shifted, eqn: JaxprEqn) -> JaxprEqn:
@@ -254,6 +256,8 @@ def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     if first is None or second is None or first.source is not second.source:
         return None
     size = shape_of(first.source)[first.dim]
+    # Both together have each element once: so `jnp.roll` by a known number is traced
+    # (JAX 0.10 to 0.12).
     if second.start or first.stop != size or second.stop != first.start:
         return None
     return first.start

@@ -91,6 +91,7 @@ class Values:
             dtype=aval.dtype,
             dims=(ir.Dim(),) * len(aval.shape),
         )
+        # By buffer, for passes keep names of buffers and not of variables.
         self.display_names[buffer.name] = self.value_names[var]
         return buffer
 

@@ -16,6 +16,7 @@ def accumulators(stmt: Compute) -> list[int]:
     """The results of `stmt` that go into accumulators: those without the factor."""
     if stmt.reducer is None:
         return []
+    # What follows the factor has a place for each chunk, and adds nothing up.
     cut = {
         id(var)
         for each in stmt.unit.eqns
@@ -35,6 +36,8 @@ def combine(
     reducer = stmt.reducer
     if reducer is None or all(old is None for old in held):
         return new
+    # Maxima, sums and results of two parts depend on each other, so none is combined
+    # alone.
     if reducer == "softmax":
         (unit_eqn,) = stmt.unit.eqns
         assert unit_eqn.rule.combine is not None
@@ -42,6 +45,8 @@ def combine(
     found = list(new)
     for number, out in enumerate(accumulators(stmt)):
         if (old := held[number]) is not None:
+            # A sum of bfloat16 goes into float32: in chunks it would round once for
+            # each.
             dtype = stmt.outs[out].dtype
             both = (lax.convert_element_type(x, dtype) for x in (old, new[number]))
             found[number] = COMBINE[reducer](*both)

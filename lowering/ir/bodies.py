@@ -79,6 +79,8 @@ def with_each_body(program: Program, change: Callable[[Program], Program]) -> Pr
         else stmt
         for stmt in program.body
     )
+    # What is known of a program is known by its identity (`ir/derived.py`,
+    # `cost/remembering.py`), so one that nothing changed stays itself.
     if all(map(operator.is_, body, program.body)):
         return program
     return dataclasses.replace(program, body=body)
@@ -143,6 +145,7 @@ def with_marks(program: Program, marks: Sequence[Mark]) -> Program:
 
 
 def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
+    # Each program takes its own off one iterator, in the order of `all_marks`.
     own = tuple(next(marks) for _ in program.marks)
     program = with_each_body(program, lambda body: _with_marks(body, marks))
     if all(map(operator.is_, own, program.marks)):
@@ -153,6 +156,7 @@ def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
 def is_alike(one: Program, other: Program) -> bool:
     """Whether two programs are the same ones, but for what stream marks say."""
     return (
+        # By identity, as what is known of statements is.
         one.body is other.body
         and one.params == other.params
         and one.results == other.results

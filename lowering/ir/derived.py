@@ -25,6 +25,8 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
 
     @functools.wraps(find)
     def found(program: Program) -> _R:
+        # A cache by program, as `functools.cache`, would keep alive all the programs of
+        # a lowering, and hash their statements.
         if find not in program.derived:
             program.derived[find] = find(program)
         return program.derived[find]

@@ -17,6 +17,7 @@ def display_name(program: Program, name: str) -> str:
     A pass that makes a buffer of another's value puts a word behind that one's name.
     """
     base = name
+    # Word by word from the end: users' names have underscores as well.
     while base and base not in program.display_names:
         base = base.rpartition("_")[0]
     return program.display_names.get(base, name)
@@ -48,6 +49,8 @@ def _displayed(program: Program, remark: Remark) -> Remark:
             return dataclasses.replace(remark, values=values)
         case LayoutReport(value=value):
             name = display_name(program, value)
+            # The text was written when only the buffer's name was known, and begins
+            # with it.
             text = name + remark.text.removeprefix(value)
             return dataclasses.replace(remark, value=name, text=text)
         case _:

@@ -16,11 +16,15 @@ def reads_writes(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
     if isinstance(stmt, ir.Compute):  # most statements are, and passes ask often
         outs = stmt.outs
+        # To add to a sum is to read it: who does so follows all that wrote there
+        # before.
         added = [outs[number] for number in accumulators(stmt)] if stmt.reducer else []
         return [*stmt.ins, *added], [*outs]
     match stmt:
         case ir.Scan() | ir.While() | ir.Cond():
             return [*stmt.ins], [*stmt.outs]
+        # A `Select` moves nothing, but stands behind its source and before who reads
+        # it.
         case ir.Set() | ir.Reshard() | ir.Neighbours() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
         case ir.Allocate(buffer=buffer):
@@ -43,6 +47,8 @@ def _reads_writes_of_body(
     for stmt in body:
         if not isinstance(stmt, ir.Select):
             inner_reads, inner_writes = reads_writes(stmt)
+            # What the body makes for itself is among them; outside nobody has its
+            # names.
             reads += map(aliases.memory, inner_reads)
             writes += map(aliases.memory, inner_writes)
     return reads, writes
@@ -70,6 +76,7 @@ def read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
+        # A loop's statements come by themselves; to name a part is to read nothing.
         if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
             names |= {buffer.name for buffer in reads_writes(stmt)[0]}
     return frozenset(names)
@@ -79,6 +86,7 @@ class Aliases:
     """The aliases that some statements make, and what they are parts of."""
 
     def __init__(self, body: Iterable[ir.Stmt]) -> None:
+        # Those in loops too: an iteration's aliases are of memory outside.
         selects = (stmt for stmt in ir.walk(tuple(body)) if isinstance(stmt, ir.Select))
         self.selects = {select.out.name: select for select in selects}
 

@@ -21,6 +21,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Compute, walk
 
+# A function in a parameter prints with its address, another one in each process.
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
@@ -35,6 +36,7 @@ def fingerprint_lines(program: Program) -> list[str]:
 
     The name of the program is not among them.
     """
+    # Under another name a function is tuned as it was.
     _, *statements = str(program).splitlines()
     lines = [line.strip() for line in statements if line.strip()]
     for stmt in (s for each in programs(program) for s in walk(each.body)):
@@ -69,6 +71,7 @@ def value_text(value: Any) -> str:
             items = [f"{key}={value_text(item)}" for key, item in value.items()]
             return f"{{{', '.join(sorted(items))}}}"
         case Set():
+            # Python orders the strings of a set by a seed of the process.
             return f"{{{', '.join(sorted(map(value_text, value)))}}}"
         case tuple() | list():
             return f"({', '.join(map(value_text, value))})"
@@ -77,11 +80,13 @@ def value_text(value: Any) -> str:
         case np.ndarray():
             digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
             return f"{value.dtype}{value.shape} {digest[:16]}"
+        # A constant of a trace around this one has no value yet.
         case _ if is_tracing(value):
             return str(jax.typeof(value))
         case jax.Array() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return f"{value.dtype} {value_text(jax.random.key_data(value))}"
         case jax.Array():
+            # No process can read another one's part by itself.
             whole = value.is_fully_addressable or value.is_fully_replicated
             return value_text(np.asarray(value)) if whole else str(jax.typeof(value))
         case _:
@@ -98,5 +103,6 @@ def _jaxpr_text(jaxpr: ClosedJaxpr) -> str:
 
 
 def _numbers(invars: Sequence[Var], eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    # By the order in which they are made: JAX prints a variable by its identity.
     made = [var for eqn in eqns for var in eqn.outvars]
     return {var: number for number, var in enumerate([*invars, *made])}

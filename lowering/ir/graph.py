@@ -106,7 +106,7 @@ def nodes(
             stmts = (stmt, Wait(communication=stmt.name))
         reads, writes = reads_writes(stmt)
         operands = barriers.get(writes[0].name, ()) if writes else ()
-        if operands and not _hands_on(stmt):
+        if operands and not _forwards(stmt):
             operands = ()
         made.append(Node(stmts, tuple(reads), tuple(writes), operands))
     return Graph(made)
@@ -119,7 +119,7 @@ def graph_of(program: Program) -> Graph:
     return nodes(program.body, {mark.buffer: mark.operands for mark in barriers})
 
 
-def _hands_on(stmt: Stmt) -> bool:
+def _forwards(stmt: Stmt) -> bool:
     """Whether it is a barrier, and does not only cut padding off what one hands on."""
     return isinstance(stmt, Compute) and all(is_barrier(e.eqn) for e in stmt.unit.eqns)
 
@@ -134,6 +134,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
 
     def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
         found = {buffer.name for buffer in buffers}
+        # To make an alias is no access: what it is a part of may be written later.
         if not isinstance(node.stmt, Select):
             found |= {aliases.memory(buffer).name for buffer in buffers}
         return found
@@ -223,10 +224,10 @@ class _Groups:
             self.readers[other] |= 1 << group
             above |= self.upstream[other]
         if above & ~self.upstream[group]:
-            for other in self.behind(group):
+            for other in self.downstream(group):
                 self.upstream[other] |= above
 
-    def behind(self, group: int) -> set[int]:
+    def downstream(self, group: int) -> set[int]:
         """A group and all that need it, through others too."""
         found, waiting = {group}, [group]
         while waiting:

@@ -93,6 +93,7 @@ class Binary(Index):
 
 
 def _least(left: Any, right: Any) -> Any:
+    # Of two ints NumPy would make an int64, and shapes have plain ints.
     both_known = isinstance(left, int) and isinstance(right, int)
     return min(left, right) if both_known else np.minimum(left, right)
 
@@ -183,6 +184,8 @@ def leaves(index: Index) -> frozenset[Index]:
 
 def _binary(op: str, left: IndexLike, right: IndexLike) -> Index:
     left, right = as_index(left), as_index(right)
+    # Folded as it is built: texts have no `* 1`, and what has one value is more often
+    # equal, by which `schedule/stages.py` compares places.
     if isinstance(left, Constant) and isinstance(right, Constant):
         return Constant(int(_OPERATORS[op](left.value, right.value)))
     match op, left, right:
@@ -198,6 +201,7 @@ def _binary(op: str, left: IndexLike, right: IndexLike) -> Index:
             return Constant(0)
         case "//", _, Constant(value=1):
             return left
+        # Sums lean to the left, so that the same terms in the same order are equal.
         case "+", _, Binary(op="+", left=first, right=second):
             return left + first + second
         case "-", Constant(value=a), Binary(op="+", left=x, right=Constant(value=b)):

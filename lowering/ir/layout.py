@@ -46,7 +46,9 @@ def local_shape(
 ) -> tuple[int, ...]:
     """What one device holds of a value of global `shape`."""
     return tuple(
-        size // axes_size(axes, mesh) for size, axes in zip(shape, layout, strict=True)
+        # It divides: `padding/` has seen to that before any value has a layout.
+        size // axes_size(axes, mesh)
+        for size, axes in zip(shape, layout, strict=True)
     )
 
 
@@ -71,6 +73,7 @@ def is_layout(layout: Layout) -> bool:
 def repeated_axes(axes: Iterable[str]) -> list[str]:
     """The names that occur more than once, in order."""
     seen: set[str] = set()
+    # `add` gives None, so an axis that is new is noted and left out.
     return [axis for axis in axes if axis in seen or seen.add(axis)]
 
 

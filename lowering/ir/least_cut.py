@@ -42,10 +42,13 @@ def least_cut(
     made = {value: 2 * number + 2 for number, value in enumerate(values)}
     edges: dict[tuple[int, int], int] = {}
     for value in values:
+        # Rounded up: nothing that has a size is free to keep.
         edges[made[value], made[value] + 1] = math.ceil(sizes[value] * scale)
         if value not in made_of:
+            # It can only be kept: every way from it is cut at it, or behind it.
             edges[_SOURCE, made[value]] = _UNBOUNDED
         for operand in made_of.get(value, ()):
+            # To read costs nothing: only what is kept does, however many read it.
             edges[made[operand] + 1, made[value]] = _UNBOUNDED
         if value in wanted:
             edges[made[value] + 1, _SINK] = _UNBOUNDED
@@ -57,6 +60,8 @@ def needed(
     wanted: Iterable[T], made_of: Mapping[T, Sequence[T]], kept: Collection[T] = ()
 ) -> list[T]:
     """`wanted`, and all that it can be computed again from, back to what is `kept`."""
+    # A dict for its order: that of a set of strings differs from process to process,
+    # and of equal cuts each would take another.
     found: dict[T, None] = {}
     waiting = list(wanted)
     while waiting:
@@ -73,6 +78,7 @@ def _behind_least_cut(edges: Mapping[tuple[int, int], int], size: int) -> set[in
     capacities = np.array(list(edges.values()), np.int32)
     graph = sparse.csr_array((capacities, tuple(places)), shape=(size, size))
     left = graph - csgraph.maximum_flow(graph, _SOURCE, _SINK).flow
+    # SciPy's search would go along stored zeros as well.
     left.eliminate_zeros()
     order = csgraph.breadth_first_order(left.T, _SINK, return_predecessors=False)
     return set(map(int, order))

@@ -70,6 +70,7 @@ class Machine:
         """Inside, the walk is in that iteration of `loop`."""
         self.loops[loop.index] = number
         yield
+        # Not in a `finally`: behind an error no walk goes on.
         del self.loops[loop.index]
 
     # --- Streams -------------------------------------------------------------- #
@@ -82,6 +83,7 @@ class Machine:
     def stream_key(self, stream: Stream) -> StreamKey:
         """Which queue `stream` is, here."""
         if stream.name:
+            # A name that captured no stream is a queue of its own, such as `own`.
             return self._captured.get(stream.name, (stream.name, 0))
         return ("", self.static(stream.index, "stream index"))
 

@@ -24,6 +24,8 @@ class FreshNames:
 
     def fresh(self, wanted: str) -> str:
         """`wanted` made an identifier, with a number where it is taken."""
+        # Users' names come as `params['w']`; XLA's metadata and tests read them as one
+        # word.
         base = re.sub(r"\W+", "_", wanted).strip("_") or "v"
         name, count = base, self._counts[base]  # up to there, all are taken
         while name in self._taken:
@@ -38,6 +40,7 @@ def buffer_names(program: Program) -> set[str]:
     """Every name in `program` that a buffer or a communication bears."""
     names = {buffer.name for buffer in (*program.params, *program.results)}
     for stmt in walk(program.body):
+        # By field, so that no node is forgotten: two of one name give wrong results.
         for field in ("name", "out", "buffer"):
             value = getattr(stmt, field, None)
             if value is not None:

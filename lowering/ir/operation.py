@@ -117,6 +117,7 @@ class Operation:
             size % axes_size(axes, mesh) == 0
             for size, axes in zip(self.sizes, assignment, strict=True)
         ) and all(
+            # The dim that windows read may have another size than the factor has steps.
             window.size % axes_size(assignment[window.factor], mesh) == 0
             for window in self.windows
         )
@@ -240,6 +241,7 @@ def assignment_of(
     """Axes by factor, in the order in which the claims name them."""
     spread: list[list[str]] = [[] for _ in range(factors)]
     for axis, factor in claims:
+        # Several values may put the axis there; it is major to those claimed later.
         if chosen[axis] == factor and axis not in spread[factor]:
             spread[factor].append(axis)
     return tuple(tuple(axes) for axes in spread)

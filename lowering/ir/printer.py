@@ -127,6 +127,8 @@ def _body_lines(body: Sequence[ir.Stmt], known: set[str], indent: str) -> Iterat
         inner = indent + INDENT
         match stmt:
             case ir.For(body=loop_body):
+                # What a body makes exists for one iteration: behind the loop it is new
+                # again.
                 yield from _body_lines(loop_body, set(known), inner)
             case ir.Scan(body=program):
                 yield from _inner_lines("body", program, inner)

@@ -33,9 +33,11 @@ class Program:
     body: tuple[Stmt, ...]
     marks: tuple[Mark, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    # One mapping for all passes: what they make has the value's name and a word more.
     display_names: Mapping[str, str] = dataclasses.field(
         default_factory=dict[str, str], compare=False, repr=False
     )
+    # Not compared: it is what a pass knew, and no part of what the program does.
     streamed: Mapping[str, Any] = dataclasses.field(
         default_factory=dict[str, Any], compare=False, repr=False
     )

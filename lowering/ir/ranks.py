@@ -44,6 +44,7 @@ class Ranks:
             return index.value
         indices = {LoopIndex(name): value for name, value in loops.items()}
         values = np.asarray(evaluate(index, {**self.leaves, **indices}))
+        # An int wherever it can be: XLA reads and writes a static slice in place.
         first = values.flat[0]
         return int(first) if (values == first).all() else values
 
@@ -79,5 +80,7 @@ class Ranks:
         return first.reshape(self.extent(axes), -1)
 
     def _position(self, axis: str) -> np.ndarray:
+        # Of size 1 along the other axes: on a large mesh most indices are about one
+        # axis.
         shape = [size if name == axis else 1 for name, size in self.sizes.items()]
         return np.arange(self.sizes[axis]).reshape(shape)

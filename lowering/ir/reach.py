@@ -39,8 +39,10 @@ Lane: TypeAlias = Literal["copies", "collectives", "network"]
 def lane_of(stmt: ir.Communicate, reach: Mapping[str, Reach]) -> Lane:
     """The lane of a transfer between GPUs that lie so far apart."""
     reaches = {reach.get(axis, "process") for axis in stmt.axes}
+    # One axis is enough: a ring is as slow as its slowest link.
     if "hosts" in reaches:
         return "network"
+    # An engine copies; what adds up, or brings several parts, is a kernel.
     copied = stmt.kind == "CollectivePermute" and reaches == {"process"}
     return "copies" if copied else "collectives"
 

@@ -33,6 +33,7 @@ class Region:
         """The part `[index : index + size]` of each of `groups` parts of a dim."""
         root_dim = self.kept[dim]
         dims = list(self.dims)
+        # Ranks may differ in the number of runs, which no array of numbers could hold.
         take = np.frompyfunc(lambda runs, start: _take(runs, groups, start, size), 2, 1)
         dims[root_dim] = np.asarray(take(dims[root_dim], index), dtype=object)
         kept = tuple(d for d in self.kept if not (drop and d == root_dim))
@@ -76,6 +77,7 @@ def _take(runs: Stretches, groups: int, start: int, size: int) -> Stretches:
     taken: list[Stretch] = []
     for group in range(groups):
         for first, stop in _cut(runs, group * part + start, size):
+            # Those that meet are one, or equal regions would not be equal tuples.
             if taken and taken[-1][1] == first:
                 first = taken.pop()[0]
             taken.append((first, stop))

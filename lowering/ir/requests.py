@@ -45,6 +45,7 @@ class StreamDefaults:
             own = getattr(request, wish)
             value = getattr(self, wish) if own is None else own
             asked[wish] = None if value == "auto" else value
+            # A nested function has written its settings on its marks, as wishes still.
             if asked[wish] and (own is None or wish in request.wished):
                 wished.append(wish)
         choice = StreamChoice(
@@ -200,6 +201,7 @@ def marks_alike(program: Program) -> list[tuple[int, ...]]:
     groups: dict[Any, list[int]] = {}
     for number, mark in open_marks(program).items():
         place, maker = makers[number]
+        # Layers' values have names of their own, but what makes them is alike.
         made = maker and (
             maker.unit.eqns[0].eqn.primitive.name,
             *(buffer.shape for buffer in (*maker.ins, *maker.outs)),
@@ -224,6 +226,7 @@ def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) 
     for number in numbers:
         mark = marks[number]
         assert isinstance(mark, StreamChoice)
+        # What a mark cannot have is said of its own line alone.
         marks[number] = dataclasses.replace(
             choice, buffer=mark.buffer, unmet=mark.unmet, numbers=mark.numbers
         )

@@ -31,6 +31,7 @@ def replace_buffers(stmt: _S, replaced: Mapping[str, Buffer]) -> _S:
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[str, ...]:
+    # `dataclasses.fields` builds its tuple anew, and each pass asks for each statement.
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
@@ -39,6 +40,7 @@ def _replace(value: Any, replaced: Mapping[str, Buffer]) -> Any:
         return replaced.get(value.name, value)
     if isinstance(value, tuple):
         items = cast(tuple[Any, ...], value)
+        # A statement that keeps its identity keeps what is known of it.
         new = tuple(_replace(item, replaced) for item in items)
         return new if any(map(operator.is_not, new, items)) else items
     return replace_buffers(value, replaced) if isinstance(value, Stmt) else value

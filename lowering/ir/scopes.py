@@ -17,6 +17,7 @@ from jhost.lowering.ir.names import buffer_names
 from jhost.lowering.ir.printer import statement_text
 from jhost.lowering.ir.program import Program
 
+# XLA puts what encloses it in front, as `jit(f)/shard_map/host_ir.3.y`.
 _SCOPE = re.compile(r"\bhost_ir\.(\d+)((?:\[\d+\])*)\.")
 
 
@@ -32,6 +33,7 @@ class Scopes:
     """The scopes of the statements of a program, and of the bodies in it."""
 
     def __init__(self, program: Program) -> None:
+        # By identity: equal statements may stand at several places.
         self._places = {id(stmt): n for n, stmt in enumerate(statements(program))}
         self.results = f"host_ir.{len(list(statements(program)))}.return"
 

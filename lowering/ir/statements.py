@@ -20,6 +20,7 @@ from jhost.lowering.rules.dim_rule import DimRule
 from jhost.lowering.rules.reads import WindowReads
 from jhost.lowering.rules.reducers import Reducer
 
+# A body is a program, and a program has statements: only types go both ways.
 if TYPE_CHECKING:
     from jhost.lowering.ir.program import Program
 
@@ -226,6 +227,7 @@ class Communicate:
     dim: int | None = None
     source_dim: int | None = None
     reducer: Reducer | None = None
+    # An expression, not JAX's pairs: one statement stands for all iterations.
     shift: Index | None = None
 
 
@@ -244,6 +246,7 @@ class Stream:
     """An ordered queue of work, by name or by an index: same index, same queue."""
 
     name: str = ""
+    # So one text stands for all streams of a loop, as `stream[i mod 4]`.
     index: Index = Constant(0)
 
 

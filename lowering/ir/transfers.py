@@ -27,6 +27,7 @@ def received_bytes(kind: ScheduledKind, held: int, devices: int) -> int:
             return held * (devices - 1)
         case "AllReduce":
             return 2 * held * (devices - 1) // devices
+        # Its own part of what a device holds stays where it is.
         case "ReduceScatter" | "AllToAll":
             return held * (devices - 1) // devices
         case "CollectivePermute" | "SwapAxes" | "Broadcast":

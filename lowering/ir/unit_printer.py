@@ -108,6 +108,7 @@ def aval_text(atom: Any) -> str:
 
 def _dtype_text(dtype: Any) -> str:
     name = str(getattr(dtype, "name", dtype))
+    # `uint` before `int`, which is a part of it.
     for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
         name = name.replace(long, short)
     return name

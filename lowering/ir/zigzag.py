@@ -20,6 +20,7 @@ def position(step: Any, size: int, devices: int) -> Any:
     A step is an integer, or an array of such.
     """
     part = size // (2 * devices)
+    # A device has two parts, and the late one counts from the sequence's end.
     device, inside = step // (2 * part), step % (2 * part)
     late = inside // part
     return (device + late * (2 * devices - 1 - 2 * device)) * part + inside % part
@@ -44,6 +45,7 @@ def exchanges(rank: Index, devices: int) -> list[Exchange]:
     found: list[Exchange] = []
     for half in range(2):
         part, slot = rank * 2 + half, (rank + half) % 2
+        # A part of the later half goes to the device that has its mirror image.
         target, source = minimum(part, last - part), rank + slot * (last - rank * 2)
         found.append(Exchange(half=half, slot=slot, target=target, source=source // 2))
     return found

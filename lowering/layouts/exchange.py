@@ -60,6 +60,7 @@ class HaloWriter:
         """What a device has of a piece, its own or received."""
         key = stmt.source.name, stmt.dim, stmt.axes, piece.distance, piece.mirrored
         key = (*key, piece.size, piece.starts)
+        # Windows of one value may share a piece, which then moves once.
         if key not in self.sent:
             edge = self.edge(stmt, piece, made)
             self.sent[key] = (
@@ -134,6 +135,7 @@ class HaloWriter:
             *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins),
         )
         (unit_eqn,) = unit.eqns
+        # Its one factor are the devices, whatever its operands' layouts say.
         unit_eqn = dataclasses.replace(unit_eqn, axes=(stmt.axes,))
         unit = dataclasses.replace(unit, eqns=(unit_eqn,))
         return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))

@@ -101,6 +101,7 @@ def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:
 def _is_small(node: Node) -> bool:
     stmt = node.stmt
     assert isinstance(stmt, Communicate)
+    # Numbers of 4 bits are packed in pairs, and a PRNG key has no place in a vector.
     whole_bytes = bits(stmt.out.dtype) >= 8 if _is_number(stmt.out) else False
     largest = larger_side(stmt)
     fits = 0 < largest <= SMALL
@@ -215,6 +216,7 @@ class _CombiningWalk:
 def _kind(stmt: Communicate) -> Hashable:
     """What communications have alike that can be one; sums know no order of axes."""
     reduces = stmt.kind == "AllReduce"
+    # A gather puts parts in the order of the axes, a sum has no order.
     axes = tuple(sorted(stmt.axes)) if reduces else stmt.axes
     return stmt.kind, axes, stmt.reducer, stmt.out.dtype
 
@@ -298,6 +300,8 @@ class _CombinedWriter:
         def pack(*values: jax.Array) -> jax.Array:
             if not scatters:
                 return lax.concatenate([lax.reshape(x, (x.size,)) for x in values], 0)
+            # What a device is to get of all values has to lie together: a scatter cuts
+            # once.
             rows = [_rows(x, dim, devices) for x, dim in zip(values, dims, strict=True)]
             return lax.concatenate(rows, 1).reshape(packed.shape)
 
@@ -315,6 +319,8 @@ class _CombinedWriter:
 
             def part(
                 x: jax.Array,
+                # Bound now: traced later, all parts would see the last of the loop's
+                # values.
                 start: int = start,
                 size: int = size,
                 shape: tuple[int, ...] = shape,

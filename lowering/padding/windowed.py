@@ -15,6 +15,12 @@ from typing import TypeAlias
 from jhost._jax import NO_LINE, source_line
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.bodies import CONTROL_FLOW, programs
+from jhost.lowering.ir.border import (
+    ScanBorder,
+    WhileBorder,
+    scan_border,
+    while_border,
+)
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import operand_maps
@@ -40,6 +46,7 @@ def windowed_requests(program: Program) -> Mapping[int, Sequence[PadRequest]]:
         for wish in _windowed(each, stmt)
     ]
     mesh = dict(program.mesh.shape)
+    # By all devices, before it is known which axes come: more than enough.
     uneven = [wish for wish in wanted if wish.size % math.prod(mesh.values())]
     if not uneven:  # as in most programs
         return {}
@@ -140,34 +147,29 @@ def _across(program: Program, stmt: ir.ControlFlow) -> Iterator[list[_DimOfValue
     """Dims inside of bodies and outside of them; stacked values have one more there."""
     match stmt:
         case ir.Scan(body=body):
-            whole = len(stmt.consts) + len(stmt.carry)
-            for n, (buffer, param) in enumerate(
-                zip(stmt.ins, body.params, strict=True)
-            ):
-                yield from _pairs(program, buffer, body, param, int(n >= whole))
-            for n, (buffer, made) in enumerate(
-                zip(stmt.outs, body.results, strict=True)
-            ):
-                stacked = int(n >= len(stmt.carried))
-                yield from _pairs(program, buffer, body, made, stacked)
-            carried = body.params[len(stmt.consts) : whole]
-            for param, made in zip(carried, body.results, strict=False):
-                yield from _pairs(body, param, body, made)
+            border = scan_border(stmt)
+            yield from _of_iterations(program, body, border)
+            for outside, inside in (*border.xs, *border.ys):
+                yield from _pairs(program, outside, body, inside, stacked=1)
         case ir.While(body=body):
-            params = body.params[len(stmt.consts) :]
-            ends = zip(stmt.carry, stmt.carried, params, body.results, strict=True)
-            for buffer, out, param, made in ends:
-                yield from _pairs(program, buffer, body, param)
-                yield from _pairs(program, out, body, made)
-                yield from _pairs(body, param, body, made)
-            for buffer, param in zip(stmt.consts, body.params, strict=False):
-                yield from _pairs(program, buffer, body, param)
+            yield from _of_iterations(program, body, while_border(stmt))
         case ir.Cond():
             for branch in stmt.branches:
                 for buffer, param in zip(stmt.operands, branch.params, strict=True):
                     yield from _pairs(program, buffer, branch, param)
                 for buffer, made in zip(stmt.outs, branch.results, strict=True):
                     yield from _pairs(program, buffer, branch, made)
+
+
+def _of_iterations(
+    program: Program, body: Program, border: ScanBorder | WhileBorder
+) -> Iterator[list[_DimOfValue]]:
+    """Dims of what all iterations have, and of what each hands to the next."""
+    for outside, inside in (*border.consts, *border.carry, *border.carried):
+        yield from _pairs(program, outside, body, inside)
+    # What leaves an iteration is what enters the next one.
+    for start, end in zip(border.carry, border.carried, strict=True):
+        yield from _pairs(body, start.inside, body, end.inside)
 
 
 def _pairs(

@@ -104,6 +104,7 @@ def rebind_local(parameter: str, dims: Dims) -> Rebind:
     """The rebind of equations whose `parameter` has the sizes of `dims`."""
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
+        # The parameter has the whole's sizes, and would make all of it on each device.
         sizes = part_shape(dims, eqn.params[parameter], shard)
         return bind(eqn, args, **{parameter: sizes})
 

@@ -141,11 +141,14 @@ def _rebind(
         for space, (dim, mapped) in enumerate(zip(dims, spaces, strict=True)):
             if not is_whole(mapped, shard):
                 assert mapped is not None
+                # What stands outside of the dim is multiplied and summed as well.
                 x = window_of(x, dim, mapped, shard, x.dtype.type(0))
                 padding[space], dilation[space] = (0, 0), 1
         if groups is not None:
             grouped = params["feature_group_count"] > 1
             name = "feature_group_count" if grouped else "batch_group_count"
+            # JAX checks the groups by the features that it is given, which are the
+            # part's.
             params[name] = shard.size(groups)
         params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
         return rebind_product(eqn.replace(params=params), [x, kernel], shard)

@@ -72,6 +72,7 @@ _TRANSCENDENTAL = (
     "tan",
     "tanh",
 )
+# Not cheap: each element is a series or a fraction of many terms.
 _SPECIAL = (
     "bessel_i0e",
     "bessel_i1e",
@@ -159,6 +160,7 @@ def _stretched(dims: Dims, shape: Sequence[int], operand: Sequence[int]) -> Dims
     if not operand:
         return ()
     return tuple(
+        # What is stretched is there whole on each device.
         dim if size == own else None
         for dim, size, own in zip(dims, shape, operand, strict=True)
     )
@@ -198,4 +200,5 @@ def moves_memory(eqn: JaxprEqn) -> bool:
     """Whether an equation takes values to the device's or the host's memory."""
     if eqn.primitive.name != "device_put":
         return False
+    # A sharding or a device among them would move values between devices.
     return all(isinstance(there, jax.memory.Space) for there in eqn.params["devices"])

@@ -104,6 +104,7 @@ def _assembled(
     made = lax.full(shape, 0, pieces[0].dtype)
     for piece, at in zip(pieces, places, strict=True):
         config = [(0, 0, 0)] * piece.ndim
+        # XLA moves a dynamic slice that is not inside; in this one all of them are.
         config[dim] = (size, size, 0)
         wide = lax.pad(piece, lax.full((), 0, piece.dtype), config)
         moved = lax.dynamic_slice_in_dim(wide, size - at, size, axis=dim)

@@ -50,6 +50,7 @@ class WindowReads:
 
     def shard(self, step: Any, count: int) -> Any:
         """The first place that `count` steps from `step` on read."""
+        # Backward, the last step reads the lowest place.
         lowest = step if self.stride > 0 else step + (count - 1)
         return self.first + self.stride * lowest
 

@@ -20,6 +20,7 @@ from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import FactorDim, Shard
 from jhost.lowering.rules.reads import WindowReads
 
+# Positions are int32: see `Shard.positions`.
 _MOST = np.iinfo(np.int32).max
 
 
@@ -86,6 +87,7 @@ def window_of(
         start = reads.start(0, count)
         x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
         x = _padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
+    # Where every device's window lies in the dim, XLA sees no comparison.
     elif fill is not None and _leaves(reads, count, shard.parts(mapped.factor)):
         start = reads.start(first_step(shard, mapped.factor), count)
         number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
@@ -106,6 +108,7 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     assert reads is not None
     x = _padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
     first = reads.shard(first_step(shard, mapped.factor), count)
+    # All devices begin at the same place between two elements: a static slice.
     if shard.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
         first = reads.shard(0, count)
     into = first % reads.dilation

@@ -59,6 +59,7 @@ class Barriers:
 
     def _merged(self, pieces: Sequence[ir.Compute]) -> ir.Compute:
         whole = self.whole[id(pieces[0])]
+        # Nothing moved: the program keeps the statement that it had.
         if len(pieces) == len(whole.ins):
             return whole
         ins, outs = zip(*((p.ins[0], p.outs[0]) for p in pieces), strict=True)

@@ -114,6 +114,7 @@ class StatementBlocks:
                 waiting += self.all[number].reads
             else:
                 behind.add(number)
+        # Those before the last maker stand before the transfer wherever it goes.
         return behind, sorted(n for n in along if n > max(behind, default=-1))
 
     def goes_along(self, number: int) -> bool:
@@ -141,6 +142,7 @@ class StatementBlocks:
             block = self.all[later]
             if found.isdisjoint(block.reads):
                 continue
+            # What waits reads it later, and so does who reads what that makes.
             if not block.can_wait:
                 return later
             found |= block.writes
@@ -180,6 +182,7 @@ def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
     away = False
     for stmt in body:
         if isinstance(stmt, ir.SetCurrentStream):
+            # What stands on another stream is in order there, and moves as one.
             away = stmt.stream != MAIN
         stmts.append(stmt)
         if not away:

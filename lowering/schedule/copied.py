@@ -30,6 +30,7 @@ def copied(
                 name = names.fresh(buffer.name)
                 made[buffer.name] = dataclasses.replace(buffer, name=name)
         if isinstance(stmt, ir.Communicate):
+            # A wait finds its communication by name, so no two under way share one.
             communications[stmt.name] = names.fresh(stmt.name)
     replaced = {**known, **made}
     copies = [
@@ -57,6 +58,8 @@ def _with_own_names(stmt: ir.Stmt, communications: Mapping[str, str]) -> ir.Stmt
 
 def _copied_unit(unit: ir.Unit) -> ir.Unit:
     """A unit of the same equations on other variables."""
+    # Units that are merged later are one jaxpr (`units/segment.py`), in which a
+    # variable is made once.
     known: dict[Var, Var] = {var: fresh_var(var.aval) for var in unit.invars}
     eqns = tuple(
         dataclasses.replace(each, eqn=_copied_eqn(each.eqn, known))

@@ -73,6 +73,7 @@ _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
 
 
 def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
+    # A sum keeps its source, which is there in any case, so loops count as well.
     working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
         if stmt.kind in ("ReduceScatter", "AllReduce") and is_open(stmt):
@@ -90,7 +91,9 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
     unread: list[tuple[int, int]] = []
     turn = 0
+    # In the order of their readers: on one lane what comes first is needed first.
     for number, stmt, reader in sorted(found, key=lambda each: each[2]):
+        # There is room again where the reader of the oldest one has run.
         while sum(size for _, size in unread) + larger_side(stmt) > window:
             turn, _ = unread.pop(0)
         unread.append((reader, larger_side(stmt)))

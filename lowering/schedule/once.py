@@ -33,6 +33,7 @@ class Once:
 
 def once_of(scan: ir.Scan, found: MovableTransfers) -> Once | None:
     """The gathers of what no iteration changes, which nothing in one can hide."""
+    # One iteration gathers once in any case.
     if scan.length < 2:
         return None
     gathers = tuple(each for each in found.early() if _reads(each) <= found.constant)
@@ -50,6 +51,7 @@ def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
 
 def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buffer]]:
     """The statements that gather, and what comes."""
+    # Of a body's params the consts come first.
     pairs = zip(once.scan.body.params, once.scan.consts, strict=False)
     known = {param.name: const for param, const in pairs}
     body: list[ir.Stmt] = []

@@ -41,6 +41,7 @@ class Stacks:
     def filled(self, stack: ir.Buffer) -> ir.Buffer:
         """One like it, with zeros."""
         out = fresh(stack, self.names)
+        # Each place is written before it is read; XLA has no array without contents.
         self._compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
         return out
 
@@ -114,6 +115,7 @@ def fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
 def _sliced(place: jax.Array, stack: jax.Array) -> jax.Array:
     starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     sizes = (1, *stack.shape[1:])
+    # JAX (0.10 to 0.12) would add a comparison and a select for indices below 0.
     part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     return lax.squeeze(part, [0])
 

@@ -29,6 +29,7 @@ def in_stages(loop: ir.For, memory: Mapping[str, Hashable]) -> ir.For:
     """
     stages = _stages(loop, memory)
     order = [*_staggered(loop, len(stages))]
+    # As it stands it is issued like that, and its text stays a plain loop.
     if order == sorted(order):
         return loop
     body = [stmt for stage in stages for stmt in (ir.NextStage(), *stage)][1:]
@@ -63,8 +64,9 @@ def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt,
         return [loop.body]
     enter, *work, leave, join = loop.body
     touches = _Touches(loop, memory)
-    cuts = [cut for cut in _cuts(work) if touches.apart(work[:cut], work[cut:])]
+    cuts = [cut for cut in _cuts(work) if touches.independent(work[:cut], work[cut:])]
     parts = [work[a:b] for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
+    # Each goes to its stream by itself: other iterations have their turn in between.
     stages = [(enter, *part, leave) for part in parts]
     return [*stages[:-1], (*stages[-1], join)]
 
@@ -81,6 +83,8 @@ def _takes_turns(loop: ir.For) -> bool:
             others = ir.SetCurrentStream | ir.Synchronize | ir.For
             known = leaves(stream.index) <= {LoopIndex(loop.index)}
             plain = not any(isinstance(stmt, others) for stmt in work)
+            # Its stream has to follow from the index alone: the order is made before it
+            # runs.
             return not stream.name and stream == joined and known and plain
         case _:
             return False
@@ -127,7 +131,7 @@ class _Touches:
         self.memory = memory
         self.aliases = Aliases(loop.body)
 
-    def apart(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
+    def independent(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
         """Whether an iteration may do `before` ahead of another's `after`.
 
         What both touch, and one writes, must be another part in each iteration.

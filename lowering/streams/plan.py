@@ -143,7 +143,10 @@ def _known(
 ) -> dict[int, Participation | str]:
     """What an earlier plan says of those nodes of a graph that were in its own."""
     every = {**plan.participations, **plan.uncut}
+    # By what they make: a pass may have replaced the statement, and the value is the
+    # same.
     parts = {before[n].writes[0].name: part for n, part in every.items()}
+    # By the statement itself: one that is new may well be cut.
     reasons = {id(before[n].stmt): reason for n, reason in plan.declined.items()}
     said = (
         (parts.get(node.writes[0].name) if node.writes else None)

@@ -26,6 +26,7 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
     for eqn in jaxpr.eqns:
         rule = rule_of(eqn)
         eqns.append(UnitEqn(eqn=eqn, rule=rule, axes=((),) * len(rule.sizes)))
+    # JAX gives a result that it knows as a literal, which no statement makes.
     outvars = tuple(var for var in jaxpr.outvars if isinstance(var, Var))
     assert len(outvars) == len(jaxpr.outvars), f"{name} returns a literal"
     return Unit(

@@ -137,6 +137,7 @@ def _check_partial(state: State, stmt: Communicate) -> None:
         if stmt.reducer is None or axis not in stmt.axes
     )
     reduced = {(axis, stmt.reducer) for axis in stmt.axes if stmt.reducer is not None}
+    # As sets: in which order axes are reduced makes no difference.
     if not reduced <= set(stmt.source.partial) or set(left) != set(stmt.out.partial):
         state.fail(
             "a source partial over these axes and a result that no longer is",
@@ -153,6 +154,8 @@ def _check_spread(state: State, stmt: Communicate) -> None:
         expected = list(swapped(tuple(expected), stmt.axes))
     if fields.grows:
         dim = getattr(stmt, fields.grows)
+        # Shards along the minor axes lie side by side; gathered along a major one they
+        # would come in another order than the whole has.
         kept = len(expected[dim]) - len(stmt.axes)
         if kept < 0 or expected[dim][kept:] != stmt.axes:
             state.fail(
@@ -163,6 +166,7 @@ def _check_spread(state: State, stmt: Communicate) -> None:
         expected[dim] = expected[dim][:kept]
     if fields.shrinks:
         dim = getattr(stmt, fields.shrinks)
+        # A scatter cuts what a device has, so its axes are the minor ones.
         expected[dim] = (*expected[dim], *stmt.axes)
     if expected != [dim.axes for dim in stmt.out.dims]:
         state.fail(

@@ -76,7 +76,10 @@ def _check_cond(state: State, stmt: ir.Cond) -> None:
 def _stacked(buffer: ir.Buffer, length: int) -> ir.Buffer:
     """What has a value of that type for each iteration."""
     return dataclasses.replace(
-        buffer, shape=(length, *buffer.shape), dims=(ir.Dim(), *buffer.dims)
+        # No axis shards the iterations: a device would not have the slice of each.
+        buffer,
+        shape=(length, *buffer.shape),
+        dims=(ir.Dim(), *buffer.dims),
     )
 
 
@@ -95,4 +98,5 @@ def _check_same(
 
 
 def _type(buffer: ir.Buffer) -> tuple[object, ...]:
+    # Each side has names of its own, and streams end at the border.
     return buffer.shape, buffer.dtype, layout_of(buffer), buffer.partial

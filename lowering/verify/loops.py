@@ -63,6 +63,7 @@ def check_loop(
     iterations = [_UnderWay() for _ in range(stmt.extent)]
     staged = _Staged()
     if stmt.order:
+        # Issued one by one, no iteration overtakes another.
         state.staged.append(staged.ahead)
     for turn in turns(stmt):
         staged.iteration = turn.iteration
@@ -103,6 +104,7 @@ def _check_order(state: State, stmt: For) -> None:
 @contextmanager
 def _in_flight(state: State, place: str, turn: Turn, own: _UnderWay) -> Generator[None]:
     """What `own` has in flight has its plain names; between stages also its `place`."""
+    # All iterations under way call a communication by its one name.
     for name in own.in_flight:
         state.in_flight[name] = state.in_flight.pop(f"{name} of {place}")
     before = state.in_flight.keys() - own.in_flight.keys()

@@ -46,6 +46,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
 
 
 def check_select(state: State, stmt: Select) -> None:
+    # No read: a part of memory is named before anything is written there.
     source = state.look_up(stmt.source)
     size = state.static(stmt.size, "size")
     _check_select_dim(state, stmt, source, size)

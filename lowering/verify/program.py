@@ -112,6 +112,7 @@ def _statement(state: State, stmt: ir.Stmt) -> None:
 
 def _verify_body(body: Program, state: State) -> None:
     """Check a body once: what it is given is checked where it stands."""
+    # Most passes leave most bodies as they are, and these are verified once in all.
     if _verify_body not in body.derived:
         verify(body, state.after, state.types, is_body=True)
         body.derived[_verify_body] = True
@@ -168,6 +169,8 @@ def _compute(state: State, stmt: ir.Compute) -> None:
     _check_arity(state, stmt.outs, outs)
     for buffer, type_ in zip(stmt.ins, ins, strict=True):
         known = state.read(buffer)
+        # The shape that it has in this iteration: a ragged last chunk is declared
+        # larger.
         if type_ is not None and (known.shape, buffer.dtype) != _pair(type_):
             _fail_type(state, buffer, known.shape, type_)
     sums = accumulators(stmt)
@@ -209,6 +212,7 @@ def _check_chunk(state: State, chunk: ir.Chunk) -> ChunkAt:
             f"{state.where()}expected multiples of {chunk.grain}, got [{chunk.start} : "
             f"+{size}]: a chunk starts and ends at multiples of its grain"
         )
+    # Where it starts changes no shape: all iterations have one entry in `types`.
     return ChunkAt(start=0, size=size, extent=chunk.extent, groups=chunk.groups)
 
 

@@ -41,6 +41,7 @@ class Root:
         """Whether something of `region` has contents, or it has no elements."""
         return (
             self.is_param
+            # Most often what was written is read again whole: one region, made once.
             or any(region is write or overlap(region, write) for write in self.writes)
             or is_empty(region)
         )
@@ -278,6 +279,8 @@ class State(Machine):
         if not known.is_alias:
             return
         for other in self.scopes[-1].alias_writes:
+            # Through one alias, or a part of it, a sum is added to in the same
+            # iteration.
             if _clash(known, other) and not _related(known.aliases, other.aliases):
                 self.fail(
                     "aliases that share no element",
