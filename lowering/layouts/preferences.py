@@ -46,6 +46,8 @@ class Preferences:
         self.buffers = buffers
         self.mesh = mesh
         self.barriers = barriers
+        self.through_borders = False
+        """Whether what follows a whole value prefers for it what its readers prefer."""
         self.specs = {name: mark.spec for name, mark in marks.items()}
         self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
         self.targets: dict[str, Layout] = {}
@@ -105,13 +107,20 @@ class Preferences:
         """Whether its operand's layout decides: a barrier, too, binds no layouts."""
         return op.taking or not self.barriers.isdisjoint(op.outs)
 
+    def is_wished_otherwise(self, op: Operation, assignment: Assignment) -> bool:
+        """Whether its operand is whole, though readers of its result prefer parts."""
+        if not self.follows(op) or any(assignment):
+            return False
+        return any(used_axes(self.targets.get(name, ())) for name in op.outs)
+
     def _is_as_read(self, op: Operation, assignment: Assignment) -> bool:
         """Whether its operand is preferred as readers prefer its result.
 
         What only follows is assigned as the operand was made.  But a sum is stacked
         where that is preferred, and what every device has whole need not be made so.
         """
-        return op.stacks or (self.follows(op) and not any(assignment))
+        whole = self.through_borders and self.follows(op) and not any(assignment)
+        return op.stacks or whole
 
     def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
         """What an operation so assigned may prefer, and whether that uses axes.

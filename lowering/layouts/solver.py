@@ -85,6 +85,22 @@ class Solver:
                 self.readers.setdefault(name, []).append(number)
 
     def fixed_point(self) -> Decisions:
+        """The best fixed point; whole values in parts where that moves no more."""
+        best, preferences = self.of_two_starts(), self.preferences
+        decided = zip(self.operations, best.in_order(), strict=True)
+        if not any(preferences.is_wished_otherwise(*each) for each in decided):
+            return best  # as most often
+        before = preferences.snapshot()
+        preferences.through_borders = True
+        in_parts = self.fixed_point_from(best.in_order())
+        preferences.through_borders = False
+        # A value that is made anywhere may be read in parts, and whole as well.
+        if best.price.beats(in_parts.price):
+            preferences.restore(before)
+            return best
+        return in_parts
+
+    def of_two_starts(self) -> Decisions:
         """Preferences and decisions at a fixed point, of two the one that moves less.
 
         The one begins with what the constraints suggest to the operations before them,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.layout import axes_size, layout_of
-from jhost.lowering.ir.remarks import LayoutReport
+from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Reshard, Scan
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests.lowering.traced import asked, built, remarks, reshard_bytes
@@ -198,3 +198,22 @@ def test_what_is_carried_says_that_it_has_one_layout() -> None:
     (scan,) = [stmt for stmt in program.body if isinstance(stmt, Scan)]
     texts = [report.text for report in remarks(scan.body, LayoutReport)]
     assert any("what is carried has one layout in all iterations" in t for t in texts)
+
+
+def test_what_is_gathered_ahead_is_named_with_what_needs_it_whole() -> None:
+    """Its cast would move twice the bytes, so that comes behind the gather."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.fft.fft(shard(x, P("tp", None)), axis=0)
+
+    program = PropagateLayouts().apply(asked(f, (8, 4), tp=4))
+    (report,) = remarks(program, ReplicationReport)
+    assert (report.primitive, report.bytes) == ("fft", 96)
+
+
+def test_what_a_contraction_gathers_is_not_repeated() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.tanh(rows_and_columns(x, w)), axis=0)
+
+    program = PropagateLayouts().apply(asked(f, (8, 8), (8, 64), tp=4))
+    assert not remarks(program, ReplicationReport)
