@@ -272,3 +272,19 @@ def test_shards_of_weights_come_and_their_gradients_go_in_loops(
     for sent in others:
         assert shard in sent
         assert set(sent) <= {come, shard, add}
+
+
+@pytest.mark.parametrize("pipeline", ["p2p", "collective"])
+def test_eight_bits_and_their_scales_are_what_comes(
+    run: Run, dumped: Dumped, capsys: Captured, pipeline: str
+) -> None:
+    run("fp8.py", ["--pipeline", pipeline])
+    out = capsys.readouterr().out
+    # A row's scale is the maximum over all devices, between the products.
+    assert re.match(r"mlp: [12] loop", out)
+    received, wide = re.findall(r"receives ([\d,]+) bytes.* be ([\d,]+)", out)[0]
+    assert int(received.replace(",", "")) < 0.85 * int(wide.replace(",", ""))
+    (program,) = dumped()
+    coming = "CollectivePermute" if pipeline == "p2p" else "AllGather"
+    kinds = re.findall(r"(f8\w+)\[[^=]*= " + coming, program)
+    assert kinds == ["f8_e4m3fn"]

@@ -97,6 +97,7 @@ from jhost._jax.processes import (
     coordination as coordination,
     process_number as process_number,
 )
+from jhost._jax.scaled import scaled_matmul_p as scaled_matmul_p
 from jhost._jax.scans import (
     scan_counts as scan_counts,
     scan_like as scan_like,

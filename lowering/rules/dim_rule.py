@@ -4,11 +4,11 @@ A rule names the *factors* of an equation: its independent indices in the einsum
 `mk,kn->mn` has m and n parallel and k reduced.  The rule maps each dim to a factor, or
 to None where the dim must be whole.  Padding, layouts and streams all read this one
 table.  The rules themselves stand in `elementwise.py`, `shape.py`, `contract.py`,
-`ragged.py`, `along.py`, `index.py`, `gather.py`, `scatter.py`, `random.py`,
-`attention.py`, `written_attention.py`, `partitioning.py` and `shard_map.py`, and those
-that read windows of dims in `rearrange.py`, `rotate.py`, `pooling.py` and
-`convolution.py`.  They are written down with `building.py` and `windows.py`; `table.py`
-has them all.
+`scaled.py`, `ragged.py`, `along.py`, `index.py`, `gather.py`, `scatter.py`,
+`random.py`, `attention.py`, `written_attention.py`, `partitioning.py` and
+`shard_map.py`, and those that read windows of dims in `rearrange.py`, `rotate.py`,
+`pooling.py` and `convolution.py`.  They are written down with `building.py` and
+`windows.py`; `table.py` has them all.
 """
 
 from __future__ import annotations

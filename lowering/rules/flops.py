@@ -7,6 +7,9 @@ import math
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jhost.lowering.rules.dim_rule import DimRule, Shard, factors_of, shape_of
+from jhost.lowering.rules.scaled import MATRICES
+
+_PRODUCTS = ("dot_general", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper")
 
 
 def flops_of(eqn: JaxprEqn) -> int:
@@ -15,8 +18,9 @@ def flops_of(eqn: JaxprEqn) -> int:
     A contraction multiplies and adds; of anything else it is taken that there is one
     operation for each element that it reads or makes, whichever are more.
     """
-    if eqn.primitive.name == "dot_general":
-        ((contracted, _), _) = eqn.params["dimension_numbers"]
+    if eqn.primitive.name in _PRODUCTS:
+        numbers = eqn.params.get("dimension_numbers", MATRICES)
+        ((contracted, _), _) = numbers
         shape = shape_of(eqn.invars[0])
         terms = math.prod(shape[dim] for dim in contracted)
         return 2 * terms * math.prod(shape_of(eqn.outvars[0]))

@@ -103,13 +103,6 @@ opaque(
     "pallas_call",
 )
 opaque(
-    "a scale belongs to a block of elements, which a part might cut",
-    "scaled_dot",
-    "scaled_matmul",
-    "scaled_matmul_wrapper",
-)
-
-opaque(
     "how the elements are laid out is known to the extended dtype alone",
     "from_edtype",
     "to_edtype",

@@ -39,7 +39,8 @@ def identity(reducer: Reducer, dtype: np.dtype) -> Any:
         case "sum" if jnp.issubdtype(dtype, jnp.complexfloating):
             value: Any = complex(-0.0, -0.0)
         case "sum" if jnp.issubdtype(dtype, jnp.floating):
-            value = -0.0
+            # A dtype of scales has no 0: these do not matter where values are 0.
+            value = 1.0 if dtype == jnp.float8_e8m0fnu else -0.0
         case "sum" | "or":
             value = 0
         case "prod":

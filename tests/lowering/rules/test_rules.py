@@ -241,7 +241,15 @@ _CASES: dict[str, tuple[Callable[..., Any], *tuple[Any, ...]]] = {
 }
 
 # Those that other tests have, and three that no public module names.
-_IN_OWN_TESTS = ("custom_partitioning", "edge", "iota_2x32_shape", "window")
+_IN_OWN_TESTS = (
+    "custom_partitioning",
+    "edge",
+    "iota_2x32_shape",
+    "scaled_dot",
+    "scaled_matmul",
+    "scaled_matmul_wrapper",
+    "window",
+)
 _CONSTRAINTS = ("reshard", "sharding_constraint")
 _FACTORIZATIONS: dict[str, tuple[Any, ...]] = {
     "geqp3": (_symmetric(), np.zeros((3, 2), np.int32)),
