@@ -47,7 +47,7 @@ class Candidate:
         text: the way in words.
         pipeline: "p2p" or "collective"; None for no pipeline.
         chunks: how many; None with no pipeline, or as many as the pipeline has unasked.
-        streams: on how many the loop takes turns; None for jhost's default.
+        streams: on how many queues the loop takes turns; None for jhost's default.
         minimum: seconds of the fastest call.
         median: seconds of the median call.
         predicted: seconds by the cost model; None if it does not know the devices.
@@ -288,17 +288,18 @@ def _streams(program: TunedProgram) -> Iterator[Element]:
 
 def _gain_texts(candidates: Sequence[Candidate]) -> Iterator[str]:
     """The chosen way beside no pipeline, by medians."""
-    chosen, plain = candidates[:1], [c for c in candidates[1:] if c.pipeline is None]
-    for one in chosen:
-        if one.pipeline is None and len(candidates) > 1:
-            yield "no pipeline is at least 3 % faster than none"
-    for one, other in zip(chosen, plain, strict=False):
-        if one.pipeline is not None and one.median:
-            yield (
-                f"{one.text} takes {seconds_text(one.median)}, and {other.text} "
-                f"{seconds_text(other.median)}: the choice is "
-                f"{other.median / one.median:.2f} times as fast"
-            )
+    plain = next((each for each in candidates if each.pipeline is None), None)
+    if plain is None or len(candidates) == 1:
+        return
+    chosen = candidates[0]
+    if chosen is plain:
+        yield "no pipeline is at least 3 % faster than none"
+    elif chosen.median:
+        yield (
+            f"{chosen.text} takes {seconds_text(chosen.median)}, and {plain.text} "
+            f"{seconds_text(plain.median)}: the choice is "
+            f"{plain.median / chosen.median:.2f} times as fast"
+        )
 
 
 def _bars(candidate: Candidate, chosen: str) -> Iterator[Bar]:

@@ -57,7 +57,7 @@ class StreamChoice(OnLines):
             that was found better.
         by_name: whether the user named the pipeline, which then stands even where it
             gains nothing.
-        streams: on how many a loop's iterations take turns at most; None for jhost's
+        streams: on how many queues iterations take turns at most; None for jhost's
             default.
         zigzag: whether causal loops work on sequences in zigzag order where they can.
         sums: where contractions over all chunks stand, such as weights' gradients.
