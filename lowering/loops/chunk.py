@@ -27,7 +27,7 @@ from jhost.lowering.units.make import unit_of
 class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
-    There are `extent` steps to cut, and iterations take turns on `streams` queues at most.
+    There are `extent` steps to cut, and iterations take turns on `streams` queues.
     `participations` and the `readers` of each buffer are by identity of their nodes;
     `names` are those taken in the program.
     """
