@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, indent, tostring
@@ -28,21 +28,24 @@ _STYLE = """
 .jhost summary { cursor: pointer; font-weight: 600; margin-left: -.6em; }
 .jhost h4 { margin: .8em 0 .2em; }
 .jhost p, .jhost ul { margin: .2em 0; }
-.jhost table { border-collapse: collapse; margin: .2em 0; }
+.jhost p, .jhost li, .jhost summary, .jhost h4, .jhost .box { overflow-wrap: anywhere; }
+.jhost table { display: block; overflow-x: auto; border-collapse: collapse; margin: .2em 0; }
 .jhost th, .jhost td { padding: .1em .8em .1em 0; text-align: left; vertical-align: top; font-weight: normal; }
 .jhost thead th { border-bottom: 1px solid var(--rule); }
-.jhost .bar { display: flex; width: 20em; height: 1.2em; }
+.jhost .bar { display: flex; width: min(20em, 40vw); height: 1.2em; }
 .jhost .bar i, .jhost .key { background: #0072b2; }
 .jhost .bar .communication, .jhost .key.communication { background: #009e73; }
 .jhost .bar .exposed, .jhost .key.exposed { background: #d55e00; }
 .jhost .bar .predicted, .jhost .key.predicted { background: #999999; }
 .jhost .bar .idle, .jhost .key.idle { background: var(--rule); }
-.jhost .key { color: white; padding: 0 .5em; margin-right: .5em; }
+.jhost .axis { display: flex; justify-content: space-between; width: min(20em, 40vw); border-top: 1px solid; }
+.jhost .axis span { font-size: 12px; }
+.jhost .key { display: inline-block; color: white; padding: 0 .5em; margin-right: .5em; }
 .jhost .key.idle { color: inherit; }
 .jhost .boxes { display: flex; flex-wrap: wrap; gap: .5em; margin: .4em 0; }
-.jhost .box { border: 1px solid var(--rule); border-left: 4px solid #0072b2; padding: .2em .6em; max-width: 23em; }
+.jhost .box { border: 1px solid var(--rule); border-left: 4px solid #0072b2; padding: .2em .6em; box-sizing: border-box; max-width: min(23em, 100%); }
 .jhost .box.communication { border-left-color: #009e73; }
-.jhost .box.loop { border-left-color: var(--rule); max-width: none; }
+.jhost .box.loop { border-left-color: var(--rule); max-width: 100%; }
 .jhost code, .jhost pre { font: 12px/1.4 ui-monospace, monospace; background: none; color: inherit; }
 .jhost code { display: block; overflow-wrap: anywhere; }
 .jhost pre { overflow-x: auto; }
@@ -54,6 +57,7 @@ _PAGE = Template("""\
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 $title
 </head>
@@ -159,11 +163,21 @@ class Bar:
     text: str
 
 
-def bars(rows: Sequence[Bar]) -> Element:
-    """Bars one below another, to one scale."""
+def bars(rows: Sequence[Bar], what: str, text: Callable[[float], str]) -> Element:
+    """Bars one below another, to one scale, and an axis below: of what, in units.
+
+    `text` says a length with its unit.
+    """
     lengths = [sum(_length(size) for _, size in row.parts) for row in rows]
-    longest = max(lengths, default=0.0) or 1.0
-    return element("table", *(_bar_row(row, longest) for row in rows))
+    longest = max(lengths, default=0.0)
+    drawn = [_bar_row(row, longest or 1.0) for row in rows]
+    return element("table", *drawn, *([_axis_row(text(longest), what)] * (longest > 0)))
+
+
+def _axis_row(end: str, what: str) -> Element:
+    axis = element("div", element("span", "0"), element("span", end), cls="axis")
+    cells = element("th", ""), element("td", axis), element("td", what)
+    return element("tr", *cells)
 
 
 def _bar_row(row: Bar, longest: float) -> Element:

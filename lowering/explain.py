@@ -324,7 +324,9 @@ def _rows(title: str, rows: Sequence[Any]) -> list[Element]:
         case LayoutReport():
             return titled(title, table(_LAYOUT, map(_layout_cells, rows)))
         case CommunicationReport():
-            return titled(title, bars([_received_bar(row) for row in rows]))
+            received = "bytes that a device receives"
+            drawn = bars([_received_bar(row) for row in rows], received, _bytes_text)
+            return titled(title, drawn)
         case _:
             return titled(title, listed(rows))
 
@@ -337,7 +339,8 @@ def _stream(row: StreamReport) -> list[Element]:
         for what, times in found.items()
         for text, seconds in times
     ]
-    return [element("p", str(row)), *([bars(drawn)] if drawn else [])]
+    said = element("p", str(row))
+    return [said, bars(drawn, "time of one run", seconds_text)] if drawn else [said]
 
 
 _LAYOUT = ("value", "before", "after", "a device receives", "why", "line")
@@ -346,6 +349,10 @@ _LAYOUT = ("value", "before", "after", "a device receives", "why", "line")
 def _layout_cells(row: LayoutReport) -> list[str]:
     received = bytes_text(row.bytes)
     return [row.value, row.before, row.after, received, row.reason, row.where]
+
+
+def _bytes_text(length: float) -> str:
+    return bytes_text(int(length))
 
 
 def _received_bar(row: CommunicationReport) -> Bar:

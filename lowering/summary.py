@@ -67,7 +67,7 @@ def gain_lines(explained: Explanation) -> Iterator[str]:
     if explained.communications:
         yield _hidden_line(explained)
     if largest := largest_exposed(explained):
-        yield f"largest that nothing hides: {largest.text}"
+        yield f"largest exposed transfer: {largest.text}"
     if text := advice(explained, largest.reports if largest else ()):
         yield f"to change first: {text}"
 
@@ -88,7 +88,8 @@ def _time_line(explained: Explanation, predicted: Prediction) -> str:
     if without is None:
         return said
     ratio = without.total / max(predicted.total, 1e-12)
-    return f"{said}, and {seconds_text(without.total)} without jhost ({ratio:.2f} x)"
+    gain = f"{ratio:.2f} times as fast"
+    return f"{said}, and {seconds_text(without.total)} without jhost ({gain})"
 
 
 def _hidden_line(explained: Explanation) -> str:
@@ -103,7 +104,7 @@ def _hidden_line(explained: Explanation) -> str:
         moved = f"{whole} in {seconds_text(predicted.communication)}"
         return (
             f"each device receives {moved}: computation hides {_time_text(hidden)}, "
-            f"and nothing hides {_time_text(exposed)} ({share})"
+            f"and {_time_text(exposed)} is exposed ({share})"
         )
     beside = bytes_text(sum(r.bytes for r in reports if _stands_beside_work(r)))
     return f"each device receives {whole}, {beside} of it beside work"

@@ -20,7 +20,7 @@ class PipelineSpec:
     Attributes:
         pipeline: "p2p", "collective" or "off"; None where none was asked for or chosen.
         chunks: how many; None for as many as the pipeline has unasked.
-        streams: on how many the loop's iterations take turns at most; None for jhost's
+        streams: on how many queues iterations take turns at most; None for jhost's
             default.
         zigzag: whether causal loops work on sequences in zigzag order where they can.
         sums: where contractions over all chunks stand, such as weights' gradients.

@@ -27,7 +27,8 @@ from jhost.lowering.units.make import unit_of
 class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
-    There are `extent` steps to cut, and iterations take turns on `streams` at most.
+    There are `extent` steps to cut, and iterations take turns on `streams` queues
+    at most.
     `participations` are by identity of their nodes.  What is `leaving` is read outside
     of the loop.  `names` are those taken in the program.
     """

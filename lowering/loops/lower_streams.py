@@ -54,7 +54,7 @@ class _LoopGroups:
 class LowerStreams(EachProgram):
     """Straight-line statements with stream marks -> statements and loops.
 
-    `streams` is the number of streams that a loop's iterations take turns on.  What
+    `streams` is the number of queues that a loop's iterations take turns on.  What
     cannot be is refused, or, in a program that is not `strict`, left unpipelined.
     """
 

@@ -245,14 +245,28 @@ def _page(report: OverlapReport, shown: Timeline) -> Element:
     """The tables as bars, and of the timeline what is `shown`."""
     rows = _overlaps(report)
     unknown = [] if report.predicted else [f"predicted: {_unknown(report)}"]
+    statements = [_statement_bar(s) for s in _statements(report)]
     return fold(
         report.title,
+        element("p", _hidden_text(report.mean)),
         key(_PARTS),
-        bars([_overlap_bar(row) for row in rows]),
+        bars([_overlap_bar(row) for row in rows], "time of the call", seconds_text),
         table(_OVERLAP, map(_overlap_cells, rows)),
         *(element("p", text) for text in unknown),
         *titled("timeline", _drawn(report.title, shown)),
-        *titled("statements", bars([_statement_bar(s) for s in _statements(report)])),
+        *titled("statements", bars(statements, "mean time of a device", seconds_text)),
+    )
+
+
+def _hidden_text(mean: DeviceOverlap) -> str:
+    if not mean.communication:
+        return "nothing was communicated"
+    share = mean.exposed / mean.total if mean.total else 0.0
+    return (
+        f"computation hid {seconds_text(mean.hidden)} of "
+        f"{seconds_text(mean.communication)} of communication; "
+        f"{seconds_text(mean.exposed)} was exposed, {share:.0%} of the call "
+        "(means of the devices)"
     )
 
 

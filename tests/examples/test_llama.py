@@ -123,7 +123,7 @@ def test_the_explanation_has_the_names_of_the_script() -> None:
     assert not re.findall(r".*_(?:i|partial|gathered)\b.*", text)
     screen = str(explanation).splitlines()
     assert len(screen) <= 40
-    (largest,) = (line for line in screen if "largest that nothing hides" in line)
+    (largest,) = (line for line in screen if "largest exposed transfer" in line)
     assert '`x @ w["gate"]` at llama.py:' in largest
 
 

@@ -160,7 +160,7 @@ def test_boxes_hold_what_loops_do(make_mesh: MakeMesh) -> None:
 def candidate(text: str, median: float, predicted: float | None) -> Candidate:
     return Candidate(
         text=text,
-        pipeline=None,
+        pipeline="collective" if "chunks" in text else None,
         chunks=None,
         streams=None,
         minimum=median / 2,
@@ -195,6 +195,9 @@ def test_a_tuning_has_a_bar_for_each_time(tmp_path: Path) -> None:
     assert "median 1 ms, minimum 500 us, chosen" in page.texts
     assert "median 1.5 ms, minimum 750 us" in page.texts
     assert "predicted 2 ms" in page.texts
+    said = "in 2 chunks takes 1 ms, and none 1.5 ms: the choice is 1.50 times as fast"
+    assert said in page.texts
+    assert ["0", "2 ms", "time of one call"] == page.texts[-4:-1]
     lines = [line.strip().removesuffix(":") for line in str(tuning).splitlines()]
     others = [line for line in lines if "median" not in line]
     assert set(others) <= set(page.texts)

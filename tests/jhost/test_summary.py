@@ -40,7 +40,7 @@ def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 260
     assert re.match(r"  predicted to take \S+ ms on 4 x NVIDIA H200, and ", lines[1])
-    (largest,) = (line for line in lines if "largest that nothing hides" in line)
+    (largest,) = (line for line in lines if "largest exposed transfer" in line)
     longest = max(explanation.communications, key=lambda each: each.exposed or 0.0)
     assert longest.value in largest
     assert "AllToAll of exp at decoder.py:" in largest
@@ -106,14 +106,15 @@ def advised(found: Explanation) -> str:
 def test_the_first_lines_say_what_is_gained_and_what_is_not() -> None:
     _, time, hidden, largest, *_ = str(explanation(transfer())).splitlines()
     assert time == (
-        "  predicted to take 4 ms on 2 x NVIDIA H200, and 6 ms without jhost (1.50 x)"
+        "  predicted to take 4 ms on 2 x NVIDIA H200, and 6 ms without jhost "
+        "(1.50 times as fast)"
     )
     assert hidden == (
-        "  each device receives 10.0 MB in 2 ms: computation hides 1 ms, and nothing "
-        "hides 1 ms (25% of the time)"
+        "  each device receives 10.0 MB in 2 ms: computation hides 1 ms, and 1 ms "
+        "is exposed (25% of the time)"
     )
     assert largest.startswith(
-        "  largest that nothing hides: 1 ms of 1 ms exposed: AllGather of x over tp"
+        "  largest exposed transfer: 1 ms of 1 ms exposed: AllGather of x over tp"
     )
 
 
@@ -144,7 +145,7 @@ def test_loops_that_lose_are_not_to_be_asked_for() -> None:
 def test_where_little_is_exposed_nothing_is_to_be_changed() -> None:
     found = explanation(transfer(exposed=0.0), total=3.01e-3)
     assert advised(found).startswith("nothing: computation takes")
-    assert "largest that nothing hides" not in str(found)
+    assert "largest exposed transfer" not in str(found)
 
 
 def test_on_cpus_nothing_is_predicted(make_mesh: MakeMesh) -> None:
