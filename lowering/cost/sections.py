@@ -74,6 +74,8 @@ class Sections:
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
+        # No communication stands here yet, so each statement is a node.
+        self.makers = [graph_of(each).makers for each in self.programs]
 
     def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
         """The section to evaluate some marks alike in, with `marks`.
@@ -157,6 +159,5 @@ class Sections:
         holder = self.holder(numbers)
         marks, first = self.programs[holder].marks, self.firsts[holder]
         names = [marks[number - first].buffer for number in numbers]
-        # No communication stands here yet, so each statement is a node.
-        makers = graph_of(self.programs[holder]).makers
+        makers = self.makers[holder]
         return [makers[name] for name in names] if makers.keys() >= set(names) else []

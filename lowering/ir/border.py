@@ -132,6 +132,7 @@ def with_values(
 
 def scan_ins(scan: Scan, row: Sequence[_T]) -> tuple[tuple[_T, ...], ...]:
     """The parts of a row with one thing for each operand: consts, carry, xs."""
+    # In JAX's order, which its equations and the params of their bodies have.
     return split(row, len(scan.consts), len(scan.carry))
 
 

@@ -21,7 +21,6 @@ from collections.abc import (
 )
 from typing import TypeAlias
 
-from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.marks import BarrierMark
 from jhost.lowering.ir.program import Program
@@ -112,9 +111,9 @@ def nodes(
     return Graph(made)
 
 
-@derived
 def graph_of(program: Program) -> Graph:
     """The nodes of a program, each piece of a barrier with the operands of all."""
+    # Not `derived`: `take_known` hands that on to programs with other bodies in them.
     barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
     return nodes(program.body, {mark.buffer: mark.operands for mark in barriers})
 

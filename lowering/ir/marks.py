@@ -66,6 +66,7 @@ class StreamChoice(OnLines):
     dim: int
     spec: PipelineSpec
     unpipelined: bool = False
+    # False only of a candidate: it is to go where it gains nothing.
     by_name: bool = True
     reason: str = ""
     predicted: tuple[tuple[str, float], ...] = ()

@@ -80,6 +80,7 @@ class StreamReport(OnLines):
     @property
     def text(self) -> str:
         how = f"{self.pipeline} pipeline" if self.chunks > 1 else "not pipelined"
+        # A prediction begins with what the candidate is called, and so does this text.
         said = self.reason.removeprefix(f"{how}, ")
         colon = ":" if said == self.reason else ","
         idle = "" if self.moves else "; nothing moves in this loop: it hides nothing"
