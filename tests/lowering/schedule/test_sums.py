@@ -210,7 +210,7 @@ def test_no_numbers_are_those_of_the_plain_function(special: float) -> None:
 
 
 def test_what_is_large_behind_the_last_work_is_made_once_the_sum_is_there() -> None:
-    """A table's gradient is as large as the terms: the two would take memory at once."""
+    """A table's gradient and the terms would take memory at the same time."""
 
     def step(table: jax.Array, x: jax.Array, w: jax.Array) -> Any:
         x = jhost.shard(x, P("dp"))
