@@ -133,6 +133,13 @@ class StatementBlocks:
         numbers = not any(out.shape for out in stmt.outs)  # such as where to read
         return views or numbers or _bytes(stmt.outs) <= _bytes(stmt.ins)
 
+    def makes(self, number: int) -> int:
+        """How many bytes a block computes that sees some dim as a whole."""
+        stmt = self.all[number].stmt
+        if not isinstance(stmt, ir.Compute) or all(map(_is_cheap, stmt.unit.eqns)):
+            return 0
+        return _bytes(stmt.outs)
+
     # --- Behind it ------------------------------------------------------------ #
 
     def reader(self, number: int, stmt: ir.Communicate) -> int:

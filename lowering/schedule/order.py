@@ -12,7 +12,8 @@ gives all of them, by counts and not by seconds: all processes write the same pr
 - A permute brings bytes as a gather does, and has an interval like one.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
   next work, and waited for when the window has no room for the next terms that are
-  made.
+  made.  Behind the last work little hides it, and the window is smaller: there it has
+  to have room for anything large that is made.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
   it.  So does a collective that was issued before it over the same devices: these have
   ended by then, as they run in order.
@@ -59,6 +60,12 @@ _WINDOW = 5
 
 So there is room for two all-reduces as permutes, which bring as much as they send, and
 for three reduce-scatters over two devices.
+"""
+
+_LAST_WINDOW = 2
+"""The same behind the last work, where little hides what is under way.
+
+A step's embedding has a gradient that is as large as that of the vocabulary's weights.
 """
 
 
@@ -127,8 +134,10 @@ class _Walk:
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
         terms = (t.interval.bytes for t in self.transfers.values() if t.sums)
-        self.window = _WINDOW * max(terms, default=0)
-        """How many bytes sums that are under way take."""
+        self.largest = max(terms, default=0)
+        """The bytes of the largest sum's terms."""
+        working = (n for n, block in enumerate(self.blocks.all) if block.works)
+        self.last_work = max(working, default=-1)
         self.sums: list[list[_ScheduledTransfer]] = []
         """Sums under way, by when they were issued."""
         self.again: list[_ScheduledTransfer] = []
@@ -161,7 +170,8 @@ class _Walk:
         # While gathers are under way, work stands on a stream as well: its tokens say
         # when they are issued and when they are waited for.
         beside = waited or any(not t.sums for t in self.under_way())
-        self.body += _on_own(block) if beside else block.stmts
+        ordered = block.contracts or (waited and number > self.last_work)
+        self.body += _on_own(block) if beside and ordered else block.stmts
 
     def under_way(self) -> list[_ScheduledTransfer]:
         waiting = {id(transfer) for transfer in self.to_come}
@@ -209,8 +219,11 @@ class _Walk:
             for each in self.to_come
             if each.sums and each.interval.ready == number
         )
+        window = _WINDOW * self.largest
+        if number > self.last_work:
+            made, window = self.blocks.makes(number), _LAST_WINDOW * self.largest
         # Not for all: what was issued last has had no work beside it.
-        if not (made and self.sums and made + self.held > self.window):
+        if not (made and self.sums and made + self.held > window):
             return False
         self.round()
         return True
@@ -324,8 +337,7 @@ def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
 
 def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
     """A block that is work on the main stream, on that of such work."""
-    # Loops have streams already, and what is no work hides nothing.
-    if not (isinstance(block.stmt, ir.Compute) and block.contracts):
-        return block.stmts
+    if not isinstance(block.stmt, ir.Compute):
+        return block.stmts  # loops have streams already
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block.stmts])
     return [ir.GetCurrentStream(stream=MAIN), *own, ir.Synchronize(stream=OWN)]

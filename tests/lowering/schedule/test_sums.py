@@ -17,7 +17,7 @@ import jhost
 from jhost.lowering.ir.bodies import most_under_way
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import PipelineKind
+from jhost.lowering.ir.statements import Compute, PipelineKind, Wait
 from tests import sums
 from tests.lowering.on_mesh import every_size, exact, on, program_of
 from tests.lowering.outside import (
@@ -207,3 +207,23 @@ def test_no_numbers_are_those_of_the_plain_function(special: float) -> None:
     args = x, np.ones((2, 2), np.float32)
     settings = on({"dp": 4}, (P("dp"), P()), (P(), P("dp")))
     exact(step, *args, **settings)
+
+
+def test_what_is_large_behind_the_last_work_is_made_once_the_sum_is_there() -> None:
+    """A table's gradient and the terms would take memory at the same time."""
+
+    def step(table: jax.Array, x: jax.Array, w: jax.Array) -> Any:
+        x = jhost.shard(x, P("dp"))
+        total, y = jhost.shard(x.T @ x, P()), x @ w
+        return total, y, table.at[jnp.array([3, 0, 3])].add(w[:3])
+
+    specs, outs = (P(), P("dp"), P()), (P(), P("dp"), P())
+    args = array(8, 8), array(8, 8, seed=1), array(8, 8, seed=2)
+    program = exact(step, *args, **on({"dp": 2}, specs, outs))
+    order = [
+        "wait" if isinstance(stmt, Wait) else "write"
+        for stmt in program.body
+        if isinstance(stmt, Wait)
+        or (isinstance(stmt, Compute) and "scatter" in str(stmt.unit))
+    ]
+    assert order[-1] == "write"
