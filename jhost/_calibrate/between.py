@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ class MeasuringBetween(Measuring):
     def __init__(
         self, start: Rates, *, budget: float = 0.5, scale: float = 1.0
     ) -> None:
-        first: dict[int, jax.Device] = {}
+        first: dict[int, Any] = {}
         for device in jax.devices():
             first.setdefault(device.process_index, device)
         super().__init__([*first.values()], start, budget=budget, scale=scale)

@@ -69,8 +69,8 @@ def memory_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def of(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    grid = np.array(devices).reshape(tuple(axes.values()))
+def of(devices: np.ndarray, axes: Mapping[str, int]) -> Mesh:
+    grid = devices.reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -30,6 +30,7 @@ from jhost.lowering.cost.fit import (
     fitted,
 )
 from jhost.lowering.cost.rates import rates_of, rates_to_start_from
+from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime import devices as runtime_devices
 from jhost.runtime.compiler_options import PUTS
 from jhost.runtime.devices import Devices, assumed, devices_of
@@ -133,10 +134,11 @@ def moved(host: float) -> tuple[Transfer, ...]:
 
 def between(bandwidth: float = 25e9) -> BetweenProcesses:
     """As of 30 us before the first byte."""
-    sizes = [(kind, n << 20) for kind in ("AllGather", "AllReduce") for n in (1, 64)]
+    kinds: tuple[CommunicationKind, ...] = ("AllGather", "AllReduce")
     found = [
-        Transfer(kind=kind, devices=2, held=held, seconds=1.0, host=1e-5)
-        for kind, held in sizes
+        Transfer(kind=kind, devices=2, held=n << 20, seconds=1.0, host=1e-5)
+        for kind in kinds
+        for n in (1, 64)
     ]
     timed = [
         dataclasses.replace(each, seconds=3e-5 + each.received / bandwidth)
