@@ -12,6 +12,7 @@ import datetime
 import functools
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class Conditions:
 
     `devices` are those of one process; `links` say how GPUs are joined, in the words of
     `nvidia-smi topo`, and `nccl` is a version: both are empty where nothing is known.
+    What was measured in one process holds in any number of `processes`; what was
+    measured between several holds between as many, whose NCCL has these `settings`.
     """
 
     device_kind: str
@@ -47,6 +50,8 @@ class Conditions:
     links: str
     jax: str
     nccl: str
+    processes: int = 1
+    settings: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +125,8 @@ def _check(rates: Rates) -> None:
     """
     numbers = jax.tree.leaves(dataclasses.asdict(rates))
     figures = [n for n in numbers if isinstance(n, int | float)]
-    links = [link for link in (rates.permute, rates.collective, rates.put) if link]
+    every = (rates.permute, rates.collective, rates.put, rates.between)
+    links = [link for link in every if link]
     per_second = [rates.matmul, rates.memory, *(link.bandwidth for link in links)]
     if not all(0 <= n < math.inf for n in figures) or not all(per_second):
         raise ValueError("its measurements are those of no devices")
@@ -135,6 +141,7 @@ def _figures(rates: Rates) -> dict[str, str]:
     }
     links = {"permute": rates.permute, "collective": rates.collective}
     links |= {"put": rates.put} if rates.put else {}
+    links |= {"between processes": rates.between} if rates.between else {}
     for name, link in links.items():
         found |= {f"{name}, {what}": text for what, text in _of_link(link).items()}
     return found
@@ -142,12 +149,15 @@ def _figures(rates: Rates) -> dict[str, str]:
 
 def _of_link(link: Link) -> dict[str, str]:
     between_two = link.between_two or link.bandwidth
+    beside = {"beside matmuls": "yes" if link.beside_compute else "no"}
+    if link.network:
+        beside = {"taken from matmuls beside": f"{link.taken:.0%} of its time"}
     return {
         "bandwidth": f"{link.bandwidth / 1e9:.3g} GB/s",
         "between two": f"{between_two / 1e9:.3g} GB/s",
         "at nothing": seconds_text(link.delay + link.latency),
         "on the host": seconds_text(link.host),
-        "beside matmuls": "yes" if link.beside_compute else "no",
+        **beside,
     }
 
 
@@ -171,16 +181,23 @@ def calibration_here(devices: Devices) -> Calibration | None:
     """The calibration that holds for some devices, if there is one."""
     if is_assumed() or not (calibrations := _of_kind(devices.kind)):
         return None
+    holding = [c for c in calibrations if not _changed(c.conditions)]
+    # One that was measured between as many processes knows more.
+    return max(holding, key=lambda c: c.conditions.processes, default=None)
+
+
+def _changed(conditions: Conditions) -> list[str]:
+    """What is different here, where that matters."""
     now = conditions_here()
-    holding = [c for c in calibrations if not changes(c.conditions, now)]
-    return holding[0] if holding else None
+    if conditions.processes == 1:
+        now = dataclasses.replace(now, processes=1, settings="")
+    return changes(conditions, now)
 
 
 def outdated(devices: Devices) -> Iterator[str]:
     """For each calibration of such devices that does not hold here, why not."""
-    now = conditions_here()
     for calibration in _of_kind(devices.kind):
-        if changed := changes(calibration.conditions, now):
+        if changed := _changed(calibration.conditions):
             yield f"that of {calibration.date}: {', '.join(changed)}"
 
 
@@ -198,14 +215,31 @@ def today() -> datetime.date:
 @functools.cache
 def conditions_here() -> Conditions:
     """What a calibration of this process's devices holds for."""
-    local = jax.local_devices()
+    local, several = jax.local_devices(), jax.process_count() > 1
     return Conditions(
         device_kind=local[0].device_kind,
         devices=len(local),
         links=links_between_gpus() if local[0].platform == "gpu" else "",
         jax=jax.__version__,
         nccl=nccl_version() if local[0].platform == "gpu" else "",
+        processes=jax.process_count(),
+        settings=_nccl_settings() if several else "",
     )
+
+
+def _nccl_settings() -> str:
+    """Which ways the user closed to NCCL, or chose for it."""
+    return " ".join(f"{n}={os.environ[n]}" for n in _WAYS if n in os.environ)
+
+
+_WAYS = (
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+)
+"""Settings of NCCL that are the same in all processes of a job."""
 
 
 # --- Files ----------------------------------------------------------------------- #
@@ -238,6 +272,12 @@ def share(texts: Sequence[str]) -> None:
     """From now on these are all the calibrations that there are."""
     global _shared
     _shared = tuple(texts)
+
+
+def add_to_shared(text: str) -> None:
+    """One more that all processes have, if process 0 gave them any."""
+    if _shared is not None:
+        share([text, *_shared])
 
 
 def _of_kind(kind: str) -> list[Calibration]:

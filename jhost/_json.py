@@ -28,6 +28,10 @@ def read(kind: type[T], value: Any) -> T:
 def _read(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _fields(kind, value, path)
+    if isinstance(value, dict):  # of a dataclass, where None may stand as well
+        kind = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), kind)
+        if dataclasses.is_dataclass(kind):
+            return _fields(kind, value, path)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{path} is no list")

@@ -324,6 +324,26 @@ def symmetric_buffers(*process: str) -> None:
     say(flags=os.environ["XLA_FLAGS"])
 
 
+# --- What they measure -------------------------------------------------------------- #
+
+
+def calibrates(port: str, count: str, number: str) -> None:
+    """Together, by the command; then each goes by it."""
+    from jhost import __main__
+    from jhost._calibrate import between, measure
+    from jhost._calibration import rates_here
+    from jhost.runtime.devices import devices_of
+
+    measure.SIZES = between.SIZES = (1 << 20, 4 << 20)
+    measure._LONG = 4  # pyright: ignore[reportPrivateUsage]
+    address = f"localhost:{port}"
+    __main__.main(["calibrate", "--process", address, count, number])
+    rates = rates_here(devices_of(mesh_of(jax.devices())))
+    assert rates is not None
+    link = rates.link("AllGather", ["tp"])
+    say(bandwidth=link.bandwidth, latency=link.latency, taken=link.taken)
+
+
 # --- How often processes meet ----------------------------------------------------- #
 
 

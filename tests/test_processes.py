@@ -140,6 +140,21 @@ def test_data_and_tensor_parallelism_give_the_bits_of_one_process(
     assert together(map(merged, said("hybrid", count))) == alone
 
 
+def test_processes_calibrate_the_network_between_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And all go by what process 0 found, which its folder keeps."""
+    monkeypatch.setenv("JHOST_CACHE_DIR", str(tmp_path))
+    (one,), (other,) = said("calibrates", 2, devices=2)
+    assert one == other
+    assert 1e6 < one["bandwidth"] < 1e12
+    assert 0 <= one["latency"] < 1
+    assert 0 <= one["taken"] <= 1
+    (kept,) = tmp_path.rglob("calibration-*/*.json")
+    conditions = json.loads(kept.read_text())["conditions"]
+    assert conditions["processes"] == 2
+
+
 def test_processes_meet_once_for_a_program() -> None:
     found = [merged(lines) for lines in said("meetings", 4)]
     for number, counts in enumerate(found):

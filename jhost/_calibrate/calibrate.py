@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import warnings
 
 import jax
 
+from jhost._calibrate.between import MeasuringBetween
 from jhost._calibrate.measure import Measuring
 from jhost._calibration import (
     Calibration,
+    add_to_shared,
     conditions_here,
     keep as keep_calibration,
     today,
 )
+from jhost._jax import coordination, process_number
 from jhost._progress import no_progress, progress as progress_bar
+from jhost.lowering.cost.fit import Measurements
 from jhost.lowering.cost.rates import rates_to_start_from
+
+_SHARE_TIMEOUT = 300_000
+"""Milliseconds that a process waits for what process 0 measured."""
 
 _ON_CPU = {"budget": 0.02, "scale": 0.02}
 """Nothing overlaps there, so that a rough idea will do."""
@@ -27,6 +36,11 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
     clocks of steady work, memory, launches, permutes (by copies, and by puts if NCCL
     can) and collectives by size. jhost lowers all functions again.  Nothing else should
     run on the devices meanwhile.
+
+    In a job of several processes (`jhost.distributed.initialize`) all of them call it.
+    It then measures the network as well: collectives between the processes, and how
+    much longer matmuls take with one beside them.  All get what process 0 measured, and
+    its folder keeps it for jobs of as many processes.
 
     Args:
         keep: store the rates in the user's cache folder, for all programs that run
@@ -42,28 +56,55 @@ def calibrate(*, keep: bool = True, progress: bool = True) -> Calibration:
         calibration of 4 x NVIDIA H200, 2026-11-23
         ...
     """
-    devices = jax.local_devices()
-    start = rates_to_start_from(devices[0].device_kind)
-    effort = _ON_CPU if devices[0].platform == "cpu" else {}
-    measuring = Measuring(devices, start, **effort)
-    bar = progress_bar(measuring.steps(), unit="step") if progress else no_progress()
-    try:
-        measurements = measuring.run(bar)
-    finally:
-        bar.close()
     found = Calibration(
         conditions=conditions_here(),
         date=today().isoformat(),
-        measurements=measurements,
+        measurements=_measured(progress),
     )
+    if jax.process_count() > 1:
+        found = _of_process_0(found)
     if keep:
         _kept(found)
     return found
 
 
-def _kept(calibration: Calibration) -> None:
+def _measured(progress: bool) -> Measurements:
+    devices = jax.local_devices()
+    start = rates_to_start_from(devices[0].device_kind)
+    effort = _ON_CPU if devices[0].platform == "cpu" else {}
+    here = Measuring(devices, start, **effort)
+    between = MeasuringBetween(start, **effort) if jax.process_count() > 1 else None
+    steps = here.steps() + (between.steps() if between else 0)
+    shown = progress and process_number() == 0
+    bar = progress_bar(steps, unit="step") if shown else no_progress()
     try:
-        keep_calibration(calibration)
+        found = here.run(bar)
+        if between is None:
+            return found
+        return dataclasses.replace(found, between=between.measure(bar))
+    finally:
+        bar.close()
+
+
+_calls = itertools.count()
+"""How often the processes have called it, which is as often in each."""
+
+
+def _of_process_0(found: Calibration) -> Calibration:
+    """What process 0 found: all have to choose alike."""
+    client, key = coordination(), f"jhost/calibrated/{next(_calls)}"
+    assert client is not None, "of several processes"
+    if process_number() == 0:
+        client.key_value_set(key, found.to_json())
+    text = client.blocking_key_value_get(key, _SHARE_TIMEOUT)
+    return Calibration.from_json(text)
+
+
+def _kept(calibration: Calibration) -> None:
+    add_to_shared(calibration.to_json())
+    try:
+        if process_number() == 0:
+            keep_calibration(calibration)
     except OSError as error:
         warnings.warn(
             f"jhost.calibrate: the calibration is not kept: {error}", stacklevel=3

@@ -61,7 +61,7 @@ _COLUMNS = 4096
 _ONE_BY_ONE = {"xla_gpu_enable_command_buffer": ""}
 """Kernels that the host launches, and no graph of them: so are those of loops."""
 
-_SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 """Bytes that each device holds of what is communicated."""
 
 _AMONG_ALL: Sequence[CommunicationKind] = (
@@ -110,7 +110,7 @@ class Measuring:
     def steps(self) -> int:
         """How many steps the bar has."""
         moves = sum(len(kinds) for kinds, _ in self.groups()) + self.can_put
-        return len(_SHAPES) + 2 + moves * len(_SIZES) + self.may_hide()
+        return len(_SHAPES) + 2 + moves * len(SIZES) + self.may_hide()
 
     def run(self, bar: Progress) -> Measurements:
         self.bar = bar
@@ -181,7 +181,7 @@ class Measuring:
         for kinds, count in self.groups():
             mesh = Mesh(np.array(self.devices[:count]), (AXIS,))
             for kind in kinds:
-                for size in _SIZES:
+                for size in SIZES:
                     yield self.move(mesh, kind, self.size(size, count))
 
     def size(self, size: int, count: int) -> int:
@@ -194,7 +194,7 @@ class Measuring:
         return not why_no_puts(self.mesh)
 
     def puts(self) -> Iterator[Transfer]:
-        for size in _SIZES if self.can_put else ():
+        for size in SIZES if self.can_put else ():
             held = self.size(size, self.mesh.size)
             yield self.move(self.mesh, "CollectivePermute", held, "put", PUTS)
 
@@ -230,7 +230,7 @@ class Measuring:
         """How much shorter permutes and matmuls are together than one by one."""
         self.bar.step("permutes beside matmuls")
         w = square(self.mesh, self.side() // 2)
-        held = self.size(_SIZES[-1], len(self.devices))
+        held = self.size(SIZES[-1], len(self.devices))
         step, x = communicate("CollectivePermute", self.mesh.size), row(self.mesh, held)
         cost = functools.partial(self.cost, self.mesh)
         moves = cost(beside(step, touch), [x, small(self.mesh)]).seconds
@@ -272,10 +272,13 @@ class Measuring:
 
     def medians(self, calls: Mapping[str, ChainCall]) -> dict[str, float]:
         """Seconds of a call of each, as they take turns."""
-        longest = max(_once(call) for call in calls.values())
-        count = max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
+        count = self.count(calls, max(_once(call) for call in calls.values()))
         times = take_turns(calls, rounds=_ROUNDS, calls=count, warmups=count)
         return {name: statistics.median(each) for name, each in times.items()}
+
+    def count(self, calls: Mapping[str, ChainCall], longest: float) -> int:
+        """How many calls in a round the budget has time for."""
+        return max(1, int(self.budget / (len(calls) * _ROUNDS * longest)))
 
 
 def multiprocessors(device: Any, start: Rates) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 from jhost._calibrate.calibrate import calibrate
 from jhost._commands.block import devices_here, writable_file
+from jhost._jax import process_number
+from jhost.distributed import initialize
 
 
 def add_command(commands: Any) -> None:
@@ -26,15 +28,27 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--json", type=writable_file, metavar="FILE", help="write what was measured"
     )
+    parser.add_argument(
+        "--process",
+        nargs=3,
+        metavar=("ADDRESS", "COUNT", "NUMBER"),
+        help="of a job of several processes, each with a command of its own: host and "
+        "port of process 0, how many there are, and which this is; the network between "
+        "them is measured as well",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.process is not None:
+        address, count, number = arguments.process
+        initialize(address, int(count), int(number))
     devices = devices_here(None)
     if devices[0].platform == "cpu":
         print("Devices of one CPU share its cores: nothing can overlap there.")
     found = calibrate(keep=not arguments.no_keep)
-    print(found)
+    if process_number() == 0:
+        print(found)
     if arguments.json is not None:
         arguments.json.write_text(found.to_json())
     return 0

@@ -80,6 +80,19 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenProcesses:
+    """Measurements of collectives among a device of each process of a job.
+
+    Attributes:
+        moved: collectives by size.
+        taken: how much longer matmuls beside one take, as a share of its time.
+    """
+
+    moved: tuple[Transfer, ...]
+    taken: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """Measurements of the devices of a process.
 
@@ -94,6 +107,7 @@ class Measurements:
         hidden: the share of a permute's time that matmuls beside it hide; None where
             nothing can.
         puts: permutes by size that NCCL puts; none, where it cannot.
+        between: what was measured between processes; None in one.
     """
 
     multiprocessors: int
@@ -104,6 +118,7 @@ class Measurements:
     moved: tuple[Transfer, ...] = ()
     hidden: float | None = None
     puts: tuple[Transfer, ...] = ()
+    between: BetweenProcesses | None = None
 
 
 def fitted(measured: Measurements, start: Rates) -> Rates:
@@ -117,6 +132,9 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
     )
     # Into how many waves of tiles a matmul falls goes by the multiprocessors.
     rates = dataclasses.replace(rates, matmul=_matmul(measured.matmuls, rates))
+    if measured.between is not None:
+        between = _between(measured.between, start.network)
+        rates = dataclasses.replace(rates, between=between)
     if not measured.moved:
         return rates
     permutes = [m for m in measured.moved if m.kind == "CollectivePermute"]
@@ -182,6 +200,18 @@ def _collective(moved: Sequence[Transfer], start: Link) -> Link:
         bandwidth=bandwidth,
         between_two=between_two if between_two < bandwidth else None,
         host=statistics.median(m.host for m in moved),
+    )
+
+
+def _between(measured: BetweenProcesses, start: Link) -> Link:
+    """What all kinds have in common: NCCL's sums go as fast as its gathers there."""
+    latency, bandwidth = _line_of(measured.moved)
+    return dataclasses.replace(
+        start,
+        latency=latency,
+        bandwidth=bandwidth,
+        host=statistics.median(m.host for m in measured.moved),
+        taken=measured.taken,
     )
 
 

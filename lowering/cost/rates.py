@@ -35,6 +35,7 @@ class Link:
         host: seconds for which a transfer keeps the launching thread.
         beside_compute: whether it runs while matmuls fill the device.
         network: whether it leaves the host, and takes no turns with what stays there.
+        taken: how much longer work beside it takes, as a share of its own time.
     """
 
     delay: float = 0.0
@@ -46,6 +47,7 @@ class Link:
     host: float
     beside_compute: bool
     network: bool = False
+    taken: float = 0.0
 
     def seconds(self, kind: CommunicationKind, received: float, devices: int) -> float:
         """How long each of `devices` takes to receive that many bytes."""
@@ -75,6 +77,8 @@ class Rates:
         permute: permutes between devices of one process, by peer copies.
         collective: collectives on one host.
         network: all transfers between hosts.
+        between: transfers between processes, where that was measured, in the place of
+            `collective` and `network`.
         put: permutes that NCCL puts, in the place of `permute`; None where it cannot.
         source: where the rates come from, in words.
         estimated: whether nothing was measured on such devices; only clear gains count
@@ -92,6 +96,7 @@ class Rates:
     permute: Link
     collective: Link
     network: Link
+    between: Link | None = None
     put: Link | None = None
     source: str = "shipped with jhost"
     estimated: bool = False
@@ -103,6 +108,8 @@ class Rates:
         Between processes there is no copy engine: a permute is a collective's kernel.
         """
         reaches = {self.reach.get(axis, "process") for axis in axes}
+        if self.between is not None and reaches != {"process"}:
+            return self.between
         if "hosts" in reaches:
             return self.network
         copied = kind == "CollectivePermute" and reaches == {"process"}

@@ -1,4 +1,4 @@
-"""A user's whole training step: what stands beside nothing, and the memory it takes.
+"""Whole training steps of users: what stands beside nothing, and the memory they take.
 
 Embedding, layers in a scan with `jax.checkpoint`, the vocabulary's loss, clipping and
 AdamW, with float32 masters that are cast in the layer.
@@ -7,13 +7,16 @@ AdamW, with float32 masters that are cast in the layer.
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
@@ -25,7 +28,7 @@ pytest.importorskip("optax")  # of the step; it comes with test-ecosystem
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.layers import Model
-from benchmarks.step.whole import arms
+from benchmarks.step.whole import arms, model
 from benchmarks.step.whole.model import first_state
 from benchmarks.step.whole.sizes import Case
 from tests.aot.on_h200 import MakeH200s
@@ -34,10 +37,15 @@ MODEL = Model(
     "small", hidden=2048, ffn=6144, heads=16, kv_heads=8, head=128, sequence=512
 )
 VOCABULARY, LAYERS, SEQUENCES = 16_000, 4, 32
+SMALL = Model(
+    "small", hidden=1024, ffn=2048, heads=8, kv_heads=8, head=128, sequence=256
+)
 LARGE = 1 << 20
 """Bytes of a transfer that is worth hiding."""
 MOST = 1.05
 """The temporary memory of a step, as a share of plain JAX's."""
+QUICKLY = {"xla_gpu_autotune_level": 0}
+"""Which kernel a matmul gets changes nothing in the order."""
 
 
 def case_of(axes: Mapping[str, int]) -> Case:
@@ -61,16 +69,110 @@ def memory_of(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def of(devices: np.ndarray, axes: Mapping[str, int]) -> Mesh:
+    grid = devices.reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
 @pytest.fixture
-def apart(two_processes: MakeH200s) -> Callable[[Mapping[str, int]], Mesh]:
-    """Makes a mesh of two H200s, each of a process of its own."""
+def together(h200s: MakeH200s) -> MakeH200s:
+    """Makes a mesh of two or four H200s of one process."""
 
     def make(axes: Mapping[str, int]) -> Mesh:
-        four = two_processes({"all": 4})
-        devices = four.devices[::2].reshape(tuple(axes.values()))
-        return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        return of(h200s({"all": 4}).devices[: math.prod(axes.values())], axes)
 
     return make
+
+
+@pytest.fixture
+def apart(two_processes: MakeH200s) -> MakeH200s:
+    """Makes a mesh of H200s of two processes: of one of each, or of two."""
+
+    def make(axes: Mapping[str, int]) -> Mesh:
+        stride = 4 // math.prod(axes.values())
+        return of(two_processes({"all": 4}).devices[::stride], axes)
+
+    return make
+
+
+# --- What waits ------------------------------------------------------------------- #
+
+
+def of_linear_layers(case: Case, place: Any, x: jax.Array, weights: Any) -> jax.Array:
+    """What attention moves, without its kernels: most of what XLA takes to compile."""
+    x = place.gathered(x)
+    heads = place.mark(x @ weights["query"]) + place.mark(x @ weights["key"])
+    return place.rows(place.features(heads) @ weights["out"])
+
+
+def large_of(axes: Mapping[str, int], mesh: Mesh) -> tuple[Sequence[Any], str]:
+    """The transfers of a step of four layers that are worth hiding, and a table."""
+    sequences = 64 if "tp" in axes else 16  # activations are larger than weights
+    case = Case(SMALL, 4096, "scan-checkpoint", 4, sequences, tuple(axes.items()))
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        mock.patch.object(model, "_attention", of_linear_layers),
+    ):
+        step = arms.hosted("p2p", marked="tp" in axes)(case, mesh)
+        schedule = step.lower(*types_of(case)).compile(QUICKLY).schedule()
+    return [c for c in schedule.communications if c.bytes >= LARGE], str(schedule)
+
+
+def check_beside(axes: Mapping[str, int], mesh: Mesh) -> None:
+    """No large transfer waits beside nothing but the ends of bodies and programs."""
+    large, table = large_of(axes, mesh)
+    assert large, table
+    for body in {c.computation for c in large}:
+        moved = [c for c in large if c.computation == body]
+        # Copies of weights are under way from the start of a program.  What is looked
+        # up first, and its gradient at the end, go over one axis after another.
+        ends = moved if body else [c for c in moved if c.kind != "CollectivePermute"]
+        rest = [c for c in moved if c not in (*ends[:2], *ends[-2:])]
+        alone = [c for c in rest if not c.asynchronous or not (c.matmuls or c.others)]
+        # A layer's gradient is gathered beside another gather alone; a cycle has two
+        # layers outside of its scan.
+        firsts = 1 if body else 2
+        assert len(alone) <= (firsts if "tp" in axes else 0), table
+        assert all(c.kind == "CollectivePermute" for c in alone), table
+
+
+QUICK = [({"tp": 2}, "together"), ({"fsdp": 2}, "apart")]
+# Not dp between processes: XLA of JAX 0.12 makes kernels of Triton of sums as small as
+# these, which its scheduler has beside nothing.  See `test_processes.py`.
+OTHERS = [
+    ({"tp": 4}, "together"),
+    ({"fsdp": 2}, "together"),
+    ({"fsdp": 4}, "together"),
+    ({"dp": 2}, "together"),
+    ({"dp": 4}, "together"),
+    ({"fsdp": 2, "tp": 2}, "together"),
+    ({"dp": 2, "tp": 2}, "together"),
+    ({"fsdp": 4}, "apart"),
+    ({"fsdp": 2, "tp": 2}, "apart"),
+    ({"dp": 2, "tp": 2}, "apart"),
+]
+
+
+def _said(each: Any) -> str:
+    return (
+        each if isinstance(each, str) else "-".join(f"{a}{n}" for a, n in each.items())
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
+@pytest.mark.parametrize(
+    ("axes", "where"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
+    ids=_said,
+)
+def test_no_large_transfer_of_a_step_waits_beside_nothing(
+    axes: dict[str, int], where: str, request: pytest.FixtureRequest
+) -> None:
+    make: MakeH200s = request.getfixturevalue(where)
+    check_beside(axes, make(axes))
+
+
+# --- Memory ----------------------------------------------------------------------- #
 
 
 def check(axes: Mapping[str, int], mesh: Mesh) -> None:
@@ -91,7 +193,7 @@ def check(axes: Mapping[str, int], mesh: Mesh) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of optax
 def test_a_step_between_processes_never_waits_and_takes_no_more_memory(
-    apart: Callable[[Mapping[str, int]], Mesh],
+    apart: MakeH200s,
 ) -> None:
     with jax.numpy_dtype_promotion("standard"):
         check({"fsdp": 2}, apart({"fsdp": 2}))

@@ -21,8 +21,16 @@ from jhost._calibration import Calibration, conditions_here, rates_here
 from jhost._commands import doctor
 from jhost._commands.findings import Report
 from jhost._progress import Progress
-from jhost.lowering.cost.fit import Matmul, Measurements, Traffic, Transfer, fitted
+from jhost.lowering.cost.fit import (
+    BetweenProcesses,
+    Matmul,
+    Measurements,
+    Traffic,
+    Transfer,
+    fitted,
+)
 from jhost.lowering.cost.rates import rates_of, rates_to_start_from
+from jhost.lowering.ir.statements import CommunicationKind
 from jhost.runtime import devices as runtime_devices
 from jhost.runtime.compiler_options import PUTS
 from jhost.runtime.devices import Devices, assumed, devices_of
@@ -73,7 +81,7 @@ class Counted(Progress):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_SIZES", (1 << 20,))
+    monkeypatch.setattr(measure, "SIZES", (1 << 20,))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 2, 1),))
     monkeypatch.setattr(measure, "_LONG", 3)
     start, bar = rates_to_start_from("cpu"), Counted()
@@ -91,7 +99,7 @@ def test_everything_is_measured(count: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_puts_are_measured_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_SIZES", (1 << 20, 2 << 20))
+    monkeypatch.setattr(measure, "SIZES", (1 << 20, 2 << 20))
     monkeypatch.setattr(measure, "_SHAPES", ((1, 1, 1),))
     monkeypatch.setattr(measure, "_LONG", 3)
     monkeypatch.setattr(measure, "why_no_puts", lambda _: "")
@@ -122,6 +130,56 @@ def moved(host: float) -> tuple[Transfer, ...]:
         for kind in ("CollectivePermute", "AllGather", "AllReduce")
         for held in (1 << 20, 16 << 20)
     )
+
+
+def between(bandwidth: float = 25e9) -> BetweenProcesses:
+    """As of 30 us before the first byte."""
+    kinds: tuple[CommunicationKind, ...] = ("AllGather", "AllReduce")
+    found = [
+        Transfer(kind=kind, devices=2, held=n << 20, seconds=1.0, host=1e-5)
+        for kind in kinds
+        for n in (1, 64)
+    ]
+    timed = [
+        dataclasses.replace(each, seconds=3e-5 + each.received / bandwidth)
+        for each in found
+    ]
+    return BetweenProcesses(moved=tuple(timed), taken=0.08)
+
+
+def test_the_network_is_as_measured_between_processes() -> None:
+    measured = dataclasses.replace(MEASURED, between=between())
+    rates = fitted(measured, rates_to_start_from("NVIDIA H200"))
+    for reach in ("host", "hosts"):
+        link = dataclasses.replace(rates, reach={"dp": reach}).link("AllReduce", ["dp"])
+        assert link.bandwidth == pytest.approx(25e9, rel=1e-3)
+        assert link.latency == pytest.approx(30e-6, rel=1e-2)
+        assert link.taken == 0.08
+    assert rates.link("AllReduce", ["dp"]) == rates.collective, "in one process"
+
+
+def test_a_calibration_between_processes_holds_for_as_many_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And by the same way; one of a single process holds in any job."""
+    alone = calibration()
+    slow = calibration(processes=2, settings="NCCL_P2P_DISABLE=1")
+    slow = dataclasses.replace(
+        slow, measurements=dataclasses.replace(MEASURED, between=between())
+    )
+    assert "8% of its time" in str(slow)
+    assert Calibration.from_json(slow.to_json()) == slow
+    texts = [alone.to_json(), slow.to_json()]
+    monkeypatch.setattr(_calibration, "_shared", texts)
+    devices = devices_of(None)
+    for here, held in [
+        (slow.conditions, slow),
+        (dataclasses.replace(slow.conditions, settings=""), alone),
+        (dataclasses.replace(slow.conditions, processes=4), alone),
+        (alone.conditions, alone),
+    ]:
+        monkeypatch.setattr(_calibration, "conditions_here", lambda here=here: here)
+        assert _calibration.calibration_here(devices) == held
 
 
 def test_a_calibration_without_puts_still_holds() -> None:

@@ -380,11 +380,11 @@ def test_two_axes_may_be_one_ring(chunks: int) -> None:
 
 def test_a_collective_over_the_other_axis_stays_in_the_loop() -> None:
     """All devices along dp are at the same chunk at the same time."""
-    specs = (P("tp", "dp"), P(None, "tp")), P(None, "tp")
+    specs = (P("tp", "dp"), P("dp", "tp")), P(None, ("tp", "dp"))
     settings = on({"dp": 2, "tp": 2}, *specs)
-    program = exact(matmul, array(16, 16), array(16, 64, seed=1), **settings)
+    program = exact(matmul, array(16, 64), array(64, 16, seed=1), **settings)
     (loop,) = loops(program)
-    assert work(loop.body) == ["CollectivePermute", "AllGather", "dot_general"]
+    assert work(loop.body) == ["CollectivePermute", "dot_general", "ReduceScatter"]
 
 
 # --- What is refused ---------------------------------------------------------------- #

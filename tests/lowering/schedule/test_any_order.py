@@ -18,7 +18,7 @@ from jhost.lowering.ir.bodies import programs
 from jhost.lowering.ir.layout import bytes_of
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Communicate, Wait
-from jhost.lowering.schedule import intervals
+from jhost.lowering.schedule import intervals, order
 from jhost.lowering.schedule.order import TransferForm
 from jhost.lowering.schedule.permutes import is_made_of_permutes
 from tests import sums
@@ -78,6 +78,7 @@ def check_window(program: Program, window: int) -> None:
     ),
     count=st.integers(1, 4),
     window=st.integers(1, 4),
+    of_sums=st.integers(1, 6),
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
 )
 @settings(max_examples=8, deadline=None)
@@ -86,6 +87,7 @@ def test_any_lanes_and_any_window(
     axes: dict[str, int],
     count: int,
     window: int,
+    of_sums: int,
     ways: list[TransferForm | None],
 ) -> None:
     x, *weights = operands(8, count, 4)
@@ -96,6 +98,7 @@ def test_any_lanes_and_any_window(
         sums.moving("collective"),
         mock.patch.object(ChooseTransfers, "way", staticmethod(lanes(ways))),
         mock.patch.object(intervals, "_WINDOW", window),
+        mock.patch.object(order, "_WINDOW", of_sums),
     ):
         program = exact(gradients_of(f), x, *weights, **on(axes, specs, specs))
     check_window(program, window)
