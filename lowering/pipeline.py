@@ -29,7 +29,7 @@ from jhost.lowering.loops.lower_streams import LowerStreams
 from jhost.lowering.loops.order_by_steps import OrderBySteps
 from jhost.lowering.loops.split_all_reduces import SplitAllReduces
 from jhost.lowering.loops.stack_less import StackLess
-from jhost.lowering.padding.block_scans import BlockScans
+from jhost.lowering.padding.in_blocks import InBlocks
 from jhost.lowering.padding.pad_uneven import PadUneven
 from jhost.lowering.schedule.compute_late import ComputeLate
 from jhost.lowering.schedule.schedule_loops import ScheduleLoops
@@ -113,7 +113,7 @@ def passes(
         ScheduleLoops(),
     )
     return Passes(
-        before_choice=(BlockScans(), PadUneven()),
+        before_choice=(InBlocks(), PadUneven()),
         choice=ChoosePipelines(
             following=(*layouts, *loops),
             settings=settings,

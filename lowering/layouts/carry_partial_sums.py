@@ -206,14 +206,14 @@ def _reduced_behind(
         terms = dataclasses.replace(out, name=name, partial=partial)
         value = zeros.get(begin.name, identity("sum", begin.dtype))
         fill = functools.partial(_filled, start, value)
-        before += computes_of("zeros", fill, [], start, names)
+        before += computes_of("zeros", fill, [], [start], names)
         carry[number], carried[number] = start, terms
         if begin.name in zeros:
             behind.append(Reshard(out=out, source=terms))
             continue
         total = dataclasses.replace(out, name=names.fresh(f"{out.name}_total"))
         behind.append(Reshard(out=total, source=terms))
-        behind += computes_of("add", _added, [begin, total], out, names)
+        behind += computes_of("add", _added, [begin, total], [out], names)
     stmt = dataclasses.replace(stmt, carry=tuple(carry), carried=tuple(carried))
     return [*before, stmt, *behind]
 

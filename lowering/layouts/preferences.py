@@ -41,9 +41,13 @@ class Preferences:
         buffers: Mapping[str, Buffer],
         marks: Mapping[str, ShardMark],
         mesh: Mapping[str, int],
+        barriers: frozenset[str],
     ) -> None:
         self.buffers = buffers
         self.mesh = mesh
+        self.barriers = barriers
+        self.through_borders = False
+        """Whether what follows a whole value prefers for it what its readers prefer."""
         self.specs = {name: mark.spec for name, mark in marks.items()}
         self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
         self.targets: dict[str, Layout] = {}
@@ -88,11 +92,9 @@ class Preferences:
         """Carry preferences from the consumers of values to their producers."""
         for number in reversed(range(len(operations))):
             op = operations[number]
-            # As it was made, and a sum where it is preferred.
-            if assignments is None or op.stacks:
+            assignment = None if assignments is None else assignments[number]
+            if assignment is None or self._is_as_read(op, assignment):
                 assignment = self.suggested(op)
-            else:
-                assignment = assignments[number]
             for name, wanted, used in self.preferred(op, assignment):
                 # A factor on no axis prefers nothing, a whole dim does.
                 if used or name not in self.targets:
@@ -100,6 +102,25 @@ class Preferences:
                     # At first only what the constraints suggest is known.
                     known = self.mesh if assignments else used_axes(assignment)
                     self.free_axes[name] = self._axes_beside(known)
+
+    def follows(self, op: Operation) -> bool:
+        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
+        return op.taking or not self.barriers.isdisjoint(op.outs)
+
+    def is_wished_otherwise(self, op: Operation, assignment: Assignment) -> bool:
+        """Whether its operand is whole, though readers of its result prefer parts."""
+        if not self.follows(op) or any(assignment):
+            return False
+        return any(used_axes(self.targets.get(name, ())) for name in op.outs)
+
+    def _is_as_read(self, op: Operation, assignment: Assignment) -> bool:
+        """Whether its operand is preferred as readers prefer its result.
+
+        What only follows is assigned as the operand was made.  But a sum is stacked
+        where that is preferred, and what every device has whole need not be made so.
+        """
+        whole = self.through_borders and self.follows(op) and not any(assignment)
+        return op.stacks or whole
 
     def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
         """What an operation so assigned may prefer, and whether that uses axes.

@@ -9,7 +9,7 @@ from jhost._jax import NO_LINE
 from jhost.lowering.ir.layout import Layout, axes_size
 from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.operation import Claim, Operation
-from jhost.lowering.ir.statements import Compute
+from jhost.lowering.ir.statements import Compute, Cond
 from jhost.lowering.layouts.solve import Alternatives
 from jhost.lowering.layouts.solver import AssignmentRank
 from jhost.lowering.layouts.texts import moved_text, title_of
@@ -45,6 +45,8 @@ class Reasons:
             # A `shard_map`: no cost was weighed.
             if lost and op.pinned is not None:
                 yield Reason("as its specs say")
+            elif lost and op.like is not None:
+                yield Reason(_like_reason(op))
             elif lost and mapped is None:
                 yield Reason(whole_reason_of(op, dim))
             elif mapped is not None:
@@ -88,6 +90,13 @@ class Reasons:
         """The user's line, which the shardings of arguments and results do not have."""
         where = self.marks[name].where if name in self.marks else NO_LINE
         return "" if where == NO_LINE else where
+
+
+def _like_reason(op: Operation) -> str:
+    """Why a value lies as another does where it crosses the border of a body."""
+    if isinstance(op.stmt, Cond):
+        return "all branches give it in one layout"
+    return "what is carried has one layout in all iterations"
 
 
 def joined(reasons: Sequence[Reason]) -> str:

@@ -11,6 +11,7 @@ from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
 from jhost.lowering.ir.statements import Buffer, Compute, Reshard
 from jhost.lowering.ir.unit_printer import type_text
 from jhost.lowering.layouts.flat_bodies import local_name
+from jhost.lowering.layouts.gathered import Gathers, moved_in_all
 from jhost.lowering.layouts.reasons import Reason, Reasons, joined, whole_reason_of
 from jhost.lowering.layouts.reshard import plan_reshard
 from jhost.lowering.layouts.solve import Solution
@@ -35,6 +36,7 @@ class LayoutRemarks:
     ) -> None:
         self.solution = solution
         self.reasons = Reasons(marks, mesh)
+        self.gathers = Gathers(solution)
         self.mesh = mesh
 
     # --- The three places where layouts change -------------------------------- #
@@ -61,20 +63,13 @@ class LayoutRemarks:
             self.solution.operations[number],
             self.solution.assignments[number],
         )
-        spread = {axis for axes in assignment for axis in axes}
-        moved, names, reasons = NOTHING, dict[str, None](), dict[str, None]()
-        for position, name in enumerate(op.ins):
-            have, want = self.solution.layouts[name], op.required(position, assignment)
-            for dim, axes in enumerate(have):
-                # An axis on another dim still leaves each device a part of the work.
-                lost = set(axes) - spread
-                if lost and op.operands[position][dim] is None:
-                    reasons[whole_reason_of(op, dim)] = None
-                    names[local_name(name)] = None
-            if local_name(name) in names:
-                moved += self.solution.costs.reshard(name, have, want)
+        found = [*self.gathers.of(number)]
+        moved = moved_in_all({gathered for *_, gathered in found})
         if moved == NOTHING or not isinstance(op.stmt, Compute):
             return None
+        names = dict.fromkeys(local_name(op.ins[operand]) for operand, *_ in found)
+        reasons = dict.fromkeys(whole_reason_of(op, dim) for _, dim, _ in found)
+        spread = {axis for axes in assignment for axis in axes}
         (unit_eqn,) = op.stmt.unit.eqns
         devices = axes_size([*spread], self.mesh)
         # What stands in a body is repeated in each iteration.

@@ -63,12 +63,12 @@ class Solver:
         # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
         # a copy in another layout, beside the value that it keeps.
         self.operations, self.flat = whole
-        self.barriers = {
+        barriers = frozenset(
             flat.prefix + mark.buffer
             for flat in self.flat.walk()
             for mark in flat.program.marks
             if isinstance(mark, BarrierMark)
-        }
+        )
         program = self.flat.program
         self.mesh = dict(program.mesh.shape)
         self.params = program.params
@@ -76,7 +76,7 @@ class Solver:
         fills = {op.outs[0] for op in self.operations if op.makes_any_part}
         repeats = repeats_of(self.flat)
         self.costs = ReshardCosts(self.buffers, self.mesh, streamed, fills, repeats)
-        self.preferences = Preferences(self.buffers, marks, self.mesh)
+        self.preferences = Preferences(self.buffers, marks, self.mesh, barriers)
         self.effects = AssignmentEffects(self.preferences, self.costs)
         self.found: dict[Hashable, Assignment] = {}
         self.readers: dict[str, list[int]] = {}
@@ -85,6 +85,22 @@ class Solver:
                 self.readers.setdefault(name, []).append(number)
 
     def fixed_point(self) -> Decisions:
+        """The best fixed point; whole values in parts where that moves no more."""
+        best, preferences = self.of_two_starts(), self.preferences
+        decided = zip(self.operations, best.in_order(), strict=True)
+        if not any(preferences.is_wished_otherwise(*each) for each in decided):
+            return best  # as most often
+        before = preferences.snapshot()
+        preferences.through_borders = True
+        in_parts = self.fixed_point_from(best.in_order())
+        preferences.through_borders = False
+        # A value that is made anywhere may be read in parts, and whole as well.
+        if best.price.beats(in_parts.price):
+            preferences.restore(before)
+            return best
+        return in_parts
+
+    def of_two_starts(self) -> Decisions:
         """Preferences and decisions at a fixed point, of two the one that moves less.
 
         The one begins with what the constraints suggest to the operations before them,
@@ -194,7 +210,7 @@ class Solver:
         for candidate in assignments_by(len(op.sizes), claims):
             if op.fits(candidate, self.mesh):
                 yield candidate
-                if self.follows(op):
+                if self.preferences.follows(op):
                     break  # the first is the operand's own layout
 
     def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
@@ -202,16 +218,14 @@ class Solver:
         if op.like is not None or op.pinned is not None:
             return ()
         return claims_of(
-            op, layouts, {} if self.follows(op) else self.preferences.targets
+            op,
+            layouts,
+            {} if self.preferences.follows(op) else self.preferences.targets,
         )
-
-    def follows(self, op: Operation) -> bool:
-        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
-        return op.taking or not self.barriers.isdisjoint(op.outs)
 
     def is_bound(self, op: Operation) -> bool:
         """Whether it lies as another value does, and has no choice."""
-        return op.like is not None or self.follows(op)
+        return op.like is not None or self.preferences.follows(op)
 
     def rank(
         self,

@@ -305,7 +305,7 @@ class _CombinedWriter:
             return lax.concatenate(rows, 1).reshape(packed.shape)
 
         sources = [stmt.source for stmt in stmts]
-        yield from computes_of("pack", pack, sources, packed, self.names)
+        yield from computes_of("pack", pack, sources, [packed], self.names)
 
     def parts(
         self, stmts: Sequence[Communicate], whole: Buffer, devices: int
@@ -329,7 +329,7 @@ class _CombinedWriter:
                 rows = lax.slice(rows, (0, start), (devices, start + size))
                 return _from_rows(rows, dim, devices, shape)
 
-            yield from computes_of("part", part, [whole], stmt.out, self.names)
+            yield from computes_of("part", part, [whole], [stmt.out], self.names)
             start += size
 
 

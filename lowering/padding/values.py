@@ -232,7 +232,7 @@ class _Padder:
             "padding",
             lambda x: lax.pad(x, fill, more),
             [value],
-            out,
+            [out],
             self.names,
             pads=True,
         )
@@ -258,7 +258,7 @@ class _Padder:
     def computed(
         self, name: str, fun: Callable[[Any], Any], source: Buffer, out: Buffer
     ) -> Buffer:
-        self.body += computes_of(name, fun, [source], out, self.names)
+        self.body += computes_of(name, fun, [source], [out], self.names)
         return out
 
     def named(self, buffer: Buffer, suffix: str) -> Buffer:

@@ -38,8 +38,7 @@ class Rows:
     """The dims that an index picks from: an entry for each of its components.
 
     `sizes` are those of the whole dims, also where a rule works on padded ones, and
-    `windows` the elements that are taken there.  A dim of single elements may be a
-    factor.
+    `windows` the elements that are taken there.
     """
 
     dims: tuple[int, ...]
@@ -60,6 +59,13 @@ class Rows:
     def cuttable(self) -> frozenset[int]:
         """The factors."""
         return frozenset(factor for factor in self.factors if factor is not None)
+
+    @property
+    def of_elements(self) -> Rows:
+        """The rows of windows that are taken apart along dims that can be cut."""
+        pairs = zip(self.factors, self.windows, strict=True)
+        single = tuple(width if f is None else 1 for f, width in pairs)
+        return dataclasses.replace(self, windows=single)
 
     def are_cut(self, operand: Sequence[int], shard: Shard) -> bool:
         """Whether `shard` has other rows than all; padded, `operand` has more."""
@@ -111,17 +117,17 @@ def rows_of(
     windows: Sequence[int],
     dims: Sequence[int],
     *,
-    single: Container[int],
+    cut: Container[int],
     reducer: Reducer | None = None,
 ) -> Rows:
     """The rows of an operand of that shape, of which windows are taken along `dims`.
 
-    A dim of which single elements are taken is a new factor, if it can be cut.
+    A dim that may be `cut` is a new factor.
     """
 
     def factor(dim: int) -> int | None:
         # Positions are int32: JAX has no wider integers unless they are asked for.
-        if dim not in single or not 1 < operand[dim] <= _MOST:
+        if dim not in cut or not 1 < operand[dim] <= _MOST:
             return None
         return factors.new(operand[dim], reducer)
 

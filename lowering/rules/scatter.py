@@ -27,6 +27,7 @@ from jhost.lowering.rules.dim_rule import (
     rule,
     shape_of,
 )
+from jhost.lowering.rules.elements import Elements, elements_of
 from jhost.lowering.rules.reducers import Reducer, identity
 from jhost.lowering.rules.rows import (
     MODES,
@@ -81,19 +82,26 @@ def scatter(eqn: JaxprEqn) -> DimRule:
         operand,
         windows,
         numbers.scatter_dims_to_operand_dims,
-        single=numbers.inserted_window_dims if eqn.params["mode"] in MODES else (),
+        cut=_written(operand, windows) if eqn.params["mode"] in MODES else (),
     )
     result = rows.map(batched(window, batching, batch))
+    elements = elements_of(rows, len(batch), numbers.update_window_dims, present)
     update = interleave(without(window, missing), numbers.update_window_dims, batch)
     made = factors.rule([result, (*batch, None), update], [result])
     reduced = frozenset(f for f, r in enumerate(made.reducers) if r is not None)
     return dataclasses.replace(
         made,
-        rebind=_Updates(rows, reducer, reduced, made.sizes, indices),
+        rebind=_Updates(rows, elements, reducer, reduced, made.sizes, indices),
         counted=rows.cuttable | reduced,
         picked=rows.cuttable,
         updates=reduced,
     )
+
+
+def _written(operand: Sequence[int], windows: Sequence[int]) -> list[int]:
+    """The dims that are written in part."""
+    pairs = enumerate(zip(operand, windows, strict=True))
+    return [dim for dim, (size, width) in pairs if 0 < width and size != width]
 
 
 def _reducer(eqn: JaxprEqn) -> Reducer | None:
@@ -130,6 +138,7 @@ class _Updates:
     """The rebind; `sizes` and `indices`, a shape, are as before any padding."""
 
     rows: Rows
+    elements: Elements
     reducer: Reducer | None
     reduced: frozenset[int]
     sizes: tuple[int, ...]
@@ -144,6 +153,8 @@ class _Updates:
             changed |= {"indices_are_sorted": False, "unique_indices": False}
         if self.rows.are_cut(shape_of(eqn.invars[0]), shard):
             indices = self.of_part(eqn, indices, shard)
+            updates = self.elements.apart(updates)
+            changed["dimension_numbers"] = self.numbers(eqn)
             # Updates of other parts' rows are dropped here, whatever the user's mode.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
@@ -157,9 +168,22 @@ class _Updates:
         """Indices into the part at `shard`; those of other parts are out of bounds."""
         clip = eqn.params["mode"] == lax.GatherScatterMode.CLIP
         bounded = self.rows.bounded(indices, clip=clip)
-        local, here = self.rows.found_in(shard, bounded)
-        here = lax.broadcast_in_dim(here, local.shape, range(local.ndim - 1))
-        return lax.select(here, local, lax.full_like(local, -1))
+        each = self.elements.indices(bounded)
+        local, here = self.rows.of_elements.found_in(shard, each)
+        # A window that is not all in bounds is dropped as a whole.
+        for mask in (here, self.rows.in_bounds(bounded)):
+            mask = lax.broadcast_in_dim(mask, local.shape, range(mask.ndim))
+            local = lax.select(mask, local, lax.full_like(local, -1))
+        return local
+
+    def numbers(self, eqn: JaxprEqn) -> lax.ScatterDimensionNumbers:
+        """Which dims are which once windows are taken apart."""
+        numbers = eqn.params["dimension_numbers"]
+        inserted = sorted((*numbers.inserted_window_dims, *self.elements.dims))
+        return numbers._replace(
+            update_window_dims=self.elements.others,
+            inserted_window_dims=tuple(inserted),
+        )
 
     def once(self, operand: Any, counts: Any) -> Any:
         """The operand where it counts, elsewhere what changes nothing."""

@@ -37,39 +37,48 @@ def computes_of(
     name: str,
     fun: Callable[..., Any],
     ins: Sequence[Buffer],
-    out: Buffer,
+    outs: Sequence[Buffer],
     names: FreshNames,
     *,
     pads: bool = False,
 ) -> list[Compute]:
-    """Statements of an equation each that compute `fun` of `ins` into `out`.
+    """Statements of an equation each that compute `fun` of `ins` into `outs`.
 
-    Between them stand values laid out as `out` is, if they have as many dims, and whole
-    ones; `name` and `pads` are the units'.
+    Between them stand values laid out as the first of these is, if they have as many
+    dims, and whole ones; `name` and `pads` are the units'.
     """
     unit = unit_of(name, fun, *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins))
-    (result,) = unit.outvars
-    buffers = {**dict(zip(unit.invars, ins, strict=True)), result: out}
+    buffers = dict(zip(unit.invars, ins, strict=True))
+    buffers |= zip(unit.outvars, outs, strict=True)
     computes: list[Compute] = []
     # One equation each, so that the passes that follow know the rule of each.
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
-        (var,) = eqn.outvars
-        if var not in buffers:
-            aval = aval_of(var)
-            rank = len(aval.shape)
-            buffers[var] = dataclasses.replace(
-                out,
-                name=names.fresh(f"{out.name}_{eqn.primitive.name}"),
-                shape=aval.shape,
-                dtype=aval.dtype,
-                dims=out.dims if rank == len(out.dims) else (Dim(),) * rank,
-                partial=(),
-            )
+        for var in eqn.outvars:
+            if var not in buffers:
+                name_of = names.fresh(f"{outs[0].name}_{eqn.primitive.name}")
+                buffers[var] = _like(outs[0], aval_of(var), name_of)
         one = Unit(
-            name=name, eqns=(unit_eqn,), invars=invars, outvars=(var,), pads=pads
+            name=name,
+            eqns=(unit_eqn,),
+            invars=invars,
+            outvars=tuple(eqn.outvars),
+            pads=pads,
         )
-        read = tuple(buffers[v] for v in invars)
-        computes.append(Compute(unit=one, ins=read, outs=(buffers[var],)))
+        read, made = ([buffers[v] for v in each] for each in (invars, eqn.outvars))
+        computes.append(Compute(unit=one, ins=tuple(read), outs=tuple(made)))
     return computes
+
+
+def _like(out: Buffer, aval: Any, name: str) -> Buffer:
+    """A buffer of that type, laid out as `out` is if it has as many dims."""
+    rank = len(aval.shape)
+    return dataclasses.replace(
+        out,
+        name=name,
+        shape=aval.shape,
+        dtype=aval.dtype,
+        dims=out.dims if rank == len(out.dims) else (Dim(),) * rank,
+        partial=(),
+    )

@@ -73,7 +73,7 @@ def mlp_before(name: str) -> Program:
 
 def test_the_passes_stand_in_order() -> None:
     assert [step.name for step in SEQUENCE] == [
-        "block_scans",
+        "in_blocks",
         "pad_uneven",
         "choose_pipelines",
         "propagate_layouts",

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.layout import axes_size, layout_of
-from jhost.lowering.ir.remarks import LayoutReport
-from jhost.lowering.ir.statements import Reshard
+from jhost.lowering.ir.remarks import LayoutReport, ReplicationReport
+from jhost.lowering.ir.statements import Reshard, Scan
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from tests.lowering.traced import asked, built, remarks, reshard_bytes
 
@@ -182,3 +183,35 @@ def test_a_remark_has_the_line_of_the_operation_or_of_the_constraint() -> None:
     (remark,) = remarks(program, LayoutReport)
     assert remark.where.startswith("test_remarks.py:")
     assert remark.where.endswith("(rows_and_columns)")
+
+
+def test_what_is_carried_says_that_it_has_one_layout() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        def layer(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return shard(jnp.tanh(shard(c, P(None, None))), P("tp", None)), None
+
+        return lax.scan(layer, x, None, length=3)[0]
+
+    program = PropagateLayouts().apply(asked(f, (8, 8), tp=4))
+    (scan,) = [stmt for stmt in program.body if isinstance(stmt, Scan)]
+    texts = [report.text for report in remarks(scan.body, LayoutReport)]
+    assert any("what is carried has one layout in all iterations" in t for t in texts)
+
+
+def test_what_is_gathered_ahead_is_named_with_what_needs_it_whole() -> None:
+    """Its cast would move twice the bytes, so that comes behind the gather."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.fft.fft(shard(x, P("tp", None)), axis=0)
+
+    program = PropagateLayouts().apply(asked(f, (8, 4), tp=4))
+    (report,) = remarks(program, ReplicationReport)
+    assert (report.primitive, report.bytes) == ("fft", 96)
+
+
+def test_what_a_contraction_gathers_is_not_repeated() -> None:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.tanh(rows_and_columns(x, w)), axis=0)
+
+    program = PropagateLayouts().apply(asked(f, (8, 8), (8, 64), tp=4))
+    assert not remarks(program, ReplicationReport)

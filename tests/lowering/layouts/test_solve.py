@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jhost
 from jhost.lowering.ir.effects import written
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.statements import Communicate, Select
+from jhost.lowering.ir.statements import Communicate, Scan, Select
 from jhost.lowering.layouts.convert_to_communications import ConvertToCommunications
 from jhost.lowering.layouts.propagate_layouts import PropagateLayouts
 from jhost.lowering.pipeline import run_passes
@@ -231,6 +232,40 @@ def test_a_wish_goes_back_through_many_operations() -> None:
     program = solved(f, (8, 8), tp=2)
     assert layouts(program)["x"] == "-, tp"
     assert moved(program) == []
+
+
+def test_a_wish_of_iterations_goes_back_to_the_scan_that_stacks() -> None:
+    """The stack is whole in none of them, though it costs nothing to cut it there."""
+
+    def f(x: jax.Array, o: jax.Array) -> jax.Array:
+        def layers(carried: jax.Array) -> jax.Array:
+            # A forward of a gradient stacks what it carries.
+            layer = lambda c, made: (jnp.tanh(c - made), c)  # noqa: E731
+            return lax.scan(layer, carried, stack)[1]
+
+        stack = lax.map(lambda row: jnp.broadcast_to(row, (8, 4)), o)
+        return lax.map(layers, shard(x, P(None, "tp")))
+
+    program = solved(f, (2, 8, 4), (3, 4), tp=4)
+    assert [text for text in layouts(program).values() if "tp" in text] == [
+        "-, tp, -",  # x
+        "-, tp, -",  # the stack
+        "-, -, tp, -",
+    ]
+
+
+def test_a_wish_goes_back_through_a_barrier() -> None:
+    """So does a cotangent's that a scan carries, whose first is made anywhere."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), None))
+        return lax.scan(layer, shard(x, P("tp")), w)[0].sum()
+
+    program = solved(jax.grad(f, 1), (64, 8), (3, 8, 8), tp=4)
+    assert moved(program) == []
+    _, backward = [stmt for stmt in program.body if isinstance(stmt, Scan)]
+    (weights,) = moved(backward.body)
+    assert weights.startswith("AllReduce")
 
 
 def test_an_open_parameter_that_nobody_wants_sharded_is_whole() -> None:

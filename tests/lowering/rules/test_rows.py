@@ -135,7 +135,7 @@ _FORMS: dict[str, tuple[Callable[..., Any], int]] = {
         lambda x, i: jnp.take_along_axis(x[0], i[:, :2].T % 3, axis=0),
         1,
     ),
-    "a window": (lambda x, i: x[i, 1:2], 1),
+    "a window": (lambda x, i: x[i, 1:2], 2),
     "in a batch": (lambda x, i: jax.vmap(lambda x, i: x[i])(x[:2], i), 1),
 }
 

@@ -197,7 +197,7 @@ def test_every_pass_is_dumped_in_order(
     paths = dumped(tmp_path)
     assert [re.sub(r"\.\d+\.", ".", path.name, count=1) for path in paths] == [
         "f.00_build.txt",
-        "f.01_block_scans.txt",
+        "f.01_in_blocks.txt",
         "f.02_pad_uneven.txt",
         "f.03_choose_pipelines.txt",
         "f.04_propagate_layouts.txt",

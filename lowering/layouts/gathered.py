@@ -1,0 +1,93 @@
+"""Where a value was gathered for an operation that needs one of its dims whole.
+
+That need not be beside the operation: a cast or a transpose that stands between makes
+the same on every device then, of fewer bytes, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jhost.lowering.ir.operation import Operation
+from jhost.lowering.ir.statements import Compute
+from jhost.lowering.layouts.solve import Solution
+from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes
+
+_STEPS = 16
+"""How many operations are looked at on the way back; casts and the like are few."""
+
+
+class Gathered(NamedTuple):
+    """A value that is moved because a dim of it has to be whole, and what that takes"""
+
+    name: str
+    moved: TransferBytes
+
+
+class Gathers:
+    """The gathers of one solution, found from what needs them."""
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+        self.makers = {
+            name: (number, position)
+            for number, op in enumerate(solution.operations)
+            for position, name in enumerate(op.outs)
+        }
+
+    def of(self, number: int) -> Iterator[tuple[int, int, Gathered]]:
+        """By operand and dim, what is gathered as the operation needs that dim whole"""
+        op = self.solution.operations[number]
+        spread = self._spread(number)
+        for position, name in enumerate(op.ins):
+            for dim, mapped in enumerate(op.operands[position]):
+                if mapped is not None:
+                    continue
+                # An axis on another dim still leaves each device a part of the work.
+                if {*self.solution.layouts[name][dim]} - spread:
+                    yield position, dim, self._gathered(number, position)
+                else:
+                    for found in self._before(name, dim, spread):
+                        yield position, dim, found
+
+    def _before(self, name: str, dim: int, spread: set[str]) -> Iterator[Gathered]:
+        """What was gathered for a dim of a value, of what it is made of."""
+        waiting, steps = [(name, dim)], _STEPS
+        while waiting and steps:
+            steps -= 1
+            (name, dim) = waiting.pop()
+            number, position = self.makers.get(name, (-1, 0))
+            op = self.solution.operations[number]
+            # A contraction has reasons of its own, and so has what crosses a border.
+            if number < 0 or op.reduces or not isinstance(op.stmt, Compute):
+                continue
+            mapped = op.results[position][dim]
+            for source, place in _along(op, mapped.factor) if mapped else ():
+                lost = {*self.solution.layouts[op.ins[source]][place]}
+                if lost - spread - self._spread(number):
+                    yield self._gathered(number, source)
+                else:
+                    waiting.append((op.ins[source], place))
+
+    def _gathered(self, number: int, position: int) -> Gathered:
+        op, solution = self.solution.operations[number], self.solution
+        name, assignment = op.ins[position], solution.assignments[number]
+        have, want = solution.layouts[name], op.required(position, assignment)
+        return Gathered(name, solution.costs.reshard(name, have, want))
+
+    def _spread(self, number: int) -> set[str]:
+        return {axis for axes in self.solution.assignments[number] for axis in axes}
+
+
+def moved_in_all(gathers: set[Gathered]) -> TransferBytes:
+    """What all of them take."""
+    return sum((each.moved for each in gathers), NOTHING)
+
+
+def _along(op: Operation, factor: int) -> Iterator[tuple[int, int]]:
+    """The operands' dims that follow a factor."""
+    for position, dims in enumerate(op.operands):
+        for dim, mapped in enumerate(dims):
+            if mapped is not None and mapped.factor == factor:
+                yield position, dim
