@@ -92,7 +92,8 @@ class Case:
         forward = [(k, (rows // groups, *rest)) for k, (rows, *rest) in recorder.moved]
         if not backward:
             return tuple(forward)
-        back = {"gather": "scatter", "scatter": "gather", "exchange": "exchange"}
+        back = {"gather": "scatter", "scatter": "gather"}
+        back |= {kind: kind for kind in ("exchange", "send")}
         transposed = [(back[k], s) for k, s in reversed(forward) if k in back]
         return (*forward, *transposed, *self._summed())
 
@@ -109,6 +110,8 @@ class Case:
 
     def _received(self, kind: str, shape: Sequence[int]) -> Fraction:
         """Elements."""
+        if kind == "send":
+            return Fraction(math.prod(shape))
         of = self.axes.groups if kind == "sum" else self.axes.tp
         share = Fraction(1, of)  # what a device has of what is exchanged
         passes = {"reduce": 2, "sum": 2, "exchange": share}
@@ -141,5 +144,6 @@ def _matmul_flops(jaxpr: Any) -> int:
             total += 2 * math.prod(eqn.outvars[0].aval.shape) * inner
         for value in eqn.params.values():
             inside = getattr(value, "jaxpr", value)
-            total += _matmul_flops(inside) if hasattr(inside, "eqns") else 0
+            times = eqn.params.get("length", 1)  # of a scan
+            total += times * _matmul_flops(inside) if hasattr(inside, "eqns") else 0
     return total

@@ -138,6 +138,37 @@ def _long(model: Model, tokens: int, axes: Axes, shrink: int) -> Case:
     )
 
 
+MICROBATCHES = 8
+
+STAGES = ("stages", "delayed_stages")
+"""A stage a device, and microbatches that go from one to the next."""
+
+
+def _stages(kind: str, model: Model, tokens: int, axes: Axes) -> Case:
+    hidden, ffn = model.hidden, model.ffn
+
+    def weight(name: str, rows: int, columns: int) -> Operand:
+        shape = axes.tp, rows, columns
+        return Operand(name, shape, P(AXIS), scale=rows**-0.5, nonzeros=4.0, along=1)
+
+    x = Operand("x", (MICROBATCHES, tokens // 4, hidden), WHOLE)
+    return Case(
+        name=f"{kind}/{model.name}/{tokens}",
+        model=model,
+        tokens=tokens,
+        axes=axes,
+        layer=layers.delayed_stages if kind == "delayed_stages" else layers.stages,
+        operands=(
+            x,
+            weight("gate", hidden, ffn),
+            weight("up", hidden, ffn),
+            weight("down", ffn, hidden),
+        ),
+        out_spec=axes.rows,
+        exact_integers=False,
+    )
+
+
 KINDS = (
     "ag_qkv",
     "ag_up",
@@ -261,6 +292,16 @@ def all_cases(
         )
         for model in models
         if model in EXPERTS
+        for count in tokens or TOKENS
+    ]
+    cases += [
+        dataclasses.replace(
+            _stages(kind, MODELS[model].shrunk(shrink), count // shrink, axes),
+            name=f"{kind}/{model}/{count}",
+        )
+        for kind in STAGES
+        for model in models
+        if model in MODELS and not axes.batch
         for count in tokens or TOKENS
     ]
     cases += [

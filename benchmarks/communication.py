@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jhost
+from benchmarks import stages
 from benchmarks.kernels import kernels
 from benchmarks.ring_attention import gathered, ring
 
@@ -54,6 +56,12 @@ class Exchanging(Communication, Protocol):
         """Causal attention, `[rows, heads, size]`, to the rows of all devices."""
         ...
 
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        """What comes of microbatches that go through the stages of a pipeline."""
+        ...
+
 
 class Whole:
     """Global arrays: whoever partitions the program also communicates."""
@@ -74,6 +82,14 @@ class Whole:
         self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
     ) -> jax.Array:
         return _attention(q, k, v, attention, causal=True)
+
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        return stages.rolled(work, weights, xs, delay, self.placed)
+
+    def placed(self, x: jax.Array, dim: int) -> jax.Array:
+        return x
 
 
 def _attention(
@@ -105,6 +121,9 @@ class Streamed(Whole):
     ) -> jax.Array:
         return super().attend(q, jhost.stream(k, axis=0), v, attention)
 
+    def placed(self, x: jax.Array, dim: int) -> jax.Array:
+        return jhost.shard(x, P(*(None,) * dim, AXIS))
+
 
 class Collectives:
     """One collective, one matmul: what everybody writes first."""
@@ -127,6 +146,11 @@ class Collectives:
         self, q: jax.Array, k: jax.Array, v: jax.Array, attention: str
     ) -> jax.Array:
         return gathered(kernels(attention), AXIS)(q, k, v)
+
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        return stages.by_hand(work, weights, xs, delay, AXIS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +207,11 @@ class Ring:
     ) -> jax.Array:
         raise NotImplementedError("the documentation has no attention")
 
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        raise NotImplementedError("the documentation has no pipeline of stages")
+
 
 def _rotate(x: jax.Array, shift: int) -> jax.Array:
     size = lax.axis_size(AXIS)
@@ -224,6 +253,11 @@ class InPlace:
         others = self.placed, self.placed
         late = _attention(q[half:], *others, attention, causal=False)
         return own + jnp.pad(late, ((half, 0), (0, 0), (0, 0)))
+
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        return stages.alone(work, weights, xs, delay, AXIS)
 
     def scatter(self, h: jax.Array, w: jax.Array) -> jax.Array:
         product = h @ w
@@ -268,3 +302,12 @@ class Recorder:
     ) -> jax.Array:
         self.moved += [("gather", k.shape), ("gather", v.shape)]
         return q
+
+    def stages(
+        self, work: stages.Work, weights: Any, xs: jax.Array, delay: bool
+    ) -> jax.Array:
+        count = jax.tree.leaves(weights)[0].shape[0]
+        ticks = stages.ticks_of(len(xs), count, delay)
+        self.moved += [("send", xs.shape[1:])] * ticks
+        self.moved.append(("scatter", xs.shape))
+        return xs

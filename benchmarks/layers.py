@@ -119,6 +119,25 @@ def context_parallel(
     return comm.attend(q, k, v, model.attention)
 
 
+def stages(comm: Exchanging, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
+    """A stage is an MLP; what it gives goes on before the next tick."""
+    x, *weights = xs
+    return comm.stages(_stage, weights, x, delay=False)
+
+
+def delayed_stages(
+    comm: Exchanging, model: Model, xs: Sequence[jax.Array]
+) -> jax.Array:
+    """What a stage gives is on its way for a tick."""
+    x, *weights = xs
+    return comm.stages(_stage, weights, x, delay=True)
+
+
+def _stage(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    gate, up, down = weights
+    return x + _swiglu(x, gate, up) @ down
+
+
 def attention(comm: Communication, model: Model, xs: Sequence[jax.Array]) -> jax.Array:
     x, qkv, out = xs
     heads = comm.gather(x, lambda rows: rows @ qkv, ends=True)

@@ -49,6 +49,8 @@ class Block:
         moves = {kind for kind, _ in self.case.moved(False)}
         if "exchange" in moves:
             return "has no experts here"
+        if "send" in moves:
+            return "has no stages here"
         if self.case.kind == RING:
             return "has no ring attention here"
         if "reduce" in moves and arm == "torch_async":

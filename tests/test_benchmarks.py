@@ -150,7 +150,7 @@ def test_arguments_that_mean_nothing_are_refused(
 def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--list", "--devices", "4"])
     names = capsys.readouterr().out.split()
-    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 + 4 + 4
+    assert len(names) == 10 * 2 * 3 + 2 * 3 + 2 * 2 * 3 + 2 + 4 + 4
     assert names[0] == "ag_qkv/8b/8192"
     assert names[-1] == "pallas_ag/k4096/4096"
 
@@ -161,7 +161,12 @@ def test_the_list_of_cases_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
 EXPERTS = ("experts/8x7b/2048", "experts/dsv2/2048")
 
 
-@pytest.mark.parametrize("name", [*(f"{k}/8b/2048" for k in cases.KINDS), *EXPERTS])
+STAGES = tuple(f"{kind}/8b/2048" for kind in cases.STAGES)
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"{k}/8b/2048" for k in cases.KINDS), *EXPERTS, *STAGES]
+)
 def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     """All arms that a CPU can run, in one instance: results equal the plain ones."""
     chosen = case(name)
@@ -171,7 +176,7 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     record = runner.measure(chosen, mesh, False, wanted)
     entries = record["modes"]["once"]
     timed = {arm for arm, entry in entries.items() if "min_ms" in entry}
-    without_recipe = chosen.kind in ("down_ar", "experts")
+    without_recipe = chosen.kind in ("down_ar", "experts", *cases.STAGES)
     assert timed == entries.keys() - ({"recipe"} if without_recipe else set())
     for arm, found in record["checks"].items():
         # How a peer rounds its sums is its own affair.
@@ -183,7 +188,10 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["swiglu_mlp/8b/2048", *(pytest.param(e, marks=pytest.mark.slow) for e in EXPERTS)],
+    [
+        "swiglu_mlp/8b/2048",
+        *(pytest.param(e, marks=pytest.mark.slow) for e in (*EXPERTS, *STAGES)),
+    ],
 )
 def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
     chosen = case(name)

@@ -288,3 +288,14 @@ def test_eight_bits_and_their_scales_are_what_comes(
     coming = "CollectivePermute" if pipeline == "p2p" else "AllGather"
     kinds = re.findall(r"(f8\w+)\[[^=]*= " + coming, program)
     assert kinds == ["f8_e4m3fn"]
+
+
+def test_what_moves_over_either_axis_does_so_in_chunks(
+    run: Run, capsys: Captured
+) -> None:
+    run("triangle.py", [])
+    out = capsys.readouterr().out
+    moved = re.findall(r"(\w+) of .* over (row|column), .* in 4 chunks beside", out)
+    assert moved == [("AllGather", "row"), ("ReduceScatter", "column")]
+    (off,) = re.findall(r"differ by (\S+)", out)
+    assert float(off) < 1e-5

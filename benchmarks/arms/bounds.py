@@ -131,6 +131,9 @@ def _collective(kind: str, x: jax.Array, batch: tuple[str, ...]) -> jax.Array:
         return lax.all_gather(x, AXIS, tiled=True)
     if kind == "scatter":
         return lax.psum_scatter(x, AXIS, tiled=True)
+    if kind == "send":
+        size = lax.axis_size(AXIS)
+        return lax.ppermute(x, AXIS, [(n, (n + 1) % size) for n in range(size)])
     if kind == "exchange":
         return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=0, tiled=True)
     return lax.psum(x, batch if kind == "sum" else AXIS)

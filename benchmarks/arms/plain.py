@@ -20,7 +20,11 @@ from benchmarks.case import Case
 from benchmarks.cases import RING
 from benchmarks.communication import Around, Collectives, Exchanging, Ring
 
-_NOT_IN_THE_RECIPE = {"reduce": "all-reduce", "exchange": "all-to-all"}
+_NOT_IN_THE_RECIPE = {
+    "reduce": "all-reduce",
+    "exchange": "all-to-all",
+    "send": "stages",
+}
 
 
 def collectives(case: Case, mesh: Mesh, backward: bool) -> list[Built]:

@@ -118,6 +118,26 @@ def test_there_is_one_permute_a_tick_each_way(
     chex.assert_trees_all_equal(given, wanted)
 
 
+def test_gradients_of_repeated_stages_are_summed_once(script: dict[str, Any]) -> None:
+    """Behind the scan, over data-parallel devices, though each tick adds to a part."""
+    mesh, spec = mesh_with(stage=2, dp=2), P(None, "stage")
+
+    def loss(weights: jax.Array, xs: jax.Array) -> jax.Array:
+        return jnp.sum(script["pipeline"](product, weights, xs))
+
+    step = jhost.jit(
+        jax.grad(loss),
+        mesh=mesh,
+        in_shardings=(spec, P(None, "dp")),
+        out_shardings=spec,
+    )
+    with jax.set_mesh(mesh):
+        program = step.lower(integers(2, 2, 6, 6), integers(4, 64, 6)).host_ir
+    assert {*sends_in_scans(program)} == {"CollectivePermute stage"}
+    sums = [s for s in program.body if isinstance(s, ir.Communicate)]
+    assert [(s.kind, s.axes) for s in sums] == [("AllReduce", ("dp",))]
+
+
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
