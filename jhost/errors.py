@@ -72,31 +72,31 @@ class DivisibilityError(JhostError, ValueError):
 
 
 class StreamConflictError(JhostError, ValueError):
-    """One value is asked to have two stream dims."""
+    """Two marks ask for streams along two dims of one value."""
 
 
 class StreamDimError(JhostError, ValueError):
-    """A stream was asked for on a dim that must stay whole."""
+    """A mark asks for a stream along a dim that must stay whole."""
 
 
 class PipelineError(JhostError, ValueError):
-    """A pipeline was asked for where it cannot be."""
+    """A mark asks for a pipeline that is not possible there."""
 
 
 class ChunksError(JhostError, ValueError):
-    """A chunk count is below 1 or above the extent of the dim."""
+    """A chunk count is below 1, or above what the dim or the pipeline allows."""
 
 
 class OptionError(JhostError, ValueError):
-    """An argument of jhost's own has a value that it cannot have."""
+    """An argument of a function of jhost has a value that is not accepted."""
 
 
 class ArgumentError(JhostError, TypeError):
-    """An argument of jhost's own has the wrong type."""
+    """An argument of a function of jhost has the wrong type."""
 
 
 class OperandsError(JhostError, ValueError):
-    """Arrays that go together have shapes or dtypes that do not fit."""
+    """The shapes or dtypes of two operands do not fit together."""
 
 
 class NoMeshError(JhostError, ValueError):
@@ -120,23 +120,23 @@ class ProcessMismatchError(JhostError, RuntimeError):
 
 
 class ProcessTimeoutError(JhostError, TimeoutError):
-    """A process of a mesh did not come to a program that others wait to run."""
+    """A process of a mesh did not reach a program that others wait to run."""
 
 
 class UnsupportedError(JhostError, NotImplementedError):
-    """A feature of JAX that cannot be inside or around a jhost function."""
+    """A feature of JAX does not work inside or around a jhost function."""
 
 
 class ScheduleError(JhostError, ValueError):
-    """A text is not that of a module that XLA has scheduled."""
+    """A text is no module that XLA has scheduled."""
 
 
 class ProfileError(JhostError, RuntimeError):
-    """No profile can be recorded, or there is nothing of the function in it."""
+    """jhost cannot record a profile, or it has no events of the function."""
 
 
 class MissingPackageError(JhostError, ImportError):
-    """A package that jhost does not depend on is needed, and is not installed."""
+    """An optional package is needed, and is not installed."""
 
 
 class IndexRangeError(JhostError, IndexError):
@@ -144,17 +144,17 @@ class IndexRangeError(JhostError, IndexError):
 
 
 class TuningError(JhostError, ValueError):
-    """A text is not a tuning, or one that this version cannot read."""
+    """A text is no tuning, or one that this version cannot read."""
 
 
 class VerifyError(JhostError, RuntimeError):
-    """A Host IR program breaks an invariant, through jhost's fault or its author's."""
+    """A Host IR program breaks a rule of the Host IR."""
 
 
 class ReplicationWarning(UserWarning):
-    """An operation gathers what was spread over the devices, and all of them repeat it.
+    """An operation gathers sharded values, and all devices repeat it.
 
-    `jhost.jit(replication_limit=...)` says from how many bytes on.
+    `jhost.jit(replication_limit=...)` sets from how many bytes on it warns.
     """
 
 

@@ -287,6 +287,27 @@ def test_marks_that_a_gradient_does_not_need_are_not_lost(wrap: Any) -> None:
     assert not [note for note in explanation.notes if "marks nothing" in note]
 
 
+def _marked(x: jax.Array) -> jax.Array:
+    return jhost.stream(jnp.sin(x), axis=0)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jax.vjp(_marked, x)[1](x)[0],
+        lambda x: jax.jvp(_marked, (x,), (x,))[1],
+        lambda x: jax.hessian(lambda x: _marked(x).sum())(x[0]),
+        lambda x: jax.lax.cond(x.sum() > 0, _marked, jnp.cos, x),
+        lambda x: (jax.jit(_marked)(x), x)[1],
+    ],
+    ids=["vjp", "jvp", "hessian", "cond", "a helper's result"],
+)
+def test_a_mark_of_which_jax_needs_a_part_is_not_warned_of(f: Any) -> None:
+    """Warnings are errors here."""
+    warned_lines().clear()
+    jhost.jit(f)(X)
+
+
 @pytest.mark.parametrize("chunks", [3, 5])
 def test_a_count_that_a_dim_does_not_allow_says_what_is_possible(chunks: int) -> None:
     f = jhost.jit(lambda x: jhost.stream(x + 1, axis=0), chunks=chunks)
