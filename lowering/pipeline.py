@@ -12,6 +12,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
@@ -98,7 +99,6 @@ def passes(
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
-        ConvertToCommunications(),
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
         CombineSmall(),
@@ -112,17 +112,20 @@ def passes(
         Segment(),
         ScheduleLoops(),
     )
+    communications = ConvertToCommunications()
+    finds = settings.finds and settings.pipeline == "auto"
+    choice = ChoosePipelines(
+        following=(*layouts, communications, *loops),
+        settings=settings,
+        rates=rates,
+        device_kind=device_kind,
+        tuned=tuned or {},
+    )
     return Passes(
         before_choice=(BlockScans(), PadUneven()),
-        choice=ChoosePipelines(
-            following=(*layouts, *loops),
-            settings=settings,
-            rates=rates,
-            device_kind=device_kind,
-            tuned=tuned or {},
-        ),
+        choice=choice,
         layouts=layouts,
-        loops=loops,
+        loops=(communications, FindStreams(loops, rates if finds else None), *loops),
         # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )

@@ -69,12 +69,13 @@ class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
     Cheap values stand in the section that will compute them, so that only kept values
-    cross the borders.
+    cross the borders.  Where values are `laid_out` already, the borders stay as they are.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, laid_out: bool = False) -> None:
         program = ComputeLate().apply(StackLess().apply(program))
         self.program = program
+        self.laid_out = laid_out
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
@@ -99,7 +100,7 @@ class Sections:
         alike = [body.marks[number - first] for number in numbers]
         layer = self.layer(numbers)
         own = body if layer is None else section(body, layer)
-        if holder or layer:
+        if (holder or layer) and not self.laid_out:
             own = with_fixed_border(own, self.layouts[holder])
         return Section(
             program=own,

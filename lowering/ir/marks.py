@@ -68,6 +68,7 @@ class StreamChoice(OnLines):
             mark; what cannot be is left open.
         unmet: what was wished for and cannot be, with the reason.
         numbers: the places of the marks among those of the program and its bodies.
+        found: whether jhost found the stream, and nobody marked it.
     """
 
     buffer: str
@@ -85,6 +86,7 @@ class StreamChoice(OnLines):
     wished: tuple[Wish, ...] = ()
     unmet: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
+    found: bool = False
 
 
 @node

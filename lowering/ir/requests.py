@@ -35,6 +35,7 @@ class StreamDefaults:
     chunks: int | Literal["auto"] = "auto"
     pipeline: PipelineKind | Literal["auto"] = "auto"
     unmet: tuple[UnmetWish, ...] = ()
+    finds: bool = True
 
     def applied(self, request: StreamRequest, number: int = 0) -> StreamChoice:
         """The request with these settings; what both leave open is None."""
