@@ -54,6 +54,7 @@ class Passes:
 
     before_choice: tuple[Pass, ...]
     choice: ChoosePipelines
+    finding: FindStreams
     layouts: tuple[Pass, ...]
     loops: tuple[Pass, ...]
     finish: tuple[Pass, ...]
@@ -61,7 +62,7 @@ class Passes:
     @property
     def up_to_layouts(self) -> tuple[Pass, ...]:
         """The passes after which every value's layout is settled."""
-        return (*self.before_choice, self.choice, *self.layouts)
+        return (*self.before_choice, self.choice, self.finding, *self.layouts)
 
     @property
     def behind_layouts(self) -> tuple[Pass, ...]:
@@ -125,7 +126,10 @@ def passes(
         before_choice=(BlockScans(), PadUneven()),
         choice=choice,
         layouts=layouts,
-        loops=(communications, FindStreams(loops, rates if finds else None), *loops),
+        finding=FindStreams(
+            (*layouts, communications), loops, rates if finds else None
+        ),
+        loops=(communications, *loops),
         # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )

@@ -86,7 +86,7 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
         if program is _built(call_jaxpr, config):
             # Nothing was padded: the streams are those that `streams_of` has planned.
             program = _asking(call_jaxpr, config)
-        return run_passes(program, (every.choice, *every.layouts))
+        return run_passes(program, (every.choice, every.finding, *every.layouts))
 
 
 # Weak: what is known of a jaxpr goes with the function that it is of.

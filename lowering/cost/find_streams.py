@@ -1,62 +1,45 @@
 """Find the streams that nobody marked, and pipeline those that gain.
 
-Layouts are settled by then, and stay as they are.  A stream that could hide less than a
-pipeline has to gain is not looked at any further.  The others are weighed as if they
-were marked: see `candidates.py`.
+What moves where nothing is marked says where streams could be.  Those that could hide
+as much as a pipeline has to gain are put where marks would be, and layouts are solved
+again: what a loop hides may lie otherwise.  Then each stream is weighed against none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
 from jhost.lowering.cost.candidates import Evaluation, Outcome, Predictions, gain_of
 from jhost.lowering.cost.kernels import kernels
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
-from jhost.lowering.cost.sections import Sections
+from jhost.lowering.cost.sections import Section, Sections
 from jhost.lowering.ir.bodies import (
     ITERATIONS,
-    EachProgram,
     all_marks,
     programs,
     rebuilt,
+    with_each_body,
     with_marks,
 )
+from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.index import Index, Rank
 from jhost.lowering.ir.layout import axes_size, bytes_of
-from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
-from jhost.lowering.ir.requests import marks_alike, set_choice, stream_choices
-from jhost.lowering.ir.statements import (
-    Communicate,
-    Compute,
-    Cond,
-    Scan,
-    Stmt,
-    While,
-)
+from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
 from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.layouts.hidden_dims import streamed_dims
 from jhost.lowering.streams.found import FoundStream, found_streams
 
-
 _CLOSE = 0.98
-"""From this share of a time on, what could be gained is not looked for."""
+"""From this share of a time on, what could still be gained is not looked for."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CutAsChosen(EachProgram):
-    """Marks with a choice -> the same, with the dims that their loops will cut."""
-
-    name: ClassVar[str] = "cut_as_chosen"
-
-    def change(self, program: Program) -> Program:
-        if not stream_choices(program):
-            return program
-        return dataclasses.replace(program, streamed=streamed_dims(program))
+Number: TypeAlias = tuple[int, ...]
+"""What tells a mark that was found from the others: its `numbers`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,83 +47,55 @@ class FindStreams:
     """A program without marks of streams -> one with those that a loop gains by.
 
     Attributes:
-        following: the passes up to the loops.
-        rates: the rates of the devices, if they are known and something can be hidden.
+        layouts: the passes that lay out values, up to the communications.
+        following: those behind them, up to the loops.
+        rates: the rates of the devices; None where no stream is to be found.
     """
 
     name: ClassVar[str] = "find_streams"
 
+    layouts: tuple[FollowingPass, ...]
     following: tuple[FollowingPass, ...]
     rates: Rates | None = None
 
     def apply(self, program: Program) -> Program:
-        rates = self.rates
-        if rates is None or any(isinstance(m, StreamChoice) for m in all_marks(program)):
+        if self.rates is None or _is_marked(program):
             return program
-        marked = _Finding(rates).marked(program)
-        if marked is program:
+        plain = self.laid_out(program)
+        found = _numbered(_Search(self.rates).streams(plain))
+        if not any(found):
             return program
-        return self.chosen(program, marked, rates)
+        marks = [[m for each in streams for m in _marks(each)] for streams in found]
+        marked = _with_more_marks(program, _of_global_values(marks, plain, program))
+        plain = _with_more_marks(plain, marks)
+        streams = [each for streams in found for each in streams]
+        return self.chosen(marked, plain, streams, self.rates)
 
-    def chosen(self, program: Program, marked: Program, rates: Rates) -> Program:
-        """`program` with those of the marks of another that gain."""
-        marks, sections = all_marks(marked), Sections(marked, laid_out=True)
-        following = [Remembering(step) for step in (CutAsChosen(), *self.following)]
-        predictions: Predictions = []
-        for group in marks_alike(marked):
-            section = sections.holding(group, marks)
-            weighing = _Weighing(section, following, rates, predictions=predictions)
-            mark = marks[group[0]]
-            assert isinstance(mark, StreamChoice)
-            set_choice(marks, group, weighing.best(mark))
-        return CutAsChosen().apply(rebuilt(with_marks(marked, marks), _without_idle))
+    def laid_out(self, program: Program) -> Program:
+        for step in self.layouts:
+            program = step.apply(program)
+        return program
+
+    def chosen(
+        self,
+        program: Program,
+        plain: Program,
+        streams: Sequence[FoundStream],
+        rates: Rates,
+    ) -> Program:
+        """`program` with what is best for each stream; `plain` has layouts for none."""
+        looped = Sections(self.laid_out(program), laid_out=True)
+        following = [Remembering(step) for step in self.following]
+        weighing = _Weighing(looped, Sections(plain, laid_out=True), following, rates)
+        for each in streams:
+            weighing.choose(each)
+        marks = weighing.marks(program)
+        return rebuilt(with_marks(program, marks), _without_idle)
 
 
-class _Weighing(Evaluation):
-    """The candidates for a stream that was found: those that win most often first.
-
-    Nobody waits for the last percent here, so it stops where no more can be gained.
-    """
-
-    def best(self, mark: StreamChoice) -> StreamChoice:
-        for candidate in self.candidates(mark):
-            outcome = self.evaluate(candidate)
-            if outcome is not None:
-                self.outcomes.append(outcome)
-            if self.outcomes and not self.leaves_more(self.outcomes[0]):
-                break
-        if not self.outcomes:
-            return dataclasses.replace(mark, unpipelined=True)
-        ranked = sorted(self.outcomes, key=lambda outcome: outcome.seconds)
-        plain = self.outcomes[0]
-        if ranked[0].seconds >= self.gain * plain.seconds:
-            ranked.sort(key=lambda outcome: outcome is not plain)
-        return dataclasses.replace(
-            ranked[0].mark,
-            reason=self.reason(ranked),
-            predicted=tuple((each.text, each.seconds) for each in ranked),
-        )
-
-    def candidates(self, mark: StreamChoice) -> Iterator[StreamChoice]:
-        """What could be done with a mark; first of all, nothing."""
-        yield dataclasses.replace(mark, unpipelined=True)
-        if (p2p := self.p2p(mark)) is not None:
-            yield p2p
-            if mark.sums != "in chunks":
-                yield dataclasses.replace(p2p, sums="in chunks")
-                yield dataclasses.replace(p2p, sums="whole")
-            yield dataclasses.replace(p2p, zigzag=False)
-            if self.outcomes[1:] and (more := self.in_more_chunks(p2p, self.outcomes[1])):
-                yield more
-        for candidate in self.without_permutes(mark):
-            if candidate.pipeline is not None:
-                yield candidate
-
-    def leaves_more(self, plain: Outcome) -> bool:
-        """Whether another candidate could gain on the best one so far."""
-        best = min(self.outcomes, key=lambda outcome: outcome.seconds)
-        most = self.gain if best is plain else _CLOSE
-        return best.compute < most * best.seconds
+def _is_marked(program: Program) -> bool:
+    """Whether a program or a body in it has a mark of a stream."""
+    return any(isinstance(mark, StreamChoice) for mark in all_marks(program))
 
 
 def _without_idle(program: Program) -> Program:
@@ -153,37 +108,230 @@ def _without_idle(program: Program) -> Program:
     return dataclasses.replace(program, marks=marks)
 
 
-class _Finding:
+# --- The marks, in the program before layouts and behind them --------------------- #
+
+
+def _numbered(found: Sequence[Sequence[FoundStream]]) -> list[list[FoundStream]]:
+    """The same streams, with a number for each of their marks."""
+    count = 0
+    numbered: list[list[FoundStream]] = []
+    for streams in found:
+        numbered.append([])
+        for each in streams:
+            groups: list[tuple[StreamChoice, ...]] = []
+            for group in each.marks:
+                numbers = range(count, count := count + len(group))
+                pairs = zip(group, numbers, strict=True)
+                groups.append(
+                    tuple(dataclasses.replace(m, numbers=(n,)) for m, n in pairs)
+                )
+            numbered[-1].append(dataclasses.replace(each, marks=tuple(groups)))
+    return numbered
+
+
+def _marks(stream: FoundStream) -> list[StreamChoice]:
+    return [mark for group in stream.marks for mark in group]
+
+
+def _with_more_marks(
+    program: Program, marks: Sequence[Sequence[StreamChoice]]
+) -> Program:
+    """`program` with more marks, some for each of `programs`."""
+
+    def with_more(program: Program, marks: Iterator[Sequence[StreamChoice]]) -> Program:
+        more = next(marks)
+        program = with_each_body(program, lambda body: with_more(body, marks))
+        if not more:
+            return program
+        return dataclasses.replace(program, marks=(*program.marks, *more))
+
+    return with_more(program, iter(marks))
+
+
+def _of_global_values(
+    marks: Sequence[Sequence[StreamChoice]], local: Program, program: Program
+) -> list[list[StreamChoice]]:
+    """The marks of values of a program laid out, for what these were before."""
+    triples = zip(marks, programs(local), programs(program), strict=True)
+    return [
+        [dataclasses.replace(m, buffer=_named(m.buffer, inner, outer)) for m in own]
+        for own, inner, outer in triples
+    ]
+
+
+def _named(name: str, local: Program, program: Program) -> str:
+    """The value of a program that has a `local` name where it is laid out.
+
+    A partial sum has a name of its own there, and is made by the same equation.
+    """
+    makers = _computed(program)
+    if name in makers.values():
+        return name
+    variable = next(var for var, made in _computed(local).items() if made == name)
+    return makers[variable]
+
+
+@derived
+def _computed(program: Program) -> Mapping[int, str]:
+    """The values that a program computes, by the variables of their equations."""
+    return {
+        id(var): buffer.name
+        for stmt in program.body
+        if isinstance(stmt, Compute)
+        for var, buffer in zip(stmt.unit.outvars, stmt.outs, strict=True)
+    }
+
+
+# --- The choice ------------------------------------------------------------------- #
+
+
+class _Weighing:
+    """What is best for streams that were found, one after another.
+
+    Each is evaluated with what was chosen for those before it, and without those behind
+    it.  Without a loop a section is laid out as it is best then.
+    """
+
+    def __init__(
+        self,
+        looped: Sections,
+        plain: Sections,
+        following: Sequence[FollowingPass],
+        rates: Rates,
+    ) -> None:
+        self.looped, self.plain = looped, plain
+        self.following = following
+        self.rates = rates
+        self.predictions: Predictions = []
+        self.chosen: dict[Number, StreamChoice] = {}
+
+    def choose(self, stream: FoundStream) -> None:
+        """Choose for the marks of one stream."""
+        before = dict(self.chosen)
+        plain = self.outcome(self.plain, stream, [None] * len(stream.marks))
+        if plain is None:
+            return
+        outcomes = [plain]
+        best, kept = plain, before
+        for candidates in self.candidates(stream):
+            if not self.leaves_more(outcomes):
+                break
+            if (outcome := self.outcome(self.looped, stream, candidates)) is None:
+                continue
+            outcomes.append(outcome)
+            if outcome.seconds < best.seconds:
+                best, kept = outcome, dict(self.chosen)
+        gains = best.seconds < gain_of(self.rates) * plain.seconds
+        self.chosen = self.said(stream, kept, outcomes) if gains else before
+
+    def candidates(
+        self, stream: FoundStream
+    ) -> Iterator[Sequence[StreamChoice | None]]:
+        """What the marks of each group may ask for, what wins most often first."""
+        first = stream.marks[0][0]
+        ways = [first]
+        if first.sums != "in chunks":
+            ways += [dataclasses.replace(first, sums=s) for s in ("whole", "in chunks")]
+        ways.append(dataclasses.replace(first, zigzag=False))
+        for way in ways:
+            yield [way] * len(stream.marks)
+
+    def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether another candidate could gain on the best one so far."""
+        best = min(outcomes, key=lambda outcome: outcome.seconds)
+        most = gain_of(self.rates) if len(outcomes) == 1 else _CLOSE
+        return best.compute < most * best.seconds
+
+    def outcome(
+        self,
+        sections: Sections,
+        stream: FoundStream,
+        ways: Sequence[StreamChoice | None],
+    ) -> Outcome | None:
+        """What the groups of a stream come to in these ways, each maybe in none."""
+        for group, way in zip(stream.marks, ways, strict=True):
+            for mark in group:
+                self.chosen[mark.numbers] = _as(mark, way)
+        marks = self.marks(sections.program)
+        numbers = _numbers_of(marks, stream.marks[0])
+        section = sections.holding(numbers, marks)
+        evaluation = Evaluation(
+            section, self.following, self.rates, predictions=self.predictions
+        )
+        return evaluation.evaluate(_as(stream.marks[0][0], ways[0]))
+
+    def marks(self, program: Program) -> list[Mark]:
+        """The marks of a program with what was chosen; the others ask for nothing."""
+        return [
+            _as(mark, self.chosen.get(mark.numbers))
+            if isinstance(mark, StreamChoice)
+            else mark
+            for mark in all_marks(program)
+        ]
+
+    def said(
+        self,
+        stream: FoundStream,
+        chosen: Mapping[Number, StreamChoice],
+        outcomes: Sequence[Outcome],
+    ) -> dict[Number, StreamChoice]:
+        """The choices, with the predictions behind those of a stream."""
+        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
+        predicted = tuple((each.text, each.seconds) for each in ranked)
+        said = dict(chosen)
+        for mark in _marks(stream):
+            if not said[mark.numbers].unpipelined:
+                said[mark.numbers] = dataclasses.replace(
+                    said[mark.numbers], predicted=predicted
+                )
+        return said
+
+
+def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
+    """A mark that asks for what another does, or for no loop."""
+    if way is None or way.unpipelined:
+        return dataclasses.replace(mark, pipeline=None, unpipelined=True)
+    return dataclasses.replace(
+        way, buffer=mark.buffer, dim=mark.dim, lines=mark.lines, numbers=mark.numbers
+    )
+
+
+def _numbers_of(marks: Sequence[Mark], group: Sequence[StreamChoice]) -> list[int]:
+    """The places among a program's marks of those of a group."""
+    own = {mark.numbers for mark in group}
+    places = enumerate(marks)
+    return [n for n, m in places if isinstance(m, StreamChoice) and m.numbers in own]
+
+
+# --- What could be hidden, by bounds ---------------------------------------------- #
+
+
+class _Search:
     """The streams that could hide enough, by what statements take at least."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
 
-    def marked(self, program: Program) -> Program:
-        return rebuilt(program, self.with_marks)
+    def streams(self, program: Program) -> list[list[FoundStream]]:
+        """For each of `programs`, the streams that are worth a closer look."""
+        return [self.streams_of(each) for each in programs(program)]
 
-    def with_marks(self, program: Program) -> Program:
-        """One program with a mark for each stream that is worth a closer look."""
-        most = (1 - gain_of(self.rates)) * self.work(program)
-        worth = [each for each in self.streams(program) if each.hidden > most]
-        if not worth:
-            return program
-        marks = (mark for each in worth for mark in each.marks)
-        return dataclasses.replace(program, marks=(*program.marks, *marks))
-
-    def streams(self, program: Program) -> Sequence[FoundStream]:
+    def streams_of(self, program: Program) -> list[FoundStream]:
         if not any(map(self.may_hide, program.body)):
-            return ()
+            return []
         mesh = dict(program.mesh.shape)
-        return found_streams(program, lambda stmt: self.seconds(stmt, mesh))
+        least = (1 - gain_of(self.rates)) * self.work(program)
+        every = found_streams(program, lambda stmt: self.seconds(stmt, mesh))
+        return [each for each in every if each.hidden > least]
 
     def may_hide(self, stmt: Stmt) -> bool:
+        """Whether it moves something that copy engines could move beside work."""
         return isinstance(stmt, Communicate) and not between_processes(
             stmt.axes, self.rates.reach
         )
 
     def work(self, program: Program) -> float:
-        """What the contractions of a program take at least, those of bodies too."""
+        """What the contractions of a program take, those of bodies too."""
         mesh = dict(program.mesh.shape)
         return sum(self.work_of(stmt, mesh) for stmt in program.body)
 
@@ -216,7 +364,3 @@ class _Finding:
                 return self.rates.link(kind, axes).seconds(kind, received, devices)
             case _:
                 return 0.0
-
-
-def all_programs(program: Program) -> list[Program]:
-    return list(programs(program))

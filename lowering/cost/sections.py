@@ -20,7 +20,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
-from jhost.lowering.ir.statements import Buffer, Stmt
+from jhost.lowering.ir.statements import Buffer, Stmt, Wait
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.schedule.compute_late import ComputeLate
@@ -162,8 +162,15 @@ class Sections:
             between = {bisect.bisect(borders, number) for number in made}
             # All between the same borders: layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
-                borders[:] = sorted([*borders, *(number + 1 for number in made)])
+                behind = (self.behind(numbers, number) for number in made)
+                borders[:] = sorted([*borders, *behind])
         return found
+
+    def behind(self, numbers: Sequence[int], number: int) -> int:
+        """The number behind a statement, and behind the wait for it."""
+        body = self.programs[self.holder(numbers)].body
+        number += 1
+        return number + (number < len(body) and isinstance(body[number], Wait))
 
     def made(self, numbers: Sequence[int]) -> list[int]:
         """The statements that make values with marks alike; none of them is a param."""

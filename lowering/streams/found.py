@@ -2,14 +2,15 @@
 
 A contraction waits for what a communication brings, or makes what it takes.  Where the
 stream along one of that value's dims takes in both, a loop over chunks of the dim can
-move one chunk while another is computed.  Communications of one stream, such as all of
-a layer of a transformer, have one loop or share it with their neighbours.
+move one chunk while another is computed.  Communications of one chain, such as a layer
+of a transformer, are in one stream.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from jhost._jax import source_line
 from jhost.lowering.ir.graph import Graph, Node, nodes
@@ -20,21 +21,27 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.streams.plan import plan_streams
 
-Seconds = Callable[[Stmt], float]
+Seconds: TypeAlias = Callable[[Stmt], float]
 """What a contraction or a communication takes."""
+
+Parts: TypeAlias = Mapping[int, Participation]
+"""The nodes in a stream, each with its part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundStream:
-    """A stream that could hide communications, and what would mark it.
+    """A stream that could hide communications, which are `moved`, by name.
 
-    `moved` are the names of these communications.  No loop hides more than `hidden`
-    seconds: the contractions in the stream take no longer, or what moves does not.
+    `marks` would ask for it.  Those together mark alike values, such as one of each
+    layer; each is next to other communications.  No loop hides more than `hidden`
+    seconds: what moves takes no longer, or the contractions in the stream.  Those that
+    work on rows of the dim take `beside` seconds.
     """
 
-    marks: tuple[StreamChoice, ...]
+    marks: tuple[tuple[StreamChoice, ...], ...]
     moved: frozenset[str]
     hidden: float
+    beside: float
 
 
 def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
@@ -42,7 +49,7 @@ def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
 
     No two of them hide the same communication.
     """
-    found = sorted(_Search(program, seconds).every(), key=lambda each: -each.hidden)
+    found = sorted(_Search(program, seconds).every(), key=_weight, reverse=True)
     taken: set[str] = set()
     kept: list[FoundStream] = []
     for each in found:
@@ -52,6 +59,11 @@ def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
     return kept
 
 
+def _weight(found: FoundStream) -> tuple[float, float]:
+    """By what streams are compared; sums in another order are no difference."""
+    return round(found.hidden, 9), round(found.beside, 9)
+
+
 class _Search:
     def __init__(self, program: Program, seconds: Seconds) -> None:
         marks = program.marks
@@ -59,7 +71,7 @@ class _Search:
         self.graph = nodes(program.body, barriers)
         self.serial = [mark for mark in marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)
-        self.seconds = seconds
+        self.seconds = [seconds(node.stmt) for node in self.graph]
 
     def every(self) -> Iterator[FoundStream]:
         """One stream for each dim along which some communication could be hidden."""
@@ -73,7 +85,7 @@ class _Search:
                 if (stream := self.stream(parts)) is not None:
                     yield stream
 
-    def parts(self, buffer: Buffer, dim: int) -> Mapping[int, Participation]:
+    def parts(self, buffer: Buffer, dim: int) -> Parts:
         """The nodes that a mark of that dim would have in its stream."""
         mark = StreamChoice(
             buffer=buffer.name, dim=dim, chunks=None, pipeline=None, lines=()
@@ -81,21 +93,28 @@ class _Search:
         plan = plan_streams(self.graph, [mark], self.serial, self.mesh)
         return plan.participations
 
-    def stream(self, parts: Mapping[int, Participation]) -> FoundStream | None:
+    def stream(self, parts: Parts) -> FoundStream | None:
         """What the stream with these parts could hide, if it can hide anything."""
         moved = [n for n, part in parts.items() if self.moves(n, part)]
-        work = [n for n in parts if _contracts(self.graph[n].stmt)]
-        marks = self.marks(parts)
-        if not moved or not marks:
+        marks = self.marks(moved, parts)
+        if not marks:
             return None
-        sums = [self.seconds(self.graph[n].stmt) for n in work]
-        sent = [self.seconds(self.graph[n].stmt) for n in moved]
-        names = (self.graph[n].stmt for n in moved)
+        work = [n for n in parts if self.contracts(n)]
+        rows = [n for n in work if _works_on_rows(parts[n])]
         return FoundStream(
             marks=marks,
-            moved=frozenset(s.name for s in names if isinstance(s, Communicate)),
-            hidden=min(sum(sums), sum(sent)),
+            moved=frozenset(self.name(n) for n in moved),
+            hidden=min(self.sum(work), self.sum(moved)),
+            beside=self.sum(rows),
         )
+
+    def sum(self, numbers: Sequence[int]) -> float:
+        return sum(self.seconds[n] for n in numbers)
+
+    def name(self, number: int) -> str:
+        stmt = self.graph[number].stmt
+        assert isinstance(stmt, Communicate)
+        return stmt.name
 
     def moves(self, number: int, part: Participation) -> bool:
         """Whether a p2p loop moves the chunks of a communication from place to place.
@@ -103,32 +122,72 @@ class _Search:
         That is what moves shards of the dim, and an all-reduce, as its two halves do.
         """
         stmt = self.graph[number].stmt
-        if not isinstance(stmt, Communicate):
+        if not isinstance(stmt, Communicate) or not self.seconds[number]:
             return False
         if part.ratio != 1:
             return True
-        return stmt.kind == "AllReduce" and _divides(
-            stmt, part.reads[0].dim, self.mesh
-        )
-
-    def marks(self, parts: Mapping[int, Participation]) -> tuple[StreamChoice, ...]:
-        """Marks of the contraction that takes longest, in each layer alike."""
-        heavy = [n for n, p in parts.items() if p.writes and self.contracts(n)]
-        if not heavy:
-            return ()
-        sums = any(not p.writes and self.contracts(n) for n, p in parts.items())
-        every = [_mark(self.graph[n], parts[n], sums) for n in heavy]
-        longest = max(heavy, key=lambda n: self.seconds(self.graph[n].stmt))
-        first = every[heavy.index(longest)]
-        key = _key(self.graph[longest], first)
-        pairs = zip(heavy, every, strict=True)
-        return tuple(m for n, m in pairs if _key(self.graph[n], m) == key)
+        dim = part.reads[0].dim
+        return stmt.kind == "AllReduce" and _divides(stmt, dim, self.mesh)
 
     def contracts(self, number: int) -> bool:
-        return _contracts(self.graph[number].stmt)
+        stmt = self.graph[number].stmt
+        if not isinstance(stmt, Compute):
+            return False
+        return any(each.rule.contracts for each in stmt.unit.eqns)
+
+    def marks(
+        self, moved: Sequence[int], parts: Parts
+    ) -> tuple[tuple[StreamChoice, ...], ...]:
+        """Marks of the contractions next to what moves; the one that takes longest first.
+
+        A contraction makes what is reduced, or reads what is gathered.
+        """
+        beside = {self.nearest(n, parts) for n in moved} - {None}
+        found = sorted(n for n in beside if n is not None)
+        found.sort(key=lambda n: self.seconds[n], reverse=True)
+        sums = any(not p.writes and self.contracts(n) for n, p in parts.items())
+        alike: dict[object, list[StreamChoice]] = {}
+        for number in found:
+            node, part = self.graph[number], parts[number]
+            mark = _mark(node, part, sums)
+            alike.setdefault(_key(node, mark), []).append(mark)
+        return tuple(map(tuple, alike.values()))
+
+    def nearest(self, number: int, parts: Parts) -> int | None:
+        """The nearest contraction of the stream on the way to or from a communication."""
+        stmt = self.graph[number].stmt
+        back = isinstance(stmt, Communicate) and stmt.kind != "AllGather"
+        for forward in (not back, back):
+            found = self.along(number, parts, forward)
+            if found is not None:
+                return found
+        return None
+
+    def along(self, number: int, parts: Parts, forward: bool) -> int | None:
+        seen, waiting = {number}, [number]
+        for each in waiting:
+            if self.contracts(each) and parts[each].writes:
+                return each
+            node = self.graph[each]
+            steps = (
+                (n for b in node.writes for n in self.graph.readers.get(b.name, ()))
+                if forward
+                else (self.graph.makers.get(b.name) for b in node.reads)
+            )
+            new = [n for n in steps if n is not None and n in parts and n not in seen]
+            seen.update(new)
+            waiting += new
+        return None
 
 
-def _dims_that_move(node: Node, mesh: Mapping[str, int]) -> Iterator[tuple[Buffer, int]]:
+def _works_on_rows(part: Participation) -> bool:
+    """Whether a contraction has the dim in one operand, and in its result."""
+    return len(part.reads) == 1 and bool(part.writes)
+
+
+def _dims_that_move(
+    node: Node, mesh: Mapping[str, int]
+) -> Iterator[tuple[Buffer, int]]:
     """The dims of a communication's result along which a stream may hide it."""
     stmt = node.stmt
     if not isinstance(stmt, Communicate):
@@ -137,7 +196,9 @@ def _dims_that_move(node: Node, mesh: Mapping[str, int]) -> Iterator[tuple[Buffe
         case "AllGather" | "ReduceScatter" | "AllToAll":
             dims = [dim for dim in (stmt.dim, stmt.source_dim) if dim is not None]
         case "AllReduce":
-            dims = [d for d in range(len(stmt.out.shape)) if _divides(stmt, d, mesh)]
+            # Of equals the last one: what shards sequences already leaves few of them.
+            every = reversed(range(len(stmt.out.shape)))
+            dims = [dim for dim in every if _divides(stmt, dim, mesh)]
         case _:
             dims = []
     yield from ((stmt.out, dim) for dim in dims)
@@ -149,21 +210,13 @@ def _divides(stmt: Communicate, dim: int, mesh: Mapping[str, int]) -> bool:
     return size > 0 and size % axes_size(stmt.axes, mesh) == 0
 
 
-def _places(
-    graph: Graph, parts: Mapping[int, Participation]
-) -> Iterator[tuple[str, int]]:
+def _places(graph: Graph, parts: Parts) -> Iterator[tuple[str, int]]:
     """The values that a stream cuts, each with its dim."""
     for number, part in parts.items():
         node = graph[number]
         for buffers, accesses in ((node.reads, part.reads), (node.writes, part.writes)):
             for position, access in accesses.items():
                 yield buffers[position].name, access.dim
-
-
-def _contracts(stmt: Stmt) -> bool:
-    if not isinstance(stmt, Compute):
-        return False
-    return any(each.rule.contracts for each in stmt.unit.eqns)
 
 
 def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
@@ -179,7 +232,8 @@ def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
         buffer=node.writes[position].name,
         dim=access.dim,
         chunks=None,
-        pipeline=None,
+        pipeline="p2p",
+        by_name=False,
         lines=(source_line(node.stmt.unit.eqns[0].eqn),),
         streams=2,
         sums="beside transfers" if sums else "in chunks",
@@ -189,5 +243,5 @@ def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
 
 def _key(node: Node, mark: StreamChoice) -> object:
     """What contractions of layers alike have in common."""
-    shapes: Sequence[tuple[int, ...]] = [b.shape for b in (*node.reads, *node.writes)]
-    return mark.lines, mark.dim, tuple(shapes)
+    shapes = tuple(buffer.shape for buffer in (*node.reads, *node.writes))
+    return mark.lines, mark.dim, shapes
