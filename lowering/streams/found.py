@@ -9,7 +9,7 @@ of a transformer, are in one stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from jhost._jax import source_line
@@ -18,6 +18,7 @@ from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import BarrierMark, SerialMark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
+from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.streams.plan import plan_streams
 
@@ -33,7 +34,7 @@ class FoundStream:
     """A stream that could hide communications, which are `moved`, by name.
 
     `marks` would ask for it.  Those together mark alike values, such as one of each
-    layer; each is next to other communications.  No loop hides more than `hidden`
+    layer.  No loop hides more than `hidden`
     seconds: what moves takes no longer, or the contractions in the stream.  Those that
     work on rows of the dim take `beside` seconds.
     """
@@ -95,18 +96,54 @@ class _Search:
 
     def stream(self, parts: Parts) -> FoundStream | None:
         """What the stream with these parts could hide, if it can hide anything."""
+        products = set(self.products(parts))
         moved = [n for n, part in parts.items() if self.moves(n, part)]
-        marks = self.marks(moved, parts)
-        if not marks:
+        hidden = {n: self.hidden(n, parts, products) for n in moved}
+        moved = [n for n in moved if hidden[n]]
+        if not moved:
             return None
         work = [n for n in parts if self.contracts(n)]
-        rows = [n for n in work if _works_on_rows(parts[n])]
         return FoundStream(
-            marks=marks,
+            marks=self.marks(parts),
             moved=frozenset(self.name(n) for n in moved),
-            hidden=min(self.sum(work), self.sum(moved)),
-            beside=self.sum(rows),
+            hidden=min(self.sum(work), sum(hidden.values())),
+            beside=self.sum([*products]),
         )
+
+    def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
+        """The seconds of a communication that a loop could hide behind products.
+
+        What is gathered in chunks is read by them, and what is reduced made by them.
+        """
+        stmt = self.graph[number].stmt
+        assert isinstance(stmt, Communicate)
+        ways = {"AllGather": (True,), "ReduceScatter": (False,)}
+        both = ways.get(stmt.kind, (True, False))
+        found = [self.leads(number, parts, products, forward) for forward in both]
+        return self.seconds[number] * sum(found) / len(found)
+
+    def leads(
+        self, number: int, parts: Parts, products: Set[int], forward: bool
+    ) -> bool:
+        """Whether the stream leads from a communication to a product, past no other."""
+        seen, waiting = {number}, [number]
+        for each in waiting:
+            if each in products:
+                return True
+            if each != number and isinstance(self.graph[each].stmt, Communicate):
+                continue
+            new = [n for n in self.next(each, forward) if n in parts and n not in seen]
+            seen.update(new)
+            waiting += new
+        return False
+
+    def next(self, number: int, forward: bool) -> Iterator[int]:
+        """The nodes that read what one makes, or that make what it reads."""
+        node = self.graph[number]
+        if forward:
+            return (n for b in node.writes for n in self.graph.readers.get(b.name, ()))
+        makers = (self.graph.makers.get(buffer.name) for buffer in node.reads)
+        return (maker for maker in makers if maker is not None)
 
     def sum(self, numbers: Sequence[int]) -> float:
         return sum(self.seconds[n] for n in numbers)
@@ -135,54 +172,42 @@ class _Search:
             return False
         return any(each.rule.contracts for each in stmt.unit.eqns)
 
-    def marks(
-        self, moved: Sequence[int], parts: Parts
-    ) -> tuple[tuple[StreamChoice, ...], ...]:
-        """Marks of the contractions next to what moves; the one that takes longest first.
+    def products(self, parts: Parts) -> list[int]:
+        """The products of which the stream cuts one operand, and the result."""
+        return [
+            number
+            for number, part in parts.items()
+            if _is_product(self.graph[number].stmt)
+            and len(part.reads) == 1
+            and part.writes
+        ]
 
-        A contraction makes what is reduced, or reads what is gathered.
+    def marks(self, parts: Parts) -> tuple[tuple[StreamChoice, ...], ...]:
+        """Marks of the contractions in a stream, the one that takes longest first.
+
+        Keys of attention are rows of a contraction, and then no chunks: marked as well,
+        the stream ends there, and attention itself is in no loop.
         """
-        beside = {self.nearest(n, parts) for n in moved} - {None}
-        found = sorted(n for n in beside if n is not None)
-        found.sort(key=lambda n: self.seconds[n], reverse=True)
+        rows = sorted(self.products(parts), key=lambda n: -self.seconds[n])
         sums = any(not p.writes and self.contracts(n) for n, p in parts.items())
         alike: dict[object, list[StreamChoice]] = {}
-        for number in found:
+        for number in rows:
             node, part = self.graph[number], parts[number]
             mark = _mark(node, part, sums)
             alike.setdefault(_key(node, mark), []).append(mark)
         return tuple(map(tuple, alike.values()))
 
-    def nearest(self, number: int, parts: Parts) -> int | None:
-        """The nearest contraction of the stream on the way to or from a communication."""
-        stmt = self.graph[number].stmt
-        back = isinstance(stmt, Communicate) and stmt.kind != "AllGather"
-        for forward in (not back, back):
-            found = self.along(number, parts, forward)
-            if found is not None:
-                return found
-        return None
 
-    def along(self, number: int, parts: Parts, forward: bool) -> int | None:
-        seen, waiting = {number}, [number]
-        for each in waiting:
-            if self.contracts(each) and parts[each].writes:
-                return each
-            node = self.graph[each]
-            steps = (
-                (n for b in node.writes for n in self.graph.readers.get(b.name, ()))
-                if forward
-                else (self.graph.makers.get(b.name) for b in node.reads)
-            )
-            new = [n for n in steps if n is not None and n in parts and n not in seen]
-            seen.update(new)
-            waiting += new
-        return None
-
-
-def _works_on_rows(part: Participation) -> bool:
-    """Whether a contraction has the dim in one operand, and in its result."""
-    return len(part.reads) == 1 and bool(part.writes)
+def _is_product(stmt: Stmt) -> bool:
+    """Whether it is one product of rows and a matrix: no attention, and no batch."""
+    if not isinstance(stmt, Compute):
+        return False
+    (unit_eqn,) = stmt.unit.eqns
+    rule = unit_eqn.rule
+    if not rule.contracts or rule.matmul is not None:
+        return False
+    left, right, out = map(factors_of, (*rule.operands[:2], rule.results[0]))
+    return not left & right & out
 
 
 def _dims_that_move(
