@@ -69,11 +69,14 @@ class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
     Cheap values stand in the section that will compute them, so that only kept values
-    cross the borders.  Where values are `laid_out` already, the borders stay as they are.
+    cross the borders.  Where values are `laid_out` already, borders stay as they are, and
+    what can be computed late is by those who know which loops there are.
     """
 
     def __init__(self, program: Program, *, laid_out: bool = False) -> None:
-        program = ComputeLate().apply(StackLess().apply(program))
+        program = StackLess().apply(program)
+        if not laid_out:
+            program = ComputeLate().apply(program)
         self.program = program
         self.laid_out = laid_out
         self.programs = list(programs(program))

@@ -36,13 +36,15 @@ class FoundStream:
     `marks` would ask for it.  Those together mark alike values, such as one of each
     layer.  No loop hides more than `hidden`
     seconds: what moves takes no longer, or the contractions in the stream.  Those that
-    work on rows of the dim take `beside` seconds.
+    work on rows of the dim take `beside` seconds.  The dim's `place` is higher the
+    further behind it stands, and lowest for the last one.
     """
 
     marks: tuple[tuple[StreamChoice, ...], ...]
     moved: frozenset[str]
     hidden: float
     beside: float
+    place: int
 
 
 def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
@@ -50,19 +52,29 @@ def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
 
     No two of them hide the same communication.
     """
-    found = sorted(_Search(program, seconds).every(), key=_weight, reverse=True)
-    taken: set[str] = set()
+    found = list(_Search(program, seconds).every())
     kept: list[FoundStream] = []
-    for each in found:
-        if taken.isdisjoint(each.moved):
-            kept.append(each)
-            taken |= each.moved
+    while found:
+        kept.append(best := _best(found))
+        found = [each for each in found if each.moved.isdisjoint(best.moved)]
     return kept
 
 
-def _weight(found: FoundStream) -> tuple[float, float]:
-    """By what streams are compared; sums in another order are no difference."""
-    return round(found.hidden, 9), round(found.beside, 9)
+_EQUAL = 0.9
+"""From this share on, what two streams could hide is no difference."""
+
+
+def _best(found: Sequence[FoundStream]) -> FoundStream:
+    """The stream that could hide most, beside most.
+
+    Of equals that along the last dim but one: the last dim is that of features, which
+    products contract, and what shards sequences already leaves few of them.
+    """
+    most = max(each.hidden for each in found)
+    found = [each for each in found if each.hidden >= _EQUAL * most]
+    most = max(each.beside for each in found)
+    found = [each for each in found if each.beside >= _EQUAL * most]
+    return max(found, key=lambda each: each.place)
 
 
 class _Search:
@@ -108,7 +120,13 @@ class _Search:
             moved=frozenset(self.name(n) for n in moved),
             hidden=min(self.sum(work), sum(hidden.values())),
             beside=self.sum([*products]),
+            place=self.place(parts, moved[0]),
         )
+
+    def place(self, parts: Parts, number: int) -> int:
+        """Where the dim stands in what a communication moves."""
+        dim, last = parts[number].reads[0].dim, len(self.graph[number].reads[0].shape)
+        return -1 if dim == last - 1 else dim
 
     def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
         """The seconds of a communication that a loop could hide behind products.
@@ -221,8 +239,7 @@ def _dims_that_move(
         case "AllGather" | "ReduceScatter" | "AllToAll":
             dims = [dim for dim in (stmt.dim, stmt.source_dim) if dim is not None]
         case "AllReduce":
-            # Of equals the last one: what shards sequences already leaves few of them.
-            every = reversed(range(len(stmt.out.shape)))
+            every = range(len(stmt.out.shape))
             dims = [dim for dim in every if _divides(stmt, dim, mesh)]
         case _:
             dims = []
