@@ -84,9 +84,12 @@ class FindStreams:
         rates: Rates,
     ) -> Program:
         """`program` with what is best for each stream; `plain` has layouts for none."""
-        looped = Sections(self.laid_out(program), laid_out=True)
+        looped, without = (
+            Sections(each, [_numbers_of(all_marks(each), s.marks[0]) for s in streams])
+            for each in (self.laid_out(program), plain)
+        )
         following = [Remembering(step) for step in self.following]
-        weighing = _Weighing(looped, Sections(plain, laid_out=True), following, rates)
+        weighing = _Weighing(looped, without, following, rates)
         for each in streams:
             weighing.choose(each)
         marks = weighing.marks(program)

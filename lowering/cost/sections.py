@@ -69,16 +69,20 @@ class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
     Cheap values stand in the section that will compute them, so that only kept values
-    cross the borders.  Where values are `laid_out` already, borders stay as they are, and
-    what can be computed late is by those who know which loops there are.
+    cross the borders.  In a program that is laid out already it is said which marks are
+    `alike`.  Its borders stay as they are, and it is for the following passes to say
+    what is computed late.
     """
 
-    def __init__(self, program: Program, *, laid_out: bool = False) -> None:
+    def __init__(
+        self, program: Program, alike: Sequence[Sequence[int]] | None = None
+    ) -> None:
         program = StackLess().apply(program)
-        if not laid_out:
+        if alike is None:
             program = ComputeLate().apply(program)
         self.program = program
-        self.laid_out = laid_out
+        self.laid_out = alike is not None
+        self.alike = marks_alike(program) if alike is None else alike
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
@@ -160,7 +164,7 @@ class Sections:
         A backward pass has its own, behind the last layer of the forward one.
         """
         found: list[list[int]] = [[] for _ in self.programs]
-        for numbers in sorted(marks_alike(self.program), key=len):
+        for numbers in sorted(self.alike, key=len):
             made, borders = self.made(numbers), found[self.holder(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
             # All between the same borders: layers of one row.

@@ -201,7 +201,7 @@ class _Search:
         ]
 
     def marks(self, parts: Parts) -> tuple[tuple[StreamChoice, ...], ...]:
-        """Marks of the contractions in a stream, the one that takes longest first.
+        """Marks of the products in a stream, those first of which there are fewest.
 
         Keys of attention are rows of a contraction, and then no chunks: marked as well,
         the stream ends there, and attention itself is in no loop.
@@ -213,7 +213,8 @@ class _Search:
             node, part = self.graph[number], parts[number]
             mark = _mark(node, part, sums)
             alike.setdefault(_key(node, mark), []).append(mark)
-        return tuple(map(tuple, alike.values()))
+        # Those of which each layer has one, where layers are written out.
+        return tuple(map(tuple, sorted(alike.values(), key=len)))
 
 
 def _is_product(stmt: Stmt) -> bool:
