@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from jhost import errors
-from jhost._annotate import Chunks, Pipeline
+from jhost._annotate import Chunks, Pipeline, Streams
 from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
@@ -47,11 +47,12 @@ def jit(
     inline: Inline = False,
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
+    streams: Streams = "auto",
     replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
 ) -> Any:
-    """Compiles a function as `jax.jit` does, with the streams marked in it pipelined.
+    """Compiles a function as `jax.jit` does, with streams marked or found pipelined.
 
     The result is a JAX function: it can be differentiated, batched, and called inside
     other transforms.
@@ -79,6 +80,8 @@ def jit(
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
             over devices with work behind them go beside it, by permutes, where that is
             predicted to gain, or with `"p2p"` of the whole function.
+        streams: `"auto"` finds streams in a function without marks, where a loop is
+            predicted to gain and `pipeline` is `"auto"`.  `"marked"` finds none.
         replication_limit: the bytes that a device may receive for an operation that
             all devices repeat, on values that were spread over them, without a
             `jhost.errors.ReplicationWarning`.
@@ -93,7 +96,7 @@ def jit(
         arrays of the global shapes and of the dtypes that `f` does.
 
     Raises:
-        OptionError: a pipeline that there is not, or a limit below 0.
+        OptionError: a pipeline or streams that there are not, or a limit below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument of another type.
         NoMeshError, MeshMismatchError: when it is called, if the shardings name axes of
@@ -120,6 +123,7 @@ def jit(
         inline=inline,
         chunks=chunks,
         pipeline=pipeline,
+        streams=streams,
         replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,

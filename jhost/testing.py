@@ -201,6 +201,8 @@ def _explanations(
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Every stream is pipelined and moves something, in each program that jhost makes.
 
+    That is each that is marked or, where nothing is, each that jhost finds.
+
     A loop over chunks in which nothing moves between devices, as on one device, can
     save memory, but hides nothing.
 

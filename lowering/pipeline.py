@@ -127,7 +127,10 @@ def passes(
         choice=choice,
         layouts=layouts,
         finding=FindStreams(
-            (*layouts, communications), loops, rates if finds else None
+            layouts=(*layouts, communications),
+            # Cycles take longest, and move what stands in no loop over chunks.
+            following=tuple(s for s in loops if not isinstance(s, ChooseCycles)),
+            rates=rates if finds else None,
         ),
         loops=(communications, *loops),
         # The life of what the units make, and how what is sent goes.

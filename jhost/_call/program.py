@@ -271,7 +271,7 @@ def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> 
 
 
 def _settings(config: Config, unmet: tuple[UnmetWish, ...] = ()) -> StreamDefaults:
-    return StreamDefaults(config.chunks, config.pipeline, unmet)
+    return StreamDefaults(config.chunks, config.pipeline, unmet, config.finds)
 
 
 def _lower(

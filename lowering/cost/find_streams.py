@@ -8,14 +8,21 @@ again: what a loop hides may lie otherwise.  Then each stream is weighed against
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
-from jhost.lowering.cost.candidates import Evaluation, Outcome, Predictions, gain_of
+from jhost._text import counted
+from jhost.lowering.cost.candidates import (
+    Evaluation,
+    Outcome,
+    Predictions,
+    gain_of,
+    ranking_text,
+)
 from jhost.lowering.cost.kernels import kernels
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
-from jhost.lowering.cost.sections import Section, Sections
+from jhost.lowering.cost.sections import Sections
 from jhost.lowering.ir.bodies import (
     ITERATIONS,
     all_marks,
@@ -30,6 +37,7 @@ from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
+from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
 from jhost.lowering.ir.transfers import received_bytes
@@ -37,6 +45,9 @@ from jhost.lowering.streams.found import FoundStream, found_streams
 
 _CLOSE = 0.98
 """From this share of a time on, what could still be gained is not looked for."""
+
+_HOPELESS = 1.05
+"""From so many times the time without a loop on, a candidate is not varied."""
 
 Number: TypeAlias = tuple[int, ...]
 """What tells a mark that was found from the others: its `numbers`."""
@@ -93,7 +104,20 @@ class FindStreams:
         for each in streams:
             weighing.choose(each)
         marks = weighing.marks(program)
-        return rebuilt(with_marks(program, marks), _without_idle)
+        chosen = rebuilt(with_marks(program, marks), _without_idle)
+        return _noted(chosen, len(streams), weighing.gained)
+
+
+def _noted(program: Program, looked_at: int, gained: int) -> Program:
+    """`program` with a remark on the streams that were looked at and left."""
+    if gained == looked_at:
+        return program
+    left = looked_at - gained
+    form = (
+        f"{counted(left, 'stream')} more could hide what moves, and "
+        f"{'is' if left == 1 else 'are'} predicted not to gain enough"
+    )
+    return dataclasses.replace(program, remarks=(*program.remarks, Note(form=form)))
 
 
 def _is_marked(program: Program) -> bool:
@@ -207,25 +231,29 @@ class _Weighing:
         self.rates = rates
         self.predictions: Predictions = []
         self.chosen: dict[Number, StreamChoice] = {}
+        self.gained = 0
 
     def choose(self, stream: FoundStream) -> None:
         """Choose for the marks of one stream."""
         before = dict(self.chosen)
         plain = self.outcome(self.plain, stream, [None] * len(stream.marks))
         if plain is None:
+            self.chosen = before
             return
         outcomes = [plain]
         best, kept = plain, before
         for candidates in self.candidates(stream):
             if not self.leaves_more(outcomes):
                 break
-            if (outcome := self.outcome(self.looped, stream, candidates)) is None:
-                continue
+            outcome = self.outcome(self.looped, stream, candidates)
+            if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
+                break  # and so will the others be: they differ in little
             outcomes.append(outcome)
             if outcome.seconds < best.seconds:
                 best, kept = outcome, dict(self.chosen)
         gains = best.seconds < gain_of(self.rates) * plain.seconds
         self.chosen = self.said(stream, kept, outcomes) if gains else before
+        self.gained += gains
 
     def candidates(
         self, stream: FoundStream
@@ -281,13 +309,15 @@ class _Weighing:
         """The choices, with the predictions behind those of a stream."""
         ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
         predicted = tuple((each.text, each.seconds) for each in ranked)
-        said = dict(chosen)
-        for mark in _marks(stream):
-            if not said[mark.numbers].unpipelined:
-                said[mark.numbers] = dataclasses.replace(
-                    said[mark.numbers], predicted=predicted
-                )
-        return said
+        how = "estimated from data sheets" if self.rates.estimated else "predicted"
+        reason = ranking_text(how, predicted, ())
+        said = {
+            mark.numbers: dataclasses.replace(
+                chosen[mark.numbers], predicted=predicted, reason=reason
+            )
+            for mark in _marks(stream)
+        }
+        return {**chosen, **said}
 
 
 def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
@@ -352,7 +382,7 @@ class _Search:
                 return 0.0
 
     def seconds(self, stmt: Stmt, mesh: dict[str, int]) -> float:
-        """What a contraction or a communication takes by itself; others take nothing."""
+        """What a contraction or a communication takes by itself; others nothing."""
         match stmt:
             case Compute():
                 if not any(each.rule.contracts for each in stmt.unit.eqns):

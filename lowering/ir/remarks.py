@@ -57,7 +57,8 @@ class StreamReport(OnLines):
     most.  `predicted` has each choice that was weighed, with the seconds that the
     program, body or layer around would take; the best is first.  If the stream follows
     a `jhost.Tuning`, `measured` has each choice with the seconds that it took; the
-    chosen one is first.  `lines` are the user's, of all marks that make up the stream.
+    chosen one is first.  `lines` are the user's, of all marks that make up the stream,
+    or of the products in one that jhost `found`.
     """
 
     stream: str
@@ -69,6 +70,7 @@ class StreamReport(OnLines):
     predicted: tuple[tuple[str, float], ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
     moves: bool = True
+    found: bool = False
 
     @property
     def hides(self) -> bool:
@@ -81,7 +83,8 @@ class StreamReport(OnLines):
         said = self.reason.removeprefix(f"{how}, ")
         colon = ":" if said == self.reason else ","
         idle = "" if self.moves else "; nothing moves in this loop: it hides nothing"
-        return f"{self.stream} on axis {self.axis}: {how}{colon} {said}{idle}"
+        found = " found" if self.found else ""
+        return f"{self.stream}{found} on axis {self.axis}: {how}{colon} {said}{idle}"
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"
