@@ -115,6 +115,8 @@ def passes(
     )
     communications = ConvertToCommunications()
     finds = settings.finds and settings.pipeline == "auto"
+    # What is found is moved by permutes.
+    hides = rates is not None and rates.permute.beside_compute
     choice = ChoosePipelines(
         following=(*layouts, communications, *loops),
         settings=settings,
@@ -130,7 +132,7 @@ def passes(
             layouts=(*layouts, communications),
             # Cycles take longest, and move what stands in no loop over chunks.
             following=tuple(s for s in loops if not isinstance(s, ChooseCycles)),
-            rates=rates if finds else None,
+            rates=rates if finds and hides else None,
         ),
         loops=(communications, *loops),
         # The life of what the units make, and how what is sent goes.

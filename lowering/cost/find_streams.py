@@ -8,6 +8,7 @@ again: what a loop hides may lie otherwise.  Then each stream is weighed against
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
@@ -70,7 +71,7 @@ class FindStreams:
     rates: Rates | None = None
 
     def apply(self, program: Program) -> Program:
-        if self.rates is None or _is_marked(program):
+        if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
             return program
         plain = self.laid_out(program)
         found = _numbered(_Search(self.rates).streams(plain))
@@ -241,17 +242,18 @@ class _Weighing:
             self.chosen = before
             return
         outcomes = [plain]
-        best, kept = plain, before
+        kept = before
         for candidates in self.candidates(stream):
             if not self.leaves_more(outcomes):
                 break
             outcome = self.outcome(self.looped, stream, candidates)
             if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
                 break  # and so will the others be: they differ in little
+            if all(outcome.seconds < each.seconds for each in outcomes[1:]):
+                kept = dict(self.chosen)
             outcomes.append(outcome)
-            if outcome.seconds < best.seconds:
-                best, kept = outcome, dict(self.chosen)
-        gains = best.seconds < gain_of(self.rates) * plain.seconds
+        best = min((each.seconds for each in outcomes[1:]), default=math.inf)
+        gains = best < gain_of(self.rates) * plain.seconds
         self.chosen = self.said(stream, kept, outcomes) if gains else before
         self.gained += gains
 
