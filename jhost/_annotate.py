@@ -19,6 +19,7 @@ from jhost._primitives import DimSpec, Spec, serial_p, shard_p, stream_p
 
 Chunks: TypeAlias = int | Literal["auto"] | None
 Pipeline: TypeAlias = Literal["p2p", "collective", "auto", "off"]
+Streams: TypeAlias = Literal["auto", "marked"]
 
 
 def stream(

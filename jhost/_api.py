@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from jhost import errors
-from jhost._annotate import Chunks, Pipeline
+from jhost._annotate import Chunks, Pipeline, Streams
 from jhost._call.around import explain_around
 from jhost._call.function import JitFunction
 from jhost._call.settings import Options, Settings, check
@@ -47,6 +47,7 @@ def jit(
     inline: Inline = False,
     chunks: Chunks = "auto",
     pipeline: Pipeline = "auto",
+    streams: Streams = "auto",
     replication_limit: int = 1 << 20,
     compiler_options: Mapping[str, Any] | None = None,
     tuning: Tuning | Sequence[Tuning] | None = None,
@@ -80,6 +81,8 @@ def jit(
         pipeline: `"collective"`, `"p2p"`, `"off"` or `"auto"`, likewise.  Large sums
             over devices move beside the work behind them, by permutes, if that is
             predicted to gain, or if the function has `"p2p"`.
+        streams: `"auto"` finds streams in a function without marks, if `pipeline` is
+            `"auto"` and a loop is predicted to gain.  `"marked"` finds none.
         replication_limit: from how many bytes on a `jhost.errors.ReplicationWarning`
             comes.  It counts the bytes that a device receives for an operation that all
             devices repeat on whole values.
@@ -94,7 +97,7 @@ def jit(
         returns arrays of the same global shapes and dtypes as `f`.
 
     Raises:
-        OptionError: an unknown pipeline, or a limit below 0.
+        OptionError: unknown `pipeline` or `streams`, or a limit below 0.
         ChunksError: fewer than one chunk.
         ArgumentError: an argument has another type.
         NoMeshError, MeshMismatchError: in a call, if there is no mesh for the
@@ -121,6 +124,7 @@ def jit(
         inline=inline,
         chunks=chunks,
         pipeline=pipeline,
+        streams=streams,
         replication_limit=replication_limit,
         compiler_options=compiler_options,
         tuning=tuning,

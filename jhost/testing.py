@@ -200,8 +200,10 @@ def _explanations(
 def assert_pipelined(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Checks that every stream is pipelined, and that something moves in its loop.
 
-    It looks at each program that jhost makes.  If nothing moves between devices in a
-    loop over chunks, as on one device, the loop may save memory, but it hides nothing.
+    These are the marked streams or, in a function without marks, those that jhost
+    finds.  It looks at each program that jhost makes.  If nothing moves between devices
+    in a loop over chunks, as on one device, the loop may save memory, but it hides
+    nothing.
 
     Args:
         fun: a jhost function, or a function that calls some, such as `jax.grad(loss)`.

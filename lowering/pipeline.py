@@ -12,6 +12,7 @@ from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_permutes import ChoosePermutes
 from jhost.lowering.cost.choose_pipelines import ChoosePipelines
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
+from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.frontend.build import build
@@ -53,6 +54,7 @@ class Passes:
 
     before_choice: tuple[Pass, ...]
     choice: ChoosePipelines
+    finding: FindStreams
     layouts: tuple[Pass, ...]
     loops: tuple[Pass, ...]
     finish: tuple[Pass, ...]
@@ -60,7 +62,7 @@ class Passes:
     @property
     def up_to_layouts(self) -> tuple[Pass, ...]:
         """The passes after which every value's layout is settled."""
-        return (*self.before_choice, self.choice, *self.layouts)
+        return (*self.before_choice, self.choice, self.finding, *self.layouts)
 
     @property
     def behind_layouts(self) -> tuple[Pass, ...]:
@@ -98,7 +100,6 @@ def passes(
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
     # Communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
-        ConvertToCommunications(),
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
         CombineSmall(),
@@ -112,17 +113,28 @@ def passes(
         Segment(),
         ScheduleLoops(),
     )
+    communications = ConvertToCommunications()
+    finds = settings.finds and settings.pipeline == "auto"
+    # What is found is moved by permutes.
+    hides = rates is not None and rates.permute.beside_compute
+    choice = ChoosePipelines(
+        following=(*layouts, communications, *loops),
+        settings=settings,
+        rates=rates,
+        device_kind=device_kind,
+        tuned=tuned or {},
+    )
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
-        choice=ChoosePipelines(
-            following=(*layouts, *loops),
-            settings=settings,
-            rates=rates,
-            device_kind=device_kind,
-            tuned=tuned or {},
-        ),
+        choice=choice,
         layouts=layouts,
-        loops=loops,
+        finding=FindStreams(
+            layouts=(*layouts, communications),
+            # Cycles take longest, and move what stands in no loop over chunks.
+            following=tuple(s for s in loops if not isinstance(s, ChooseCycles)),
+            rates=rates if finds and hides else None,
+        ),
+        loops=(communications, *loops),
         # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )

@@ -255,9 +255,10 @@ def _folded_streams(streams: Sequence[StreamReport]) -> Iterator[str]:
 def _choice_text(stream: StreamReport) -> str:
     """The choice, and what it was chosen from, in short."""
     if not stream.predicted:
-        return stream.text.removeprefix(f"{stream.stream} on ")
+        return stream.text.removeprefix(f"{stream.stream} ").removeprefix("on ")
     (chosen, seconds), *others = stream.predicted
-    text = f"axis {stream.axis}: {chosen}, predicted {seconds_text(seconds)}"
+    found = "found on " if stream.found else ""
+    text = f"{found}axis {stream.axis}: {chosen}, predicted {seconds_text(seconds)}"
     if others:
         other, more = min(others, key=lambda each: each[1])
         text += f"; {other} {seconds_text(more)}"

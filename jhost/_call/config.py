@@ -28,7 +28,8 @@ class Config:
     `batched` say what JAX derived; neither is in what the user called.  `operands` are
     names for messages, of a program that JAX has made without any.  A function around
     it is `left_to_xla`, and this call with it.  An `unchecked` call was not lowered
-    when the user made it: a gradient's forward program is instead.  `streams` is how
+    when the user made it: a gradient's forward program is instead.  jhost `finds`
+    streams where nothing is marked, unless the user turned that off.  `streams` is how
     many streams a loop's iterations take turns on: no argument of `jhost.jit`, as a GPU
     has one queue for computations, and `jhost.tune` tries fewer where that may gain.
     """
@@ -38,6 +39,7 @@ class Config:
     chunks: int | Literal["auto"]
     pipeline: Pipeline
     replication_limit: int
+    finds: bool = True
     streams: int = 4
     compiler_options: tuple[tuple[str, Any], ...] = ()
     tunings: tuple[Tuning, ...] = ()

@@ -85,7 +85,7 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
         if program is _built(call_jaxpr, config):
             # Nothing was padded: the streams are those that `streams_of` has planned.
             program = _asking(call_jaxpr, config)
-        return run_passes(program, (every.choice, *every.layouts))
+        return run_passes(program, (every.choice, every.finding, *every.layouts))
 
 
 # Weak: what is known of a jaxpr goes with the function that it is of.
@@ -246,7 +246,7 @@ def _passes(config: Config, strict: bool, unmet: tuple[UnmetWish, ...] = ()) -> 
 
 
 def _settings(config: Config, unmet: tuple[UnmetWish, ...] = ()) -> StreamDefaults:
-    return StreamDefaults(config.chunks, config.pipeline, unmet)
+    return StreamDefaults(config.chunks, config.pipeline, unmet, config.finds)
 
 
 def _lower(

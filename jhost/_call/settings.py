@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast, get_args
 from jax.sharding import PartitionSpec
 
 from jhost import errors
-from jhost._annotate import Chunks, Pipeline, as_int
+from jhost._annotate import Chunks, Pipeline, Streams, as_int
 from jhost._call import shardings
 from jhost._jax import ArgNames, ArgNums, Inline
 from jhost._tuning import Tuning
@@ -32,6 +32,7 @@ class Settings:
     inline: Inline = False
     chunks: Chunks = "auto"
     pipeline: Pipeline = "auto"
+    streams: Streams = "auto"
     replication_limit: int = 1 << 20
     compiler_options: Mapping[str, Any] | None = None
     tuning: Tuning | Sequence[Tuning] | None = None
@@ -96,6 +97,7 @@ class Options(TypedDict, total=False):
     inline: Inline
     chunks: Chunks
     pipeline: Pipeline
+    streams: Streams
     replication_limit: int
     compiler_options: Mapping[str, Any] | None
     tuning: Tuning | Sequence[Tuning] | None
@@ -113,11 +115,13 @@ def check(settings: Settings) -> None:
     _check_tuning(settings.tuning)
     _check_static_and_donated(settings)
     _check_compiler_options(settings.compiler_options)
-    if settings.pipeline not in get_args(Pipeline):
-        raise errors.OptionError(
-            f"jhost.jit got pipeline={settings.pipeline!r}, which is none of "
-            f"{', '.join(map(repr, get_args(Pipeline)))}."
-        )
+    for name, choices in (("pipeline", Pipeline), ("streams", Streams)):
+        value = getattr(settings, name)
+        if value not in get_args(choices):
+            raise errors.OptionError(
+                f"jhost.jit got {name}={value!r}, which is none of "
+                f"{', '.join(map(repr, get_args(choices)))}."
+            )
     limit = as_int(settings.replication_limit)
     if limit is None or limit < 0:
         raise errors.OptionError(

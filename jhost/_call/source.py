@@ -91,6 +91,7 @@ class Source:
             mesh=None if key[0] is None else auto_mesh(key[0]),
             chunks=as_int(settings.chunks) or "auto",
             pipeline=settings.pipeline,
+            finds=settings.streams == "auto",
             replication_limit=settings.replication_limit,
             compiler_options=tuple((settings.compiler_options or {}).items()),
             tunings=settings.tunings,

@@ -121,7 +121,7 @@ class Evaluation:
     @property
     def gain(self) -> float:
         """What a candidate's time must be below, as a share of a simpler one's."""
-        return CLEAR_GAIN if self.known.estimated else GAIN
+        return gain_of(self.known)
 
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
@@ -304,6 +304,11 @@ class Evaluation:
         if mark.spec.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, mark.with_spec(streams=2))
+
+
+def gain_of(rates: Rates) -> float:
+    """What a pipeline's time must be below, as a share of the time without."""
+    return CLEAR_GAIN if rates.estimated else GAIN
 
 
 def _chunks_of(outcome: Outcome) -> int | None:

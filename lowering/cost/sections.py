@@ -21,6 +21,7 @@ from jhost.lowering.ir.layout import Layout
 from jhost.lowering.ir.marks import Mark
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.requests import marks_alike
+from jhost.lowering.ir.statements import Wait
 from jhost.lowering.layouts.section import layouts_in_whole, section, with_fixed_border
 from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.schedule.compute_late import ComputeLate
@@ -65,12 +66,20 @@ class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
     Cheap values stand in the section that will compute them, so that only kept values
-    cross the borders.
+    cross the borders.  In a program that is laid out already it is said which marks are
+    `alike`.  Its borders stay as they are, and it is for the following passes to say
+    what is computed late.
     """
 
-    def __init__(self, program: Program) -> None:
-        program = ComputeLate().apply(StackLess().apply(program))
+    def __init__(
+        self, program: Program, alike: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        program = StackLess().apply(program)
+        if alike is None:
+            program = ComputeLate().apply(program)
         self.program = program
+        self.laid_out = alike is not None
+        self.alike = marks_alike(program) if alike is None else alike
         self.programs = list(programs(program))
         counts = (len(each.marks) for each in self.programs)
         self.firsts = [0, *itertools.accumulate(counts)][:-1]
@@ -89,7 +98,7 @@ class Sections:
         alike = [body.marks[number - first] for number in numbers]
         layer = self.layer(numbers)
         own = body if layer is None else section(body, layer)
-        if holder or layer:
+        if (holder or layer) and not self.laid_out:
             own = with_fixed_border(own, self.layouts[holder])
         return Section(
             program=own,
@@ -146,13 +155,20 @@ class Sections:
         A backward pass has its own, behind the last layer of the forward one.
         """
         found: list[list[int]] = [[] for _ in self.programs]
-        for numbers in sorted(marks_alike(self.program), key=len):
+        for numbers in sorted(self.alike, key=len):
             made, borders = self.made(numbers), found[self.holder(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
             # All between the same borders: layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
-                borders[:] = sorted([*borders, *(number + 1 for number in made)])
+                behind = (self.behind(numbers, number) for number in made)
+                borders[:] = sorted([*borders, *behind])
         return found
+
+    def behind(self, numbers: Sequence[int], number: int) -> int:
+        """The number behind a statement, and behind the wait for it."""
+        body = self.programs[self.holder(numbers)].body
+        number += 1
+        return number + (number < len(body) and isinstance(body[number], Wait))
 
     def made(self, numbers: Sequence[int]) -> list[int]:
         """The statements that make values with marks alike; none of them is a param."""

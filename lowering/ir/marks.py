@@ -60,6 +60,7 @@ class StreamChoice(OnLines):
             mark; what cannot be is left open.
         unmet: what was wished for and cannot be, with the reason.
         numbers: the places of the marks among those of the program and its bodies.
+        found: whether jhost found the stream, and nobody marked it.
     """
 
     buffer: str
@@ -74,6 +75,7 @@ class StreamChoice(OnLines):
     wished: tuple[Wish, ...] = ()
     unmet: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
+    found: bool = False
 
     def with_spec(self, **said: Any) -> StreamChoice:
         """The choice with another spec, which is its own but for the fields `said`."""

@@ -57,8 +57,9 @@ class StreamReport(OnLines):
     most.  `predicted` has each choice that was weighed, with the seconds that the
     program, body or layer around would take; the best is first.  If the stream follows
     a `jhost.Tuning`, `measured` has each choice with the seconds that it took; the
-    chosen one is first.  `lines` are the user's, of all marks that make up the stream.
-    `fewer` says so where it has fewer chunks than the user asked for.
+    chosen one is first.  `lines` are the user's, of all marks that make up the stream,
+    or of the products in one that jhost `found`.  `fewer` says so where it has fewer
+    chunks than the user asked for.
     """
 
     stream: str
@@ -71,6 +72,7 @@ class StreamReport(OnLines):
     measured: tuple[tuple[str, float], ...] = ()
     moves: bool = True
     fewer: str = ""
+    found: bool = False
 
     @property
     def hides(self) -> bool:
@@ -84,7 +86,8 @@ class StreamReport(OnLines):
         said = self.reason.removeprefix(f"{how}, ")
         colon = ":" if said == self.reason else ","
         idle = "" if self.moves else "; nothing moves in this loop: it hides nothing"
-        return f"{self.stream} on axis {self.axis}: {how}{colon} {said}{idle}"
+        found = " found" if self.found else ""
+        return f"{self.stream}{found} on axis {self.axis}: {how}{colon} {said}{idle}"
 
     def __str__(self) -> str:
         return f"{self.text} [{self.where}]"

@@ -30,12 +30,14 @@ WISHES: tuple[Wish, ...] = ("chunks", "pipeline")
 class StreamDefaults:
     """What holds for requests that do not say: arguments of `jhost.jit`.
 
-    They are wishes: what is `unmet` was found not to be possible.
+    They are wishes: what is `unmet` was found not to be possible.  In programs without
+    any request jhost `finds` streams.
     """
 
     chunks: int | Literal["auto"] = "auto"
     pipeline: PipelineKind | Literal["auto"] = "auto"
     unmet: tuple[UnmetWish, ...] = ()
+    finds: bool = True
 
     def applied(self, request: StreamRequest, number: int = 0) -> StreamChoice:
         """The request with these settings; what both leave open is None."""

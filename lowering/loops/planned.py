@@ -273,6 +273,7 @@ def stream_report(
         predicted=mark.predicted,
         measured=mark.measured,
         fewer=made.fewer,
+        found=mark.found,
         moves=not made.participations
         or any(moves(graph[number].stmt) for number in made.participations),
     )
@@ -296,6 +297,8 @@ def plain_reports(
     }
     said: set[tuple[tuple[str, ...], str]] = set()
     for number, mark in enumerate(marks):
+        if mark.found:
+            continue  # nobody asked for it
         if mark.unpipelined and (mark.lines, mark.reason) not in said:
             said.add((mark.lines, mark.reason))
             stream = streams.get(mark.buffer, f"s{number}")

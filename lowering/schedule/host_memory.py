@@ -32,7 +32,7 @@ def results_off_device(program: Program) -> set[str]:
     return found & {result.name for result in program.results}
 
 
-def _is_off_device(aval: jax.core.AbstractValue) -> bool:
+def _is_off_device(aval: object) -> bool:
     """Whether values of this type lie in another memory."""
     space = getattr(aval, "memory_space", jax.memory.Space.Device)
     return space == jax.memory.Space.Host

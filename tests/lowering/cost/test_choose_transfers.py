@@ -62,7 +62,8 @@ def swaps(program: Program) -> int:
 def test_large_sums_are_said_to_go_by_permutes() -> None:
     program = chosen()
     assert swaps(program) == 1  # the first weight's has no work behind it
-    (note,) = remarks(program, Note)
+    left, note = remarks(program, Note)
+    assert "more could hide" in left.form
     assert note.form == (
         "{}: 33.6 MB summed over dp by permutes, beside what is computed next"
     )

@@ -353,5 +353,5 @@ def test_zeros_have_the_signs_of_jaxs(pulled: bool, dtype: Any) -> None:
         return jax.vjp(roll, x)[1](x)[0] if pulled else roll(x)
 
     x = np.array([[-0.0], [0.0], [-1.0], [1.0]] * 4, dtype)
-    found = jhost.jit(f, **tp(4, (ROWS,), ROWS))(x)
-    assert np.asarray(found).tobytes() == np.asarray(jax.jit(f)(x)).tobytes()
+    found = jhost.jit(f, **tp(4, (ROWS,), ROWS))(jnp.asarray(x))
+    assert np.asarray(found).tobytes() == np.asarray(jax.jit(f)(jnp.asarray(x))).tobytes()

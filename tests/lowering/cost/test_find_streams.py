@@ -1,0 +1,192 @@
+"""Streams that nobody marked, where H200s would gain by a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jhost
+from jhost.lowering.cost.rates import Rates, rates_of
+from jhost.lowering.cost.simulate import predict
+from jhost.lowering.explain import count_loops
+from jhost.lowering.ir.bodies import all_marks, all_remarks
+from jhost.lowering.ir.marks import StreamChoice
+from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.remarks import Note, StreamReport
+from jhost.lowering.ir.requests import StreamDefaults
+from jhost.lowering.pipeline import Passes, passes, run_passes
+from jhost.testing import mesh_of
+from tests.lowering.traced import built
+
+ROWS, HIDDEN, FFN = 8192, 4096, 14336
+
+
+def mlp(mark: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """Rows over tp outside, features over tp inside."""
+
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        x, up = jhost.shard(x, P("tp", None)), jhost.shard(up, P(None, "tp"))
+        down = jhost.shard(down, P("tp", None))
+        h = jhost.shard(jnp.tanh(mark(x @ up)), P(None, "tp"))
+        return jhost.shard(mark(h @ down), P("tp", None))
+
+    return f
+
+
+def unmarked(x: jax.Array) -> jax.Array:
+    return x
+
+
+def marked(x: jax.Array) -> jax.Array:
+    return jhost.stream(x, axis=0)
+
+
+def types(rows: int = ROWS, hidden: int = HIDDEN, ffn: int = FFN) -> list[Any]:
+    shapes = ((rows, hidden), (hidden, ffn), (ffn, hidden))
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
+def every(rates: Rates | None, **settings: Any) -> Passes:
+    return passes(settings=StreamDefaults(**settings), streams=4, rates=rates)
+
+
+def lowered(
+    f: Callable[..., Any], args: Any, kind: str = "NVIDIA H200", **settings: Any
+) -> Program:
+    program = built(f, *args, tp=2)
+    return run_passes(program, every(rates_of(kind), **settings).all)
+
+
+def h200() -> Rates:
+    rates = rates_of("NVIDIA H200")
+    assert rates is not None
+    return rates
+
+
+def test_a_block_gets_the_loops_that_it_has_with_marks() -> None:
+    found, asked = (lowered(mlp(mark), types()) for mark in (unmarked, marked))
+    assert count_loops(found) == count_loops(asked) > 0
+    seconds = [predict(program, h200()).total for program in (found, asked)]
+    assert seconds[0] <= 1.02 * seconds[1]
+
+
+def test_what_was_found_is_said_with_its_lines_and_predictions() -> None:
+    reports = [
+        remark
+        for remark in all_remarks(lowered(mlp(unmarked), types()))
+        if isinstance(remark, StreamReport)
+    ]
+    assert reports
+    assert all(report.found and report.predicted for report in reports)
+    assert "test_find_streams.py" in reports[0].where
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("marks alone", {"finds": False}),
+        ("off", {"pipeline": "off"}),
+    ],
+)
+def test_nothing_is_found_where_it_is_not_to_be(
+    how: str, settings: dict[str, Any]
+) -> None:
+    assert not count_loops(lowered(mlp(unmarked), types(), **settings)), how
+
+
+@pytest.mark.parametrize("kind", ["cpu", "an unknown kind"])
+def test_where_nothing_can_be_hidden_the_program_is_not_looked_at(kind: str) -> None:
+    finding = every(rates_of(kind)).finding
+    program = built(mlp(unmarked), *types(), tp=2)
+    assert finding.apply(program) is program
+    assert finding.rates is None
+
+
+def test_small_products_stay_as_they_are() -> None:
+    program = lowered(mlp(unmarked), types(64, 32, 128))
+    assert str(program) == str(lowered(mlp(unmarked), types(64, 32, 128), finds=False))
+
+
+def test_a_function_with_a_mark_keeps_to_it() -> None:
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        x = jhost.stream(x, axis=0, pipeline="off")
+        return mlp(unmarked)(x, up, down)
+
+    assert not count_loops(lowered(f, types()))
+
+
+def test_streams_that_do_not_gain_are_counted() -> None:
+    def f(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        whole = jhost.shard(mlp(unmarked)(x, up, down), P(None, None))
+        return jnp.sum(whole.astype(jnp.float32))
+
+    notes = [r.text for r in all_remarks(lowered(f, types())) if isinstance(r, Note)]
+    assert all("stream" not in note or "more could hide" in note for note in notes)
+
+
+# --- The same numbers --------------------------------------------------------------- #
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is pipelined whatever it gains, on links and devices of H200s."""
+    rates = dataclasses.replace(h200(), matmul=1e6, memory=1e6)
+    monkeypatch.setattr("jhost._call.program.rates_here", lambda *_: rates)
+    monkeypatch.setattr("jhost.lowering.cost.find_streams._CLOSE", 0.0)
+    monkeypatch.setattr("jhost.lowering.cost.find_streams._HOPELESS", 1e9)
+    monkeypatch.setattr("jhost.lowering.cost.find_streams.gain_of", lambda _: 1e9)
+    monkeypatch.setattr(
+        "jhost.lowering.cost.find_streams._Search.streams_of", _every_stream
+    )
+
+
+def _every_stream(search: Any, program: Program) -> Any:
+    from jhost.lowering.streams.found import found_streams
+
+    mesh = dict(program.mesh.shape)
+    return found_streams(program, lambda stmt: search.seconds(stmt, mesh))
+
+
+def integers(*shape: int) -> np.ndarray:
+    generator = np.random.default_rng(sum(shape))
+    return generator.integers(-3, 4, shape).astype(np.float32)
+
+
+def layers(x: jax.Array, weights: Any) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        up, down = w
+        return x + jnp.abs(x @ up) @ down, None
+
+    return lax.scan(jax.checkpoint(layer), x, weights)[0]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("rows", [P(), P("tp"), P(None, "tp")])
+def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
+    def loss(x: jax.Array, weights: Any) -> jax.Array:
+        return jnp.sum(layers(x, weights))
+
+    x = integers(8, 4)
+    weights = integers(2, 4, 8), integers(2, 8, 4)
+    specs = (rows, (P(None, None, "tp"), P(None, "tp", None)))
+    plain = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    found = jhost.jit(
+        jax.value_and_grad(loss, argnums=(0, 1)),
+        mesh=mesh_of({"tp": 2}),
+        in_shardings=specs,
+    )
+    assert any(s.found for s in found.lower(x, weights).explain().streams)
+    jax.tree.map(np.testing.assert_array_equal, found(x, weights), plain(x, weights))
+
+
+def test_marks_of_found_streams_stand_in_no_finished_program() -> None:
+    finished = lowered(mlp(unmarked), types())
+    assert not any(isinstance(mark, StreamChoice) for mark in all_marks(finished))
