@@ -18,7 +18,7 @@ from jhost.lowering.padding.blocks import blocks_of
 from jhost.lowering.rules.dim_rule import bind, shape_of
 from jhost.lowering.rules.reducers import Reducer, identity
 
-_Pair: TypeAlias = tuple[Any, Any]
+_Found: TypeAlias = tuple[Any, Any]
 
 SEARCHES: Mapping[str, tuple[Callable[[Any, Any], Any], Reducer]] = {
     "argmax": (lax.gt, "max"),
@@ -38,7 +38,7 @@ def best_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
     if size + -size % blocks - 1 > jnp.iinfo(dtype).max:
         return None
 
-    def best(one: _Pair, other: _Pair) -> _Pair:
+    def best(one: _Found, other: _Found) -> _Found:
         (x, i), (y, j) = one, other
         wins = lax.bitwise_or(better(x, y), lax.ne(x, x))  # NaN is the best
         first = lax.bitwise_and(lax.eq(x, y), lax.lt(i, j))

@@ -28,10 +28,10 @@ from jhost.lowering.padding.block_searches import (
 from jhost.lowering.padding.windowed import ReachedAxes, reached_axes
 from jhost.lowering.units.make import computes_of
 
-_InBlocks: TypeAlias = Callable[[JaxprEqn, int], Callable[[Any], Any] | None]
+_MakeBlocked: TypeAlias = Callable[[JaxprEqn, int], Callable[[Any], Any] | None]
 """What an equation computes, in so many blocks of its dim, if it can be."""
 
-_IN_BLOCKS: Mapping[str, _InBlocks] = {
+_IN_BLOCKS: Mapping[str, _MakeBlocked] = {
     **dict.fromkeys(SCANS, scan_in_blocks),
     **dict.fromkeys(SEARCHES, best_in_blocks),
     "top_k": most_in_blocks,
