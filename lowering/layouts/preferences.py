@@ -41,7 +41,7 @@ class Preferences:
         buffers: Mapping[str, Buffer],
         marks: Mapping[str, ShardMark],
         mesh: Mapping[str, int],
-        barriers: frozenset[str],
+        barriers: frozenset[str] = frozenset(),
     ) -> None:
         self.buffers = buffers
         self.mesh = mesh

@@ -76,9 +76,7 @@ def elements_of(
     """
     wide = tuple(
         n
-        for n, (factor, width) in enumerate(
-            zip(rows.factors, rows.windows, strict=True)
-        )
+        for n, factor in enumerate(rows.factors)
         if factor is not None and rows.dims[n] in present
     )
     dims = tuple(rows.dims[n] for n in wide)

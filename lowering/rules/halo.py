@@ -29,8 +29,12 @@ def _edge(
 def _window(
     *pieces: jax.Array, dim: int, size: int, places: tuple[tuple[int, ...], ...]
 ) -> list[jax.Array]:
-    return [_assembled(pieces, [at[0] for at in places], dim, size)]
+    first = [at[0] for at in places]
+    return [_assembled(pieces, [at[:1] for at in places], first, dim, size)]
 
+
+_FEW_PLACES = 3
+"""For so many places of a piece it is selected which of them it has."""
 
 edge_p = define_primitive("edge", _edge)
 """`size` elements of a dim, on the device of each number from its `starts` on."""
@@ -58,7 +62,7 @@ def window(eqn: JaxprEqn) -> DimRule:
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         here = [_here(at, shard) for at in places]
-        return [_assembled(args, here, dim, size)]
+        return [_assembled(args, places, here, dim, size)]
 
     return _of_devices(eqn, len(places[0]), rebind)
 
@@ -88,29 +92,62 @@ def _slice_at(x: Any, start: Any, size: int, dim: int) -> Any:
 
 
 def _assembled(
-    pieces: Sequence[Any], places: Sequence[Any], dim: int, size: int
+    pieces: Sequence[Any],
+    places: Sequence[Sequence[int]],
+    here: Sequence[Any],
+    dim: int,
+    size: int,
 ) -> Any:
-    """Pieces at their places; anything elsewhere, and what is outside is left out."""
+    """Pieces at their places; anything elsewhere, and what is outside is left out.
+
+    `places` has those on all devices, and `here` the one on this device.
+    """
     # XLA:CPU (of JAX 0.12) ends the process at a concatenation of less than bytes.
     in_bytes = pieces[0].dtype == np.bool_ or bits(pieces[0].dtype) >= 8
+    firsts = [at[0] for at in places if len(set(at)) == 1]
     lasts = [size - piece.shape[dim] for piece in pieces]
-    pairs = zip(places, lasts, strict=True)
-    if in_bytes and all(isinstance(at, int) and 0 <= at <= n for at, n in pairs):
-        return _side_by_side(pieces, places, dim, size)
+    if in_bytes and len(firsts) == len(lasts):
+        pairs = zip(firsts, lasts, strict=True)
+        if all(0 <= at <= last for at, last in pairs):
+            return _side_by_side(pieces, firsts, dim, size)
     # Selected, not written one into another: XLA makes it where it is read.
     shape = list(pieces[0].shape)
     shape[dim] = size
     number = lax.broadcasted_iota(np.int32, shape, dim)
     made = lax.full(shape, 0, pieces[0].dtype)
-    for piece, at in zip(pieces, places, strict=True):
-        config = [(0, 0, 0)] * piece.ndim
-        # XLA moves a dynamic slice that is not inside; in this one all of them are.
-        config[dim] = (size, size, 0)
-        wide = lax.pad(piece, lax.full((), 0, piece.dtype), config)
-        moved = lax.dynamic_slice_in_dim(wide, size - at, size, axis=dim)
-        here = lax.bitwise_and(number >= at, number < at + piece.shape[dim])
-        made = lax.select(here, moved, made)
+    for piece, table, at in zip(pieces, places, here, strict=True):
+        moved = _moved(piece, table, at, dim, size)
+        inside = lax.bitwise_and(number >= at, number < at + piece.shape[dim])
+        made = lax.select(inside, moved, made)
     return made
+
+
+def _moved(piece: Any, table: Sequence[int], at: Any, dim: int, size: int) -> Any:
+    """`size` elements with a piece at its place, which is one of those in `table`."""
+    length = piece.shape[dim]
+    places = sorted({each for each in table if -length < each < size})
+    if len(places) > _FEW_PLACES:
+        # As little longer as its places are apart: XLA may make it.
+        first, last = places[0], places[-1]
+        wide = _padded(piece, dim, last, size - length - first)
+        start = lax.clamp(np.int32(0), np.int32(last) - at, np.int32(last - first))
+        return lax.dynamic_slice_in_dim(wide, start, size, axis=dim)
+    moved = _padded(piece, dim, 0, size - length)
+    for place in places:
+        other = _padded(piece, dim, place, size - length - place)
+        is_here = lax.broadcast(_is(at, place), other.shape)
+        moved = lax.select(is_here, other, moved)
+    return moved
+
+
+def _is(at: Any, place: int) -> Any:
+    return lax.eq(lax.convert_element_type(at, np.int32), np.int32(place))
+
+
+def _padded(x: Any, dim: int, before: int, behind: int) -> Any:
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (before, behind, 0)
+    return lax.pad(x, lax.full((), 0, x.dtype), config)
 
 
 def _side_by_side(

@@ -48,7 +48,7 @@ def dynamic_slice(eqn: JaxprEqn) -> DimRule:
     read = [dim for dim in indexed if 2 * sizes[dim] <= operand[dim]]
     whole = [dim for dim in indexed if dim not in read]
     dims, factors = _dims(operand, whole, read, sum_of(dtype))
-    result = [None if dim in read else mapped for dim, mapped in enumerate(dims)]
+    result = tuple(None if dim in read else m for dim, m in enumerate(dims))
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
         x, *starts = args

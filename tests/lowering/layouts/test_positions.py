@@ -167,7 +167,11 @@ class Case:
 
                 x, found = lax.scan(step, x, jnp.arange(2))
             case "gradient":
-                (x, found), back = jax.vjp(lambda *a: self.once(*a, starts), x, new)
+
+                def both(x: Array, new: Array) -> tuple[Array, Array]:
+                    return self.once(x, new, starts)
+
+                (x, found), back = jax.vjp(both, x, new)
                 dx, dnew = back((x, found))
                 x, found = x + dx, found + dnew
             case _:
@@ -235,7 +239,9 @@ def test_elements_of_any_size_are_written_and_read(dtype: str) -> None:
         return x, lax.dynamic_slice(x, (at + 1,), (3,))
 
     rows = P("tp")
-    found = jhost.jit(both, **tp(4, (rows, P(), P()), (rows, P())))(x, new, 3)
+    found = jhost.jit(both, **tp(4, (rows, P(), P()), (rows, P())))(
+        x, new, jnp.array(3)
+    )
     wanted = both(x, new, jnp.array(3))
     chex.assert_trees_all_equal(*(jax.tree.map(_readable, t) for t in (found, wanted)))
 
@@ -251,7 +257,7 @@ def test_random_keys_are_written_and_read_whole() -> None:
         keys = lax.dynamic_update_slice(keys, keys[:1], (at,))
         return keys, lax.dynamic_slice(keys, (at - 1,), (2,))
 
-    found = jhost.jit(both, **tp(4, (P("tp"), P()), (P("tp"), P())))(keys, 3)
+    found = jhost.jit(both, **tp(4, (P("tp"), P()), (P("tp"), P())))(keys, jnp.array(3))
     wanted = both(keys, jnp.array(3))
     data = jax.random.key_data
     chex.assert_trees_all_equal(*(jax.tree.map(data, t) for t in (found, wanted)))
