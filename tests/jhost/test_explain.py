@@ -302,10 +302,13 @@ def _marked(x: jax.Array) -> jax.Array:
     ],
     ids=["vjp", "jvp", "hessian", "cond", "a helper's result"],
 )
-def test_a_mark_of_which_jax_needs_a_part_is_not_warned_of(f: Any) -> None:
+def test_a_mark_of_which_jax_needs_a_part_is_not_warned_of(
+    f: Callable[..., Any],
+) -> None:
     """Warnings are errors here."""
     warned_lines().clear()
-    jhost.jit(f)(X)
+    given: Callable[..., Any] = jhost.jit(f)
+    given(X)
 
 
 @pytest.mark.parametrize("chunks", [3, 5])
