@@ -354,4 +354,6 @@ def test_zeros_have_the_signs_of_jaxs(pulled: bool, dtype: Any) -> None:
 
     x = np.array([[-0.0], [0.0], [-1.0], [1.0]] * 4, dtype)
     found = jhost.jit(f, **tp(4, (ROWS,), ROWS))(jnp.asarray(x))
-    assert np.asarray(found).tobytes() == np.asarray(jax.jit(f)(jnp.asarray(x))).tobytes()
+    assert (
+        np.asarray(found).tobytes() == np.asarray(jax.jit(f)(jnp.asarray(x))).tobytes()
+    )
