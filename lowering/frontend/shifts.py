@@ -226,6 +226,8 @@ def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     if first is None or second is None or first.source is not second.source:
         return None
     size = shape_of(first.source)[first.dim]
+    if not size:  # all of an array that is empty is any part of it
+        return None
     if second.start or first.stop != size or second.stop != first.start:
         return None
     return first.start
