@@ -77,7 +77,7 @@ def test_a_chain_along_one_dim_is_one_equation(fun: Fun, moves: list[str]) -> No
     x = integers(16, 3)
     settings = tp(4, (P("tp"),), P())
     given = interpreted(fun, **settings)(x)
-    chex.assert_trees_all_equal(np.asarray(given), np.asarray(fun(jnp.asarray(x))))
+    chex.assert_trees_all_equal(np.asarray(given), np.asarray(fun(jnp.array(x))))
 
 
 def test_what_else_reads_a_slice_keeps_it() -> None:

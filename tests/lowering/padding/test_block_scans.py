@@ -53,7 +53,7 @@ def test_a_gradient_sums_from_the_other_end() -> None:
     def loss(x: jax.Array) -> jax.Array:
         return (jnp.cumsum(x, 0) * x).sum()
 
-    x = jnp.asarray(integers(16, 3), jnp.float32)
+    x = jnp.array(integers(16, 3), jnp.float32)
     program = exact(jax.grad(loss), x, **tp(4, (ROWS,), ROWS))
     assert _received(program) == [(4, 3), (4, 3)]
 
