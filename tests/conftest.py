@@ -6,6 +6,8 @@ import gc
 import importlib.metadata
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,9 @@ from jax.experimental.compilation_cache import compilation_cache
 pytest_plugins = ["jhost.pytest_plugin"]
 
 GOLDEN = Path(__file__).parent / "golden"
+
+COMPILED = pytest.StashKey[Path]()
+"""The folder of what XLA compiled in this run."""
 
 # A promotion that was not meant shows as an error.  Code that is not ours and needs
 # another mode is called under `jax.numpy_dtype_promotion("standard")`.
@@ -72,6 +77,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="keep what XLA compiles in pytest's cache for the next run with this",
     )
     group.addoption(
+        "--other-programs",
+        type=int,
+        default=None,
+        metavar="N",
+        help="try N random programs, other than those that a run without this tries",
+    )
+    group.addoption(
         "--explore",
         action="store_true",
         help="have property tests try other programs on every run",
@@ -95,9 +107,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
-    if config.getoption("keep_compiled"):
-        _keep_compiled(config.cache.mkdir("xla"))
+    config.stash[COMPILED] = _folder_of_compiled(config, given)
+    _keep_compiled(config.stash[COMPILED])
     examples: Any = config.getoption("--examples")
+    others: Any = config.getoption("--other-programs")
     hypothesis.settings.register_profile(
         "jhost",
         max_examples=min(25, examples),  # for rules and plans
@@ -109,7 +122,23 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("jhost")
-    hypothesis.settings.register_profile("programs", max_examples=examples)
+    # Where all programs are tried by two runs, they are not to be the same twice.
+    hypothesis.settings.register_profile(
+        "programs",
+        max_examples=others or examples,
+        derandomize=not (others or config.getoption("explore")),
+    )
+
+
+def _folder_of_compiled(config: pytest.Config, given: dict[str, Any]) -> Path:
+    """Where the processes of a run find what one of them had XLA compile."""
+    if "compiled" in given:
+        return Path(given["compiled"])
+    if config.getoption("keep_compiled"):
+        return config.cache.mkdir("xla")
+    folder = tempfile.mkdtemp(prefix="jhost-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return Path(folder)
 
 
 def _keep_compiled(folder: Path) -> None:
@@ -121,6 +150,7 @@ def _keep_compiled(folder: Path) -> None:
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["variants"] = node.config.option.variants
+    node.workerinput["compiled"] = str(node.config.stash[COMPILED])
 
 
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
@@ -153,6 +183,9 @@ def pytest_collection_modifyitems(
         left_out = _beyond(most, items, whole)
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [item for item in items if item not in left_out]
+    # The tests of whole programs and of processes take longest, and stand at the top:
+    # no worker is to begin one of them when the others come to their end.
+    items.sort(key=lambda item: len(item.path.parents))
 
 
 def _beyond(

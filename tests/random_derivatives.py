@@ -23,7 +23,7 @@ def _numbers(tree: Any) -> Any:
             return np.zeros(jnp.shape(leaf), jax.dtypes.float0)
         count = np.arange(np.prod(jnp.shape(leaf), dtype=int))
         numbers = (count % 3 - 1).reshape(jnp.shape(leaf))
-        return jnp.asarray(numbers, jnp.result_type(leaf))
+        return jnp.array(numbers, jnp.result_type(leaf))
 
     return jax.tree.map(one, tree)
 
@@ -53,7 +53,7 @@ def _batched(f: Function) -> Function:
     """Of the arguments and of their negatives, added up."""
 
     def both(*args: Any) -> Any:
-        pairs = jax.tree.map(lambda a: jnp.stack([jnp.asarray(a), -a]), args)
+        pairs = jax.tree.map(lambda a: jnp.stack([jnp.array(a), -a]), args)
         return jax.tree.map(lambda a: jnp.sum(a, 0), jax.vmap(f)(*pairs))
 
     return both

@@ -194,7 +194,7 @@ def test_their_gradients_equal_the_plain_functions(
     random = np.random.default_rng(1)
     cotangents = jax.tree.map(
         lambda result: (
-            jnp.asarray(random.integers(-1, 2, result.shape), result.dtype)
+            jnp.array(random.integers(-1, 2, result.shape), result.dtype)
             if jnp.issubdtype(result.dtype, jnp.floating)
             else np.zeros(result.shape, jax.dtypes.float0)
         ),

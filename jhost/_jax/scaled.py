@@ -2,8 +2,7 @@
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false
 
-from jax._src.cudnn.scaled_matmul_stablehlo import (
-    _scaled_matmul_p as scaled_matmul_p,
-)
+from jax._src.cudnn.scaled_matmul_stablehlo import _scaled_matmul_p
+from jax.extend.core import Primitive
 
-__all__ = ["scaled_matmul_p"]
+scaled_matmul_p: Primitive = _scaled_matmul_p

@@ -256,6 +256,8 @@ def _seam(first: _Shifted | None, second: _Shifted | None) -> int | None:
     if first is None or second is None or first.source is not second.source:
         return None
     size = shape_of(first.source)[first.dim]
+    if not size:  # all of an array that is empty is any part of it
+        return None
     # Both together have each element once: so `jnp.roll` by a known number is traced
     # (JAX 0.10 to 0.12).
     if second.start or first.stop != size or second.stop != first.start:

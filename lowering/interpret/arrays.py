@@ -22,6 +22,8 @@ OnDevices: TypeAlias = list[np.ndarray]
 
 def as_numpy(value: Any) -> np.ndarray:
     """The values of an array; of keys their data, whose own dims come last."""
+    if isinstance(value, np.ndarray):
+        return value.copy()  # devices write into what they have
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -35,8 +37,13 @@ def as_numpy(value: Any) -> np.ndarray:
 def as_jax(value: np.ndarray, dtype: np.dtype) -> jax.Array:
     """The JAX array of `dtype` with these values."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=_key_impl(dtype))
-    return jnp.asarray(value)
+        return jax.random.wrap_key_data(jnp.array(value), impl=_key_impl(dtype))
+    return jnp.array(value)  # for which `jnp.asarray` has XLA compile a program (0.12)
+
+
+def as_operand(value: np.ndarray, dtype: np.dtype) -> Any:
+    """These values as an equation takes them: keys as JAX has them."""
+    return as_jax(value, dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else value
 
 
 def split(value: np.ndarray, buffer: Buffer, ranks: Ranks) -> OnDevices:

@@ -11,10 +11,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jhost._jax import cached
-from jhost.lowering.interpret.arrays import OnDevices, as_jax, as_numpy
+from jhost.lowering.interpret.arrays import OnDevices, as_jax, as_numpy, as_operand
 from jhost.lowering.interpret.collectives import reduced
+from jhost.lowering.interpret.equations import by_numpy
 from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Compute, Unit
+from jhost.lowering.rules.dim_rule import bound_by
 from jhost.lowering.rules.properties import has_callback
 from jhost.lowering.units.evaluate import ChunkAt, Site, evaluate_unit
 
@@ -34,7 +36,7 @@ def compute(
     dtypes = [buffer.dtype for buffer in stmt.ins]
     found = [
         _on_device(
-            stmt, list(map(as_jax, each, dtypes)), starts[rank], size, ranks, rank
+            stmt, list(map(as_operand, each, dtypes)), starts[rank], size, ranks, rank
         )
         for rank, each in enumerate(_by_device(ins, ranks.count))
     ]
@@ -74,7 +76,9 @@ def _on_device(
         rank=lambda axis: int(position[axis]),
         chunk=stmt.chunk and ChunkAt.of(stmt.chunk, start, size),
     )
-    return list(map(as_numpy, evaluate_unit(stmt.unit, ins, site)))
+    with bound_by(by_numpy):
+        outs = evaluate_unit(stmt.unit, ins, site)
+    return list(map(as_numpy, outs))
 
 
 # --- On all devices at once --------------------------------------------------------- #

@@ -28,7 +28,7 @@ from jhost.lowering.ir.marks import ShardMark
 from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Remark
-from jhost.lowering.ir.statements import Buffer, Reshard, Scan, Stmt
+from jhost.lowering.ir.statements import Buffer, Compute, Reshard, Scan, Stmt
 from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last, zero_of
 from jhost.lowering.layouts.partial_carry import (
     carrying_partial,
@@ -71,12 +71,11 @@ class CarryPartialSums(EachProgram):
                     reduced_behind_remark(each, stmt.where, mesh) for each in reduced
                 )
                 body += new
-            else:
-                # A sum that begins with zeros may begin with partial zeros.
-                if (zero := zero_of(stmt)) is not None:
-                    (out,) = stmt.outs
-                    zeros[out.name] = zero
-                body.append(stmt)
+                continue
+            body.append(stmt)
+            # A sum that begins with zeros may begin with partial zeros.
+            if isinstance(stmt, Compute) and (zero := zero_of(stmt)) is not None:
+                zeros[stmt.outs[0].name] = zero
         remarks = [*program.remarks, *remarks]
         return dataclasses.replace(program, body=tuple(body), remarks=tuple(remarks))
 

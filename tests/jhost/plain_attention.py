@@ -27,7 +27,7 @@ def attention(
     if bias is not None:
         scores += bias
     seen = jnp.broadcast_to(True if mask is None else mask, scores.shape)
-    seen &= jnp.asarray(visible(B, T, S, **masks))
+    seen &= jnp.array(visible(B, T, S, **masks))
     some = jnp.any(seen, axis=-1, keepdims=True)
     weights = jax.nn.softmax(jnp.where(seen | ~some, scores, -np.inf))
     weights = jnp.where(seen, weights, 0)

@@ -104,7 +104,7 @@ def integral(layer: Any) -> Any:
 
 def tokens(dtype: Any = jnp.float32) -> jax.Array:
     shape = BATCH, SEQUENCE, FEATURES
-    return jnp.asarray(np.random.default_rng(9).standard_normal(shape), dtype)
+    return jnp.array(np.random.default_rng(9).standard_normal(shape), dtype)
 
 
 def call(layer: Any, x: jax.Array) -> jax.Array:
@@ -304,7 +304,7 @@ def test_embedding_and_logits(sequence_parallel: bool, axes: str) -> None:
     plain = made(mesh, nnx.Embed, 24, FEATURES)
     parallel, plain = integral(parallel), integral(plain)
     drawn = np.random.default_rng(1).integers(0, 24, (BATCH, SEQUENCE), np.int32)
-    words = jnp.asarray(drawn)
+    words = jnp.array(drawn)
 
     def logits(embed: Any, words: jax.Array) -> jax.Array:
         return embed.attend(embed(words))

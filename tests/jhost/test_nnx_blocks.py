@@ -58,7 +58,7 @@ def call(block: Any, x: jax.Array) -> jax.Array:
 
 def activations() -> jax.Array:
     values = np.random.default_rng(1).standard_normal((BATCH, SEQUENCE, FEATURES))
-    return jnp.asarray(values, jnp.float32)
+    return jnp.array(values, jnp.float32)
 
 
 def matmuls(program: Program) -> list[int]:
@@ -216,7 +216,7 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
 
 def batch(step: int) -> jax.Array:
     start = np.random.default_rng(step).integers(0, VOCABULARY, (BATCH, 1))
-    return jnp.asarray((start + np.arange(SEQUENCE + 1)) % VOCABULARY)
+    return jnp.array((start + np.arange(SEQUENCE + 1)) % VOCABULARY)
 
 
 def losses(mesh: Mesh, loss: Callable[..., jax.Array]) -> list[float]:

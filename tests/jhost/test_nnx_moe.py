@@ -52,7 +52,7 @@ def spec_of(mesh: Mesh) -> P:
 
 def tokens(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     values = np.random.default_rng(9).standard_normal(shape or TOKENS)
-    return jnp.asarray(values, dtype)
+    return jnp.array(values, dtype)
 
 
 def call(layer: Any, x: jax.Array) -> jax.Array:
@@ -395,7 +395,7 @@ def test_both_exchanges_move_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = jnp.arange(4 * 6 * 2.0).reshape(24, 2) + 1
 
     def run(exchange: Callable[..., jax.Array], **more: Any) -> Any:
-        body = functools.partial(exchange, moved=jnp.asarray(moved), axis="ep", **more)
+        body = functools.partial(exchange, moved=jnp.array(moved), axis="ep", **more)
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
         )

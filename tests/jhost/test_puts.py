@@ -187,7 +187,7 @@ def operands(seed: int, size: int, rows: int) -> tuple[jax.Array, ...]:
     drawn = np.random.default_rng(seed)
     shapes = (rows * size, 64), (64, 64 * size), (64 * size, 64)
     return tuple(
-        jnp.asarray(drawn.integers(-1, 2, shape), jnp.float32) for shape in shapes
+        jnp.array(drawn.integers(-1, 2, shape), jnp.float32) for shape in shapes
     )
 
 

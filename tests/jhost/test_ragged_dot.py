@@ -27,7 +27,7 @@ HOW: dict[str, Any] = {"precision": "default", "preferred_element_type": None}
 def integers(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
     """Small ones, whose products and sums are exact in all dtypes."""
     values = np.random.default_rng(seed).integers(-2, 3, shape)
-    return jnp.asarray(values, dtype)
+    return jnp.array(values, dtype)
 
 
 def dense(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
@@ -215,7 +215,7 @@ def test_refusals_name_every_offender() -> None:
 def test_rows_in_any_order(count: int, features: int, random: Any) -> None:
     """As JAX's lookup, whose transpose adds: in every mode, and mapped."""
     places = [random.sample(range(count), count) for _ in range(2)]
-    orders = jnp.asarray(np.array(places, np.int32).reshape(2, count))
+    orders = jnp.array(np.array(places, np.int32).reshape(2, count))
     rows = integers(2, count, features) / 3
 
     def of(take: Callable[..., Any]) -> Any:
@@ -264,7 +264,7 @@ def test_kernels_give_what_jax_does(
     dtype = np.float32 if wide else jnp.bfloat16
     lhs, rhs = operands(form, m, k, n, len(sizes), dtype)
     how: dict[str, Any] = HOW | {"form": form, "preferred_element_type": np.float32}
-    counts = jnp.asarray(sizes)
+    counts = jnp.array(sizes)
     if not can_multiply(lhs, rhs, counts, **how):
         assert 0 in (*lhs.shape, *rhs.shape)
         return
@@ -276,7 +276,7 @@ def test_kernels_give_what_jax_does(
 
 def test_kernels_take_dims_in_front() -> None:
     lhs, rhs = integers(2, 3, 9, 4), integers(2, 3, 2, 4, 5, seed=1)
-    sizes = jnp.asarray(np.arange(12).reshape(2, 3, 2) % 5)
+    sizes = jnp.array(np.arange(12).reshape(2, 3, 2) % 5)
     how: dict[str, Any] = HOW | {"form": "rows"}
     (made,) = multiply(lhs, rhs, sizes, **how, interpret=True)
     chex.assert_trees_all_equal([made], product(lhs, rhs, sizes, **how))

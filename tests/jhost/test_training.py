@@ -39,7 +39,7 @@ Loss = Callable[..., jax.Array]
 def batch(step: int) -> jax.Array:
     """Sequences that count on from some number, so that there is something to learn."""
     start = np.random.default_rng(step).integers(0, VOCABULARY, (2, 1))
-    return jnp.asarray((start + np.arange(TOKENS + 1)) % VOCABULARY)
+    return jnp.array((start + np.arange(TOKENS + 1)) % VOCABULARY)
 
 
 def cross_entropy(logits: jax.Array, wanted: jax.Array) -> jax.Array:

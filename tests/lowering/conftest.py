@@ -351,7 +351,7 @@ def _combined(
 
 def _concrete(value: Any) -> Any:
     """A NumPy array, of which NumPy makes parts without compiling; keys stay."""
-    return value if _are_keys(value) else np.asarray(jnp.asarray(value))
+    return value if _are_keys(value) else np.asarray(jnp.array(value))
 
 
 def _are_keys(value: Any) -> bool:

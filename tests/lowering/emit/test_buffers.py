@@ -33,5 +33,5 @@ def test_what_a_later_write_leaves_of_a_part_stays() -> None:
     for start, values in ((0, [1, 2]), (1, [3, 4])):
         region = view.region.select(0, np.array([start]), 2)
         part = view.select(window((3,), 0, start, 2, 1, False), region)
-        part.write(jnp.asarray(values, jnp.float32))
+        part.write(jnp.array(values, jnp.float32))
     chex.assert_trees_all_equal(view.read(), np.asarray([1, 3, 4], np.float32))

@@ -99,7 +99,7 @@ def test_a_maximum_is_no_number_where_one_is_none(dtype: str, reducer: str) -> N
     def f(x: jax.Array) -> jax.Array:
         return jnp.max(x, axis=0) if reducer == "max" else jnp.min(x, axis=0)
 
-    x = jnp.asarray(ROWS, jnp.float32).astype(dtype)
+    x = jnp.array(ROWS, jnp.float32).astype(dtype)
     specs: Any = {"in_shardings": P("tp"), "out_shardings": P()}
     given = jhost.jit(f, mesh=mesh_of(tp=2), **specs)(x)
     assert given.dtype == x.dtype

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import jhost
 from jhost.lowering.ir.statements import Compute
 from tests.lowering.hand_built import integers
 from tests.lowering.on_mesh import tp
@@ -89,7 +90,7 @@ def test_a_chain_along_one_dim_is_one_equation(fun: Fun, moves: list[str]) -> No
     x = integers(16, 3)
     settings = tp(4, (P("tp"),), P())
     given = interpreted(fun, **settings)(x)
-    chex.assert_trees_all_equal(np.asarray(given), np.asarray(fun(jnp.asarray(x))))
+    chex.assert_trees_all_equal(np.asarray(given), np.asarray(fun(jnp.array(x))))
 
 
 def test_what_else_reads_a_slice_keeps_it() -> None:
@@ -98,3 +99,10 @@ def test_what_else_reads_a_slice_keeps_it() -> None:
         return jnp.pad(y, ((0, 1), (0, 0))) + y.sum(0)
 
     assert _moves(f) == ["1:16", "pad (-1, 1, 0)"]
+
+
+def test_an_empty_array_is_not_turned() -> None:
+    """Twice all of it stands as well for a part of it behind the other."""
+    x = np.zeros((0, 3), np.float32)
+    given = jhost.jit(lambda x: jnp.concatenate([x, x]), **tp(4, (P("tp"),), P()))(x)
+    assert given.shape == (0, 3)

@@ -119,7 +119,7 @@ def test_a_body_is_recorded_once_however_often_it_runs() -> None:
     def f(x: jax.Array) -> jax.Array:
         return lax.scan(lambda c, row: (c + row, c * row), x[0], x, reverse=True)[1]
 
-    x = jnp.asarray(integers(4, 4, 2))
+    x = jnp.array(integers(4, 4, 2))
     assert sum("(c, row)" in text for text in texts(f, x)) == 1
 
 
@@ -139,7 +139,7 @@ def test_scans_of_any_length(length: int) -> None:
         carried, rows = lax.scan(lambda c, n: (c + n, c * n), x, steps)
         return jnp.concatenate([carried[None], rows])
 
-    texts(f, jnp.asarray(integers(4, 2)))
+    texts(f, jnp.array(integers(4, 2)))
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "bool", "int8", "uint32"])

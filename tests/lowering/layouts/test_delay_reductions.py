@@ -292,7 +292,7 @@ NOT_LINEAR = {
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_an_equation_that_distributes_does(name: str, reducer: Reducer) -> None:
     function, args = EQUATIONS[name]
-    args = tuple(jnp.asarray(arg) for arg in args)
+    args = tuple(jnp.array(arg) for arg in args)
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if reducer == "sum":
         assert bool(distributes(eqn, "sum")) == (name not in NOT_LINEAR)

@@ -54,10 +54,10 @@ class Case:
 
     def _numbers(self, shape: tuple[int, ...]) -> jax.Array:
         numbers = np.random.default_rng(0).integers(0, 4, shape)
-        return jnp.asarray(numbers).astype(_DTYPES[self.dtype])
+        return jnp.array(numbers).astype(_DTYPES[self.dtype])
 
     def arguments(self) -> tuple[jax.Array, ...]:
-        tokens = jnp.asarray(self.tokens)
+        tokens = jnp.array(self.tokens)
         if self.update is None:
             return self.table(), tokens
         return self.table(), tokens, self._numbers((*tokens.shape, 2))

@@ -101,7 +101,7 @@ def test_sums_of_bfloat16_add_in_float32_piece_by_piece(run: Any) -> None:
         return p2p(jax.lax.reduce_sum(x, (0,)), chunks=16)
 
     settings = tp(8, P("tp"), P())
-    given = run(f, **settings)(jnp.asarray(parts))
+    given = run(f, **settings)(jnp.array(parts))
     wanted = parts.astype(np.float32).sum(0).astype(jnp.bfloat16)
     assert (wanted > 1).all()
     np.testing.assert_array_equal(np.asarray(given), wanted)

@@ -180,7 +180,7 @@ def test_sums_add_in_the_order_of_the_steps(devices: int, run: Any, target: P) -
     scales = 10.0 ** random.integers(-4, 5, (devices, devices * 8, 5))
     parts = (random.standard_normal(scales.shape) * scales).astype(np.float32)
     settings = tp(devices, P("tp"), target)
-    given = run(sum_of_parts, **settings)(jnp.asarray(parts))
+    given = run(sum_of_parts, **settings)(jnp.array(parts))
     wanted = in_order_of_steps(parts, np.float32)
     np.testing.assert_array_equal(np.asarray(given), wanted)
     if devices > 2:  # of two numbers there is one sum
@@ -194,7 +194,7 @@ def test_sums_of_bfloat16_add_in_float32(devices: int, run: Any) -> None:
     parts = np.full((devices, devices * 2, 2), 2.0**-8, jnp.bfloat16)
     parts[0] = 1
     settings = tp(devices, P("tp"), P("tp"))
-    given = run(sum_of_parts, **settings)(jnp.asarray(parts))
+    given = run(sum_of_parts, **settings)(jnp.array(parts))
     wanted = in_order_of_steps(parts, np.float32)
     assert given.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(given), wanted)
@@ -276,7 +276,7 @@ def test_a_float_sum_that_every_device_holds_stays_out_of_the_loop(
 def test_what_every_device_holds_is_the_same_on_every_device() -> None:
     """Replicas agree bit for bit, on numbers whose sum depends on the order."""
     random = np.random.default_rng(0)
-    x, dy = (jnp.asarray(random.standard_normal((8, n)), jnp.float32) for n in (4, 64))
+    x, dy = (jnp.array(random.standard_normal((8, n)), jnp.float32) for n in (4, 64))
     result = jhost.jit(gradient, **tp(4, (P("tp"), P()), P()))(x, dy)
     first, *others = (np.asarray(shard.data) for shard in result.addressable_shards)
     for other in others:

@@ -229,7 +229,7 @@ def test_an_identity_changes_nothing(reducer: Reducer, dtype: str) -> None:
         return
     if dtype == "bool" and reducer in ("sum", "prod"):
         return
-    values = jnp.asarray([0, 1, 1, 0]).astype(dtype)
+    values = jnp.array([0, 1, 1, 0]).astype(dtype)
     neutral = jnp.full_like(values, identity(reducer, values.dtype))
     chex.assert_trees_all_equal(COMBINE[reducer](values, neutral), values)
 

@@ -37,7 +37,7 @@ def test_sums_of_4_bits_wrap_round_before_they_are_widened(
     wide = np.int8 if low else np.uint8
     random = np.random.default_rng(0)
     numbers = [random.integers(low, low + 16, (8, 8)) for _ in range(4)]
-    a, b, c, d = (jnp.asarray(n.astype(wide)).astype(dtype) for n in numbers)
+    a, b, c, d = (jnp.array(n.astype(wide)).astype(dtype) for n in numbers)
 
     def function(a: Any, b: Any, c: Any, d: Any) -> Any:
         return lax.dot(a, b).astype(wide) + lax.dot(c, d).astype(wide)
@@ -53,7 +53,7 @@ def test_sums_of_4_bits_wrap_round_before_they_are_widened(
 def test_so_do_those_that_a_loop_makes(pipeline: str) -> None:
     random = np.random.default_rng(0)
     numbers = [random.integers(-8, 8, (8, 8)) for _ in range(2)]
-    a, b = (jnp.asarray(n.astype(np.int8)).astype(jnp.int4) for n in numbers)
+    a, b = (jnp.array(n.astype(np.int8)).astype(jnp.int4) for n in numbers)
 
     def function(a: Any, b: Any) -> Any:
         return jhost.stream(lax.dot(a, b), axis=0).astype(np.int8)

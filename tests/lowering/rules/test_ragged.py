@@ -322,7 +322,7 @@ def test_narrow_floats_are_summed_in_wide_ones(result: Any) -> None:
     def f(x: Any, w: Any) -> Any:
         return lax.ragged_dot(x, w, sizes, preferred_element_type=result)
 
-    x, w = (jnp.asarray(a).astype(jnp.bfloat16) for a in (x / 7, w / 3))
+    x, w = (jnp.array(a).astype(jnp.bfloat16) for a in (x / 7, w / 3))
     # A row's sum is of one device: nothing is rounded again.
     exact(f, x, w, **tp(4, (P("tp"), EXPERTS), P("tp", None)))
 

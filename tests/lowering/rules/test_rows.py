@@ -109,7 +109,7 @@ def test_what_is_not_looked_up_does_not_leak(
 def test_lookups_of_any_type(
     dtype: Any, reducer: str | None, check_rule: CheckRule
 ) -> None:
-    table = jnp.asarray(_table() % 3).astype(dtype)
+    table = jnp.array(_table() % 3).astype(dtype)
     for mode in ("clip", "fill"):  # a promise is kept by the clip of what is outside
         rule = _rule(lambda x, i, m=mode: x.at[i].get(mode=m), table, INDICES)
         assert [r for r in rule.reducers if r] == [reducer] * (reducer is not None)
@@ -232,7 +232,7 @@ def test_updates_of_truth_values(name: str, check_rule: CheckRule) -> None:
 
 def test_updates_of_other_types(check_rule: CheckRule) -> None:
     for dtype in (np.complex64, jnp.bfloat16, jnp.float8_e4m3fn):
-        table, new = (jnp.asarray(_table(n) % 3).astype(dtype) for n in (6, 8))
+        table, new = (jnp.array(_table(n) % 3).astype(dtype) for n in (6, 8))
         check_rule(_updated(lax.scatter_add, "drop"), table, INDICES, new)
     keys = jax.random.split(jax.random.key(0), 6)
     check_rule(lambda x, i: x.at[i].set(x[i - 1]), keys, np.array([1, 5]))

@@ -166,7 +166,7 @@ def test_a_stream_goes_through_the_rows_of_experts(
     pipeline, chunks = how
     outs = P(None, "tp") if weights[2] else P("tp", None)
     settings = tp(4, (P("tp"), weights, P()), outs, pipeline=pipeline, chunks=chunks)
-    program = exact(f, jnp.asarray(x), jnp.asarray(w), sizes, **settings)
+    program = exact(f, jnp.array(x), jnp.array(w), sizes, **settings)
     (loop, *_) = [word for word in work(program.body) if word.startswith("loop")]
     assert "ragged_dot_general" in loop
 

@@ -180,7 +180,6 @@ def how_often(host_ir: Program) -> Counter[str]:
     return count
 
 
-@hypothesis.settings(hypothesis.settings.get_profile("programs"))
 @given(scans(), st.sampled_from(get_args(TransferForm)))
 def test_moved_transfers_bring_the_same_and_none_more_often(
     host_ir: Program, way: TransferForm

@@ -177,11 +177,11 @@ def test_devices_have_equal_bits(dtype: str, scale: float) -> None:
 
     def scaled(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = jnp.float32 if scale != 1 else x.dtype
-        total = jnp.asarray(scale, wide) * (x.T @ x).astype(wide)
+        total = jnp.array(scale, wide) * (x.T @ x).astype(wide)
         return jhost.shard(total.astype(x.dtype), P()), x @ w
 
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((64, 32), (32, 32)))
+    x, w = (jnp.array(rng.normal(size=s), dtype) for s in ((64, 32), (32, 32)))
     settings = on({"dp": 8}, (P("dp"), P()), (P(), P("dp")))
     settings["compiler_options"] = {}  # XLA's optimizations are what may go wrong
     step = jhost.jit(scaled, **settings)
