@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
@@ -46,8 +48,8 @@ def _arrays(eqn: JaxprEqn, args: Sequence[Any]) -> list[np.ndarray] | None:
 
 def _is_known(value: Any) -> bool:
     if isinstance(value, jax.Array):
-        extended = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-        return not (isinstance(value, jax.core.Tracer) or extended)
+        extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return not (isinstance(value, Tracer) or extended)
     return isinstance(value, np.ndarray | np.generic | bool | int | float)
 
 
@@ -58,7 +60,7 @@ def _is_exact(name: str, operands: Sequence[np.ndarray], params: Params) -> bool
     if len(dtypes) != 1 or (wanted is not None and {np.dtype(wanted)} != dtypes):
         return False
     (dtype,) = dtypes
-    if dtype in (np.float32, np.float64):
+    if dtype.name in ("float32", "float64"):
         return name not in _OF_INTEGERS
     return dtype.isbuiltin == 1 and dtype.kind in "biu"
 

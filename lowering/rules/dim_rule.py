@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
@@ -99,7 +99,7 @@ _binder: ContextVar[Binder | None] = ContextVar("_binder", default=None)
 
 
 @contextlib.contextmanager
-def bound_by(binder: Binder) -> Iterator[None]:
+def bound_by(binder: Binder) -> Generator[None]:
     """Has `bind` ask `binder` before it asks JAX."""
     token = _binder.set(binder)
     try:
