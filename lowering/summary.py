@@ -69,7 +69,7 @@ def gain_lines(explained: Explanation) -> Iterator[str]:
     if largest := largest_exposed(explained):
         yield f"largest exposed transfer: {largest.text}"
     if text := advice(explained, largest.reports if largest else ()):
-        yield f"to change first: {text}"
+        yield _clipped(f"to change first: {text}")
 
 
 def _why_not(explained: Explanation) -> str:

@@ -630,7 +630,7 @@ def test_the_last_run_of_a_case_counts() -> None:
     later["measurements"][0]["figures"]["program"]["jhost"]["speedup"] = 1.5
     text = report.measured([STORED, later])
     assert "| mlp/8b/8192 | 1.50 | 1.60 | yes |" in text
-    assert "geometric mean of 2 cases" in text
+    assert "over 2 cases" in text
 
 
 def test_the_report_says_since_when_a_cotangent_was_there() -> None:

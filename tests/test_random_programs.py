@@ -29,6 +29,9 @@ from tests.random_programs import OF_MORE_AXES, REFUSALS, Case, cases
 from tests.random_rows import LOOKUPS, UPDATES
 from tests.random_steps import BOOLEANS, INT4, INT8, SMOOTH, UINT8, WHOLE, ZEROS
 
+pytestmark = pytest.mark.filterwarnings("ignore::jhost.errors.StreamWarning")
+"""Of some marks nothing reads the result."""
+
 WAYS = st.sampled_from([None, *get_args(TransferForm)])
 """How what moves outside of loops does."""
 

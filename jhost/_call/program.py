@@ -202,7 +202,7 @@ def unpipelined_program(call_jaxpr: Any, config: Config) -> Program:
     every = _passes(config, strict=False)
     program = _asking(call_jaxpr, config)
     marks = [
-        dataclasses.replace(mark, pipeline="off", chunks=None, wished=())
+        dataclasses.replace(mark.with_spec(pipeline="off", chunks=None), wished=())
         if isinstance(mark, StreamChoice)
         else mark
         for mark in all_marks(program)

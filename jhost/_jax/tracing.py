@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,10 @@ def static_arguments(
     fun: Callable[..., Any], static_argnums: ArgNums, static_argnames: ArgNames
 ) -> StaticArguments:
     """What `jax.jit` makes of the two, and refuses of them."""
-    signature = api_util.fun_signature(fun)
+    try:
+        signature = inspect.signature(fun)
+    except (ValueError, TypeError):
+        signature = None  # of some builtin functions there is none
     # `jit` infers names from positions, and positions from names.
     *_, nums, names = api_util.resolve_argnums(
         fun, signature, None, None, static_argnums, static_argnames

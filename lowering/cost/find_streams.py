@@ -74,7 +74,7 @@ class FindStreams:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
             return program
         plain = self.laid_out(program)
-        found = _numbered(_Search(self.rates).streams(plain))
+        found = _numbered(_Bounds(self.rates).streams(plain))
         if not any(found):
             return program
         marks = [[m for each in streams for m in _marks(each)] for streams in found]
@@ -341,7 +341,7 @@ def _numbers_of(marks: Sequence[Mark], group: Sequence[StreamChoice]) -> list[in
 # --- What could be hidden, by bounds ---------------------------------------------- #
 
 
-class _Search:
+class _Bounds:
     """The streams that could hide enough, by what statements take at least."""
 
     def __init__(self, rates: Rates) -> None:

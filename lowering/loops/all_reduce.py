@@ -31,7 +31,7 @@ class AllReduceLoop(P2PLoop):
 
     def __init__(self, spec: LoopSpec, back: Set[int]) -> None:
         rest = tuple(node for node in spec.nodes if id(node) not in back)
-        super().__init__(dataclasses.replace(spec, nodes=rest))
+        super().__init__(spec.of(rest))
         self.back = tuple(node for node in spec.nodes if id(node) in back)
         self.others = self.devices - 1
         # The streams behind these carry the ways back, so that no step waits for one.

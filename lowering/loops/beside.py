@@ -13,7 +13,6 @@ On two H100s six layers of Llama 8B in a scan, forward and backward, take 67.6 m
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -107,8 +106,7 @@ class Unchunked:
         If nothing here reads their totals, these are added up behind all of this, on no
         stream.  XLA may then fuse them with their readers, and reads parts in place.
         """
-        spec = dataclasses.replace(self.spec, nodes=nodes)
-        shards = WholeShards(spec, self.contractions.beside())
+        shards = WholeShards(self.spec.of(nodes), self.contractions.beside())
         statements = shards.statements()
         self.filled |= shards.filled
         if not self.reads(nodes):

@@ -27,10 +27,9 @@ from jhost.lowering.units.make import unit_of
 class LoopSpec:
     """What one loop is to do: `nodes` of one stream, and how each takes part in it.
 
-    There are `extent` steps to cut, and iterations take turns on `streams` queues
-    at most.
-    `participations` are by identity of their nodes.  What is `leaving` is read outside
-    of the loop.  `names` are those taken in the program.
+    There are `extent` steps to cut, and iterations take turns on `streams` queues at
+    most.  `participations` are by identity of their nodes.  What is `leaving` is read
+    outside of the loop.  `names` are those taken in the program.
     """
 
     nodes: Group
@@ -49,6 +48,13 @@ class LoopSpec:
     def leaves(self, buffer: ir.Buffer) -> bool:
         """Whether anything outside of the loop reads `buffer`."""
         return buffer.name in self.leaving
+
+    def of(self, nodes: Group) -> LoopSpec:
+        """The same for some of the nodes, which the others may read."""
+        own = set(map(id, nodes))
+        others = (node for node in self.nodes if id(node) not in own)
+        read = {buffer.name for node in others for buffer in node.reads}
+        return dataclasses.replace(self, nodes=nodes, leaving=self.leaving | read)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from jhost.lowering.rules.dim_rule import factors_of
 from jhost.lowering.streams.participation import Participation
 from jhost.lowering.streams.plan import plan_streams
 
-Seconds: TypeAlias = Callable[[Stmt], float]
+SecondsOf: TypeAlias = Callable[[Stmt], float]
 """What a contraction or a communication takes."""
 
 Parts: TypeAlias = Mapping[int, Participation]
@@ -48,12 +48,12 @@ class FoundStream:
     place: int
 
 
-def found_streams(program: Program, seconds: Seconds) -> list[FoundStream]:
+def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
     """The streams of one straight-line program, those that could hide most first.
 
     No two of them hide the same communication.
     """
-    found = list(_Search(program, seconds).every())
+    found = list(_StreamSearch(program, seconds).every())
     kept: list[FoundStream] = []
     while found:
         kept.append(best := _best(found))
@@ -78,8 +78,8 @@ def _best(found: Sequence[FoundStream]) -> FoundStream:
     return max(found, key=lambda each: each.place)
 
 
-class _Search:
-    def __init__(self, program: Program, seconds: Seconds) -> None:
+class _StreamSearch:
+    def __init__(self, program: Program, seconds: SecondsOf) -> None:
         self.graph = graph_of(program)
         self.serial = [mark for mark in program.marks if isinstance(mark, SerialMark)]
         self.mesh = dict(program.mesh.shape)

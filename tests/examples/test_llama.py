@@ -124,7 +124,7 @@ def test_the_explanation_has_the_names_of_the_script() -> None:
     screen = str(explanation).splitlines()
     assert len(screen) <= 40
     (largest,) = (line for line in screen if "largest exposed transfer" in line)
-    assert '`x @ w["gate"]` at llama.py:' in largest
+    assert "`normal.astype(x.dtype) * scale` at llama.py:" in largest
 
 
 def test_a_mesh_has_three_axes() -> None:

@@ -204,7 +204,7 @@ def test_layers_say_the_shapes_and_dtypes_of_what_comes_and_goes() -> None:
     assert len(layers) > 5
     for layer in layers:
         said = (inspect.getdoc(layer) or "").partition("Args:")[0]
-        comes_and_goes = re.search(r"\bIt\s+takes\b.*\bgives\b.*", said, re.S)
+        comes_and_goes = re.search(r"\bIt\s+takes\b.*\breturns\b.*", said, re.S)
         assert comes_and_goes, layer
         assert SHAPE.search(comes_and_goes[0]), layer
         assert DTYPE.search(comes_and_goes[0]), layer

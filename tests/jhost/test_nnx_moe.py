@@ -450,7 +450,7 @@ def test_the_load_balance_is_switch_transformers() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_a_token_has_between_one_and_all_experts(top_k: int) -> None:
-    with pytest.raises(errors.OptionError, match=f"top_k={top_k}.*are 8"):
+    with pytest.raises(errors.OptionError, match=f"top_k={top_k}.*num_experts=8"):
         made(None, 8, 16, 8, top_k=top_k)
 
 

@@ -43,9 +43,10 @@ def test_a_step_of_a_whole_model_fits_a_screen() -> None:
     (largest,) = (line for line in lines if "largest exposed transfer" in line)
     longest = max(explanation.communications, key=lambda each: each.exposed or 0.0)
     assert longest.value in largest
-    assert "AllToAll of exp at decoder.py:" in largest
-    assert "to change first: how exp at decoder.py:" in str(explanation)
-    assert "['layers']['attention']['out']['kernel'] over fsdp" in str(explanation)
+    assert "of convert_element_type at decoder.py:" in largest
+    advice = "to change first: how convert_element_type at decoder.py:"
+    assert advice in str(explanation)
+    assert "['layers']['attention']['key']['kernel'] over tp" in str(explanation)
 
 
 # --- The first lines ---------------------------------------------------------------- #

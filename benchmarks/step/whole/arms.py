@@ -126,7 +126,9 @@ def by_hand(case: Case, mesh: Mesh) -> Any:
     return jitted(case, mesh, hand.layers(case, mesh))
 
 
-def hosted(pipeline: Any, *, marked: bool = False) -> Callable[[Case, Mesh], Any]:
+def hosted(
+    pipeline: Any, *, marked: bool = False, finds: bool = True
+) -> Callable[[Case, Mesh], Any]:
     """`jhost.jit` around the same step."""
 
     def make(case: Case, mesh: Mesh) -> Any:
@@ -139,6 +141,7 @@ def hosted(pipeline: Any, *, marked: bool = False) -> Callable[[Case, Mesh], Any
             out_shardings=outs,
             donate_argnums=0,
             pipeline=pipeline,
+            streams="auto" if finds else "marked",
         )
 
     return make
@@ -187,6 +190,7 @@ ARMS: Mapping[str, Arm] = {
     "maxtext": Arm(jitted, _MAXTEXT),
     "hand": Arm(by_hand, BETWEEN_PROCESSES),
     "jhost": Arm(hosted("auto")),
+    "unfound": Arm(hosted("auto", finds=False)),
     "p2p": Arm(hosted("p2p")),
     "marked": Arm(hosted("auto", marked=True)),
     "marked_p2p": Arm(hosted("p2p", marked=True)),

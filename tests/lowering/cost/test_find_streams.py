@@ -144,7 +144,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jhost.lowering.cost.find_streams._HOPELESS", 1e9)
     monkeypatch.setattr("jhost.lowering.cost.find_streams.gain_of", lambda _: 1e9)
     monkeypatch.setattr(
-        "jhost.lowering.cost.find_streams._Search.streams_of", _every_stream
+        "jhost.lowering.cost.find_streams._Bounds.streams_of", _every_stream
     )
 
 

@@ -200,29 +200,30 @@ def test_every_pass_is_dumped_in_order(
         "f.01_in_blocks.txt",
         "f.02_pad_uneven.txt",
         "f.03_choose_pipelines.txt",
-        "f.04_propagate_layouts.txt",
-        "f.05_carry_partial_sums.txt",
-        "f.06_delay_reductions.txt",
-        "f.07_convert_to_communications.txt",
-        "f.08_split_all_reduces.txt",
-        "f.09_leave_idle_marks.txt",
-        "f.10_combine_small.txt",
-        "f.11_stack_less.txt",
-        "f.12_compute_late.txt",
-        "f.13_lower_streams.txt",
-        "f.14_order_by_steps.txt",
-        "f.15_choose_cycles.txt",
-        "f.16_choose_transfers.txt",
-        "f.17_leave_to_xla.txt",
-        "f.18_segment.txt",
-        "f.19_schedule_loops.txt",
-        "f.20_insert_deallocations.txt",
-        "f.21_choose_permutes.txt",
+        "f.04_find_streams.txt",
+        "f.05_propagate_layouts.txt",
+        "f.06_carry_partial_sums.txt",
+        "f.07_delay_reductions.txt",
+        "f.08_convert_to_communications.txt",
+        "f.09_split_all_reduces.txt",
+        "f.10_leave_idle_marks.txt",
+        "f.11_combine_small.txt",
+        "f.12_stack_less.txt",
+        "f.13_compute_late.txt",
+        "f.14_lower_streams.txt",
+        "f.15_order_by_steps.txt",
+        "f.16_choose_cycles.txt",
+        "f.17_choose_transfers.txt",
+        "f.18_leave_to_xla.txt",
+        "f.19_segment.txt",
+        "f.20_schedule_loops.txt",
+        "f.21_insert_deallocations.txt",
+        "f.22_choose_permutes.txt",
     ]
     texts = [path.read_text() for path in paths]
-    assert "Reshard(" in texts[4]
-    assert "AllGather(" not in texts[4]
-    assert "AllGather(" in texts[7]
+    assert "Reshard(" in texts[5]
+    assert "AllGather(" not in texts[5]
+    assert "AllGather(" in texts[8]
     assert all(text.startswith("program f") for text in texts)
 
 
