@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import jhost
 from jhost.lowering.layouts import carry_partial_sums
 from jhost.lowering.schedule.order import TransferForm
-from tests import sums
+from tests import finding, sums
 from tests.lowering.traced import by_statements
 from tests.random_scans import ScanCase, scans
 
@@ -34,6 +34,21 @@ def test_random_scans_equal_the_plain_function(
     f = f if compiled else by_statements(f)
     no_latency = mock.patch.object(carry_partial_sums, "_LATENCY_BYTES", 0)
     with sums.moving(way), no_latency:
+        result = f(*case.arguments())
+    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+    chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))
+
+
+@hypothesis.settings(hypothesis.settings.get_profile("programs"))
+@given(scans())
+def test_random_scans_in_which_streams_are_found_equal_the_plain_function(
+    case: ScanCase,
+) -> None:
+    """Chunks of whatever moves, in loops that nobody asked for."""
+    expected = case.by(jax.jit)(*case.arguments())
+    hypothesis.assume(largest(expected) <= case.exact)
+    f = case.by(functools.partial(jhost.jit, **case.settings()))
+    with finding.everywhere():
         result = f(*case.arguments())
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
     chex.assert_trees_all_equal(*map(as_numbers, (result, expected)))

@@ -8,24 +8,16 @@ again: what a loop hides may lie otherwise.  Then each stream is weighed against
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from jhost._text import counted
-from jhost.lowering.cost.candidates import (
-    Evaluation,
-    Outcome,
-    Predictions,
-    gain_of,
-    ranking_text,
-)
-from jhost.lowering.cost.kernels import kernels
+from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
 from jhost.lowering.cost.rates import Rates
 from jhost.lowering.cost.remembering import FollowingPass, Remembering
 from jhost.lowering.cost.sections import Sections
+from jhost.lowering.cost.stream_bounds import StreamBounds
 from jhost.lowering.ir.bodies import (
-    ITERATIONS,
     all_marks,
     programs,
     rebuilt,
@@ -33,25 +25,12 @@ from jhost.lowering.ir.bodies import (
     with_marks,
 )
 from jhost.lowering.ir.derived import derived
-from jhost.lowering.ir.index import Index, Rank
-from jhost.lowering.ir.layout import axes_size, bytes_of
-from jhost.lowering.ir.marks import Mark, StreamChoice
+from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import stream_choices
-from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
-from jhost.lowering.ir.transfers import received_bytes
-from jhost.lowering.streams.found import FoundStream, found_streams
-
-_CLOSE = 0.98
-"""From this share of a time on, what could still be gained is not looked for."""
-
-_HOPELESS = 1.05
-"""From so many times the time without a loop on, a candidate is not varied."""
-
-Number: TypeAlias = tuple[int, ...]
-"""What tells a mark that was found from the others: its `numbers`."""
+from jhost.lowering.ir.statements import Compute
+from jhost.lowering.streams.found import FoundStream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,10 +53,10 @@ class FindStreams:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
             return program
         plain = self.laid_out(program)
-        found = _numbered(_Bounds(self.rates).streams(plain))
+        found = _numbered(StreamBounds(self.rates).streams(plain))
         if not any(found):
             return program
-        marks = [[m for each in streams for m in _marks(each)] for streams in found]
+        marks = [[m for each in streams for m in each.every_mark] for streams in found]
         marked = _with_more_marks(program, _of_global_values(marks, plain, program))
         plain = _with_more_marks(plain, marks)
         streams = [each for streams in found for each in streams]
@@ -97,11 +76,11 @@ class FindStreams:
     ) -> Program:
         """`program` with what is best for each stream; `plain` has layouts for none."""
         looped, without = (
-            Sections(each, [_numbers_of(all_marks(each), s.marks[0]) for s in streams])
+            Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (self.laid_out(program), plain)
         )
         following = [Remembering(step) for step in self.following]
-        weighing = _Weighing(looped, without, following, rates)
+        weighing = FoundStreamsChoice(looped, without, following, rates)
         for each in streams:
             weighing.choose(each)
         marks = weighing.marks(program)
@@ -157,10 +136,6 @@ def _numbered(found: Sequence[Sequence[FoundStream]]) -> list[list[FoundStream]]
     return numbered
 
 
-def _marks(stream: FoundStream) -> list[StreamChoice]:
-    return [mark for group in stream.marks for mark in group]
-
-
 def _with_more_marks(
     program: Program, marks: Sequence[Sequence[StreamChoice]]
 ) -> Program:
@@ -208,194 +183,3 @@ def _computed(program: Program) -> Mapping[int, str]:
         if isinstance(stmt, Compute)
         for var, buffer in zip(stmt.unit.outvars, stmt.outs, strict=True)
     }
-
-
-# --- The choice ------------------------------------------------------------------- #
-
-
-class _Weighing:
-    """What is best for streams that were found, one after another.
-
-    Each is evaluated with what was chosen for those before it, and without those behind
-    it.  Without a loop a section is laid out as it is best then.
-    """
-
-    def __init__(
-        self,
-        looped: Sections,
-        plain: Sections,
-        following: Sequence[FollowingPass],
-        rates: Rates,
-    ) -> None:
-        self.looped, self.plain = looped, plain
-        self.following = following
-        self.rates = rates
-        self.predictions: Predictions = []
-        self.chosen: dict[Number, StreamChoice] = {}
-        self.gained = 0
-
-    def choose(self, stream: FoundStream) -> None:
-        """Choose for the marks of one stream."""
-        before = dict(self.chosen)
-        plain = self.outcome(self.plain, stream, [None] * len(stream.marks))
-        if plain is None:
-            self.chosen = before
-            return
-        outcomes = [plain]
-        kept = before
-        for candidates in self.candidates(stream):
-            if not self.leaves_more(outcomes):
-                break
-            outcome = self.outcome(self.looped, stream, candidates)
-            if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
-                break  # and so will the others be: they differ in little
-            if all(outcome.seconds < each.seconds for each in outcomes[1:]):
-                kept = dict(self.chosen)
-            outcomes.append(outcome)
-        best = min((each.seconds for each in outcomes[1:]), default=math.inf)
-        gains = best < gain_of(self.rates) * plain.seconds
-        self.chosen = self.said(stream, kept, outcomes) if gains else before
-        self.gained += gains
-
-    def candidates(
-        self, stream: FoundStream
-    ) -> Iterator[Sequence[StreamChoice | None]]:
-        """What the marks of each group may ask for, what wins most often first."""
-        first = stream.marks[0][0]
-        ways = [first]
-        if first.spec.sums != "in chunks":
-            ways += [first.with_spec(sums=sums) for sums in ("whole", "in chunks")]
-        ways.append(first.with_spec(zigzag=False))
-        for way in ways:
-            yield [way] * len(stream.marks)
-
-    def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether another candidate could gain on the best one so far."""
-        best = min(outcomes, key=lambda outcome: outcome.seconds)
-        most = gain_of(self.rates) if len(outcomes) == 1 else _CLOSE
-        return best.compute < most * best.seconds
-
-    def outcome(
-        self,
-        sections: Sections,
-        stream: FoundStream,
-        ways: Sequence[StreamChoice | None],
-    ) -> Outcome | None:
-        """What the groups of a stream come to in these ways, each maybe in none."""
-        for group, way in zip(stream.marks, ways, strict=True):
-            for mark in group:
-                self.chosen[mark.numbers] = _as(mark, way)
-        marks = self.marks(sections.program)
-        numbers = _numbers_of(marks, stream.marks[0])
-        section = sections.holding(numbers, marks)
-        evaluation = Evaluation(
-            section, self.following, self.rates, predictions=self.predictions
-        )
-        return evaluation.evaluate(_as(stream.marks[0][0], ways[0]))
-
-    def marks(self, program: Program) -> list[Mark]:
-        """The marks of a program with what was chosen; the others ask for nothing."""
-        return [
-            _as(mark, self.chosen.get(mark.numbers))
-            if isinstance(mark, StreamChoice)
-            else mark
-            for mark in all_marks(program)
-        ]
-
-    def said(
-        self,
-        stream: FoundStream,
-        chosen: Mapping[Number, StreamChoice],
-        outcomes: Sequence[Outcome],
-    ) -> dict[Number, StreamChoice]:
-        """The choices, with the predictions behind those of a stream."""
-        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
-        predicted = tuple((each.text, each.seconds) for each in ranked)
-        how = "estimated from data sheets" if self.rates.estimated else "predicted"
-        reason = ranking_text(how, predicted, ())
-        said = {
-            mark.numbers: dataclasses.replace(
-                chosen[mark.numbers], predicted=predicted, reason=reason
-            )
-            for mark in _marks(stream)
-        }
-        return {**chosen, **said}
-
-
-def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
-    """A mark that asks for what another does, or for no loop."""
-    if way is None or way.unpipelined:
-        return dataclasses.replace(mark.with_spec(pipeline=None), unpipelined=True)
-    return dataclasses.replace(
-        way, buffer=mark.buffer, dim=mark.dim, lines=mark.lines, numbers=mark.numbers
-    )
-
-
-def _numbers_of(marks: Sequence[Mark], group: Sequence[StreamChoice]) -> list[int]:
-    """The places among a program's marks of those of a group."""
-    own = {mark.numbers for mark in group}
-    places = enumerate(marks)
-    return [n for n, m in places if isinstance(m, StreamChoice) and m.numbers in own]
-
-
-# --- What could be hidden, by bounds ---------------------------------------------- #
-
-
-class _Bounds:
-    """The streams that could hide enough, by what statements take at least."""
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
-
-    def streams(self, program: Program) -> list[list[FoundStream]]:
-        """For each of `programs`, the streams that are worth a closer look."""
-        return [self.streams_of(each) for each in programs(program)]
-
-    def streams_of(self, program: Program) -> list[FoundStream]:
-        if not any(map(self.may_hide, program.body)):
-            return []
-        mesh = dict(program.mesh.shape)
-        least = (1 - gain_of(self.rates)) * self.work(program)
-        every = found_streams(program, lambda stmt: self.seconds(stmt, mesh))
-        return [each for each in every if each.hidden > least]
-
-    def may_hide(self, stmt: Stmt) -> bool:
-        """Whether it moves something that copy engines could move beside work."""
-        return isinstance(stmt, Communicate) and not between_processes(
-            stmt.axes, self.rates.reach
-        )
-
-    def work(self, program: Program) -> float:
-        """What the contractions of a program take, those of bodies too."""
-        mesh = dict(program.mesh.shape)
-        return sum(self.work_of(stmt, mesh) for stmt in program.body)
-
-    def work_of(self, stmt: Stmt, mesh: dict[str, int]) -> float:
-        match stmt:
-            case Compute():
-                return self.seconds(stmt, mesh)
-            case Scan(body=body, length=length):
-                return length * self.work(body)
-            case While(body=body):
-                return ITERATIONS * self.work(body)
-            case Cond(branches=branches):
-                return max(map(self.work, branches), default=0.0)
-            case _:
-                return 0.0
-
-    def seconds(self, stmt: Stmt, mesh: dict[str, int]) -> float:
-        """What a contraction or a communication takes by itself; others nothing."""
-        match stmt:
-            case Compute():
-                if not any(each.rule.contracts for each in stmt.unit.eqns):
-                    return 0.0
-                at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in mesh.items()}
-                return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
-            case Communicate(kind=kind, axes=axes, source=source):
-                if not self.may_hide(stmt):
-                    return 0.0
-                devices = axes_size(axes, mesh)
-                received = received_bytes(kind, bytes_of(source), devices)
-                return self.rates.link(kind, axes).seconds(kind, received, devices)
-            case _:
-                return 0.0

@@ -47,6 +47,10 @@ class FoundStream:
     beside: float
     place: int
 
+    @property
+    def every_mark(self) -> list[StreamChoice]:
+        return [mark for group in self.marks for mark in group]
+
 
 def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
     """The streams of one straight-line program, those that could hide most first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from jhost.lowering.ir.remarks import Note, StreamReport
 from jhost.lowering.ir.requests import StreamDefaults
 from jhost.lowering.pipeline import Passes, passes, run_passes
 from jhost.testing import mesh_of
+from tests import finding
 from tests.lowering.traced import built
 
 ROWS, HIDDEN, FFN = 8192, 4096, 14336
@@ -135,26 +135,6 @@ def test_streams_that_do_not_gain_are_counted() -> None:
 # --- The same numbers --------------------------------------------------------------- #
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found is pipelined whatever it gains, on links and devices of H200s."""
-    rates = dataclasses.replace(h200(), matmul=1e6, memory=1e6)
-    monkeypatch.setattr("jhost._call.program.rates_here", lambda *_: rates)
-    monkeypatch.setattr("jhost.lowering.cost.find_streams._CLOSE", 0.0)
-    monkeypatch.setattr("jhost.lowering.cost.find_streams._HOPELESS", 1e9)
-    monkeypatch.setattr("jhost.lowering.cost.find_streams.gain_of", lambda _: 1e9)
-    monkeypatch.setattr(
-        "jhost.lowering.cost.find_streams._Bounds.streams_of", _every_stream
-    )
-
-
-def _every_stream(search: Any, program: Program) -> Any:
-    from jhost.lowering.streams.found import found_streams
-
-    mesh = dict(program.mesh.shape)
-    return found_streams(program, lambda stmt: search.seconds(stmt, mesh))
-
-
 def integers(*shape: int) -> np.ndarray:
     generator = np.random.default_rng(sum(shape))
     return generator.integers(-3, 4, shape).astype(np.float32)
@@ -168,7 +148,6 @@ def layers(x: jax.Array, weights: Any) -> jax.Array:
     return lax.scan(jax.checkpoint(layer), x, weights)[0]
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("rows", [P(), P("tp"), P(None, "tp")])
 def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
     def loss(x: jax.Array, weights: Any) -> jax.Array:
@@ -183,8 +162,10 @@ def test_found_loops_give_what_the_plain_function_gives(rows: P) -> None:
         mesh=mesh_of({"tp": 2}),
         in_shardings=specs,
     )
-    assert any(s.found for s in found.lower(x, weights).explain().streams)
-    jax.tree.map(np.testing.assert_array_equal, found(x, weights), plain(x, weights))
+    with finding.everywhere():
+        assert any(s.found for s in found.lower(x, weights).explain().streams)
+        given = found(x, weights)
+    jax.tree.map(np.testing.assert_array_equal, given, plain(x, weights))
 
 
 def test_marks_of_found_streams_stand_in_no_finished_program() -> None:
