@@ -6,8 +6,6 @@ import gc
 import importlib.metadata
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +37,6 @@ from jax.experimental.compilation_cache import compilation_cache
 pytest_plugins = ["jhost.pytest_plugin"]
 
 GOLDEN = Path(__file__).parent / "golden"
-
-COMPILED = pytest.StashKey[Path]()
-"""The folder of what XLA compiled in this run."""
 
 # A promotion that was not meant shows as an error.  Code that is not ours and needs
 # another mode is called under `jax.numpy_dtype_promotion("standard")`.
@@ -107,8 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is always told what to run.
     given: Any = getattr(config, "workerinput", {})
     config.option.variants = given.get("variants", config.option.variants)
-    config.stash[COMPILED] = _folder_of_compiled(config, given)
-    _keep_compiled(config.stash[COMPILED])
+    if config.getoption("keep_compiled"):
+        _keep_compiled(config.cache.mkdir("xla"))
     examples: Any = config.getoption("--examples")
     others: Any = config.getoption("--other-programs")
     hypothesis.settings.register_profile(
@@ -130,17 +125,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def _folder_of_compiled(config: pytest.Config, given: dict[str, Any]) -> Path:
-    """Where the processes of a run find what one of them had XLA compile."""
-    if "compiled" in given:
-        return Path(given["compiled"])
-    if config.getoption("keep_compiled"):
-        return config.cache.mkdir("xla")
-    folder = tempfile.mkdtemp(prefix="jhost-tests-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    return Path(folder)
-
-
 def _keep_compiled(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -150,7 +134,6 @@ def _keep_compiled(folder: Path) -> None:
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["variants"] = node.config.option.variants
-    node.workerinput["compiled"] = str(node.config.stash[COMPILED])
 
 
 # The stages whose code asks nothing of JAX that its versions answer differently.  What
