@@ -158,7 +158,9 @@ def hessian_vector_product(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.
     ],
 )
 def test_derivatives_inside(fun: Function, pipeline: str) -> None:
-    same(lambda f: f(*ARGS), fun, pipeline, atol=1e-4)
+    x, *weights = ARGS
+    # Of large numbers tanh is nearly 1, and XLA computes how nearly in several ways.
+    same(lambda f: f(x / 8, *weights), fun, pipeline, atol=1e-4)
 
 
 def test_a_derivative_of_a_derivative_inside() -> None:
