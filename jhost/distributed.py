@@ -20,15 +20,10 @@ from jax.sharding import AxisType, Mesh
 
 from jhost import errors
 from jhost._calibration import kept_texts, share
-from jhost._jax import backend_is_up, coordination, process_number
+from jhost._jax import backend_is_up, coordination, from_process_0
 from jhost.runtime.agreement import DEFAULT_TIMEOUT, set_timeout
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
 from jhost.runtime.launch import alone_on_its_host, is_first, one_gpu_each
-
-_CALIBRATIONS = "jhost/calibrations"
-
-_SHARE_TIMEOUT = 300_000
-"""Milliseconds that a process waits for process 0, as for its start."""
 
 _LONGEST_TIMEOUT = 1e9
 """Thirty years: in milliseconds it is still a number that JAX can pass on."""
@@ -134,11 +129,9 @@ def _warn_of_one_gpu_each(local_device_ids: Any) -> None:
 
 def _share_calibrations() -> None:
     """Gives all processes the calibrations that process 0 finds on its disk."""
-    if (client := coordination()) is None:
-        return
-    if process_number() == 0:
-        client.key_value_set(_CALIBRATIONS, json.dumps(kept_texts()))
-    share(json.loads(client.blocking_key_value_get(_CALIBRATIONS, _SHARE_TIMEOUT)))
+    if coordination() is not None:
+        kept = from_process_0("jhost/calibrations", lambda: json.dumps(kept_texts()))
+        share(json.loads(kept))
 
 
 def _with_flags(given: str, flags: Mapping[str, Any]) -> str:

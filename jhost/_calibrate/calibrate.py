@@ -17,13 +17,10 @@ from jhost._calibration import (
     keep as keep_calibration,
     today,
 )
-from jhost._jax import coordination, process_number
+from jhost._jax import from_process_0, process_number
 from jhost._progress import no_progress, progress as progress_bar
 from jhost.lowering.cost.fit import Measurements
 from jhost.lowering.cost.rates import rates_to_start_from
-
-_SHARE_TIMEOUT = 300_000
-"""Milliseconds that a process waits for what process 0 measured."""
 
 _ON_CPU = {"budget": 0.02, "scale": 0.02}
 """Nothing overlaps there, so that a rough idea will do."""
@@ -92,11 +89,7 @@ _calls = itertools.count()
 
 def _of_process_0(found: Calibration) -> Calibration:
     """What process 0 found: all have to choose alike."""
-    client, key = coordination(), f"jhost/calibrated/{next(_calls)}"
-    assert client is not None, "of several processes"
-    if process_number() == 0:
-        client.key_value_set(key, found.to_json())
-    text = client.blocking_key_value_get(key, _SHARE_TIMEOUT)
+    text = from_process_0(f"jhost/calibrated/{next(_calls)}", found.to_json)
     return Calibration.from_json(text)
 
 

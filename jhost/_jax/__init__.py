@@ -95,6 +95,7 @@ from jhost._jax.processes import (
     Coordination as Coordination,
     backend_is_up as backend_is_up,
     coordination as coordination,
+    from_process_0 as from_process_0,
     process_number as process_number,
 )
 from jhost._jax.scaled import scaled_matmul_p as scaled_matmul_p

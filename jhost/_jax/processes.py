@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jax._src import distributed, xla_bridge
@@ -42,6 +42,19 @@ def coordination() -> Coordination | None:
 def process_number() -> int:
     """This process's number in its job, which asks for no device."""
     return distributed.global_state.process_id
+
+
+_TIMEOUT = 300_000
+"""Milliseconds that a process waits for what process 0 says."""
+
+
+def from_process_0(key: str, text: Callable[[], str]) -> str:
+    """What process 0 makes as `text`, in all processes, which all ask by that key."""
+    client = coordination()
+    assert client is not None, "of several processes"
+    if process_number() == 0:
+        client.key_value_set(key, text())
+    return client.blocking_key_value_get(key, _TIMEOUT)
 
 
 def backend_is_up() -> bool:

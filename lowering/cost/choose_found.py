@@ -56,16 +56,16 @@ class FoundStreamsChoice:
     def choose(self, stream: FoundStream) -> None:
         """Choose for the marks of one stream."""
         before = dict(self.chosen)
-        plain = self.outcome(self.plain, stream, [None] * len(stream.marks))
+        plain = self.outcome(self.plain, stream, None)
         if plain is None:
             self.chosen = before
             return
         outcomes = [plain]
         kept = before
-        for candidates in self.candidates(stream):
+        for candidate in self.candidates(stream):
             if not self.leaves_more(outcomes):
                 break
-            outcome = self.outcome(self.looped, stream, candidates)
+            outcome = self.outcome(self.looped, stream, candidate)
             if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
                 break  # and so will the others be: they differ in little
             if all(outcome.seconds < each.seconds for each in outcomes[1:]):
@@ -76,17 +76,14 @@ class FoundStreamsChoice:
         self.chosen = self.said(stream, kept, outcomes) if gains else before
         self.gained += gains
 
-    def candidates(
-        self, stream: FoundStream
-    ) -> Iterator[Sequence[StreamChoice | None]]:
-        """What the marks of each group may ask for, what wins most often first."""
+    def candidates(self, stream: FoundStream) -> Iterator[StreamChoice]:
+        """What the marks may ask for, what wins most often first."""
         first = stream.marks[0][0]
-        ways = [first]
+        yield first
         if first.spec.sums != "in chunks":
-            ways += [first.with_spec(sums=sums) for sums in ("whole", "in chunks")]
-        ways.append(first.with_spec(zigzag=False))
-        for way in ways:
-            yield [way] * len(stream.marks)
+            yield first.with_spec(sums="whole")
+            yield first.with_spec(sums="in chunks")
+        yield first.with_spec(zigzag=False)
 
     def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
         """Whether another candidate could gain on the best one so far."""
@@ -98,19 +95,17 @@ class FoundStreamsChoice:
         self,
         sections: Sections,
         stream: FoundStream,
-        ways: Sequence[StreamChoice | None],
+        way: StreamChoice | None,
     ) -> Outcome | None:
-        """What the groups of a stream come to in these ways, each maybe in none."""
-        for group, way in zip(stream.marks, ways, strict=True):
-            for mark in group:
-                self.chosen[mark.numbers] = _as(mark, way)
+        """What a stream comes to whose marks all ask for that, or for no loop."""
+        self.chosen |= {mark.numbers: _as(mark, way) for mark in stream.every_mark}
         marks = self.marks(sections.program)
         numbers = numbers_of(marks, stream.marks[0])
         section = sections.holding(numbers, marks)
         evaluation = Evaluation(
             section, self.following, self.rates, predictions=self.predictions
         )
-        return evaluation.evaluate(_as(stream.marks[0][0], ways[0]))
+        return evaluation.evaluate(_as(stream.marks[0][0], way))
 
     def marks(self, program: Program) -> list[Mark]:
         """The marks of a program with what was chosen; the others ask for nothing."""

@@ -8,6 +8,7 @@ again: what a loop hides may lie otherwise.  Then each stream is weighed against
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -28,7 +29,7 @@ from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.requests import stream_choices, without_stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
 
@@ -102,17 +103,13 @@ def _noted(program: Program, looked_at: int, gained: int) -> Program:
 
 def _is_marked(program: Program) -> bool:
     """Whether a program or a body in it has a mark of a stream."""
-    return any(isinstance(mark, StreamChoice) for mark in all_marks(program))
+    return any(map(stream_choices, programs(program)))
 
 
 def _without_idle(program: Program) -> Program:
     """`program` without its marks of streams, if none of them asks for a loop."""
-    if any(not mark.unpipelined for mark in stream_choices(program)):
-        return program
-    marks = tuple(m for m in program.marks if not isinstance(m, StreamChoice))
-    if len(marks) == len(program.marks):
-        return program
-    return dataclasses.replace(program, marks=marks)
+    idle = all(mark.unpipelined for mark in stream_choices(program))
+    return without_stream_choices(program) if idle else program
 
 
 # --- The marks, in the program before layouts and behind them --------------------- #
@@ -120,20 +117,16 @@ def _without_idle(program: Program) -> Program:
 
 def _numbered(found: Sequence[Sequence[FoundStream]]) -> list[list[FoundStream]]:
     """The same streams, with a number for each of their marks."""
-    count = 0
-    numbered: list[list[FoundStream]] = []
-    for streams in found:
-        numbered.append([])
-        for each in streams:
-            groups: list[tuple[StreamChoice, ...]] = []
-            for group in each.marks:
-                numbers = range(count, count := count + len(group))
-                pairs = zip(group, numbers, strict=True)
-                groups.append(
-                    tuple(dataclasses.replace(m, numbers=(n,)) for m, n in pairs)
-                )
-            numbered[-1].append(dataclasses.replace(each, marks=tuple(groups)))
-    return numbered
+    count = itertools.count()
+
+    def numbered(stream: FoundStream) -> FoundStream:
+        marks = tuple(
+            tuple(dataclasses.replace(m, numbers=(next(count),)) for m in group)
+            for group in stream.marks
+        )
+        return dataclasses.replace(stream, marks=marks)
+
+    return [[numbered(each) for each in streams] for streams in found]
 
 
 def _with_more_marks(

@@ -8,6 +8,7 @@ from jhost.lowering.cost.rates import Rates
 from jhost.lowering.ir.bodies import ITERATIONS, programs
 from jhost.lowering.ir.index import Index, Rank
 from jhost.lowering.ir.layout import axes_size, bytes_of
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import between_processes
 from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt, While
@@ -60,9 +61,7 @@ class StreamBounds:
     def seconds(self, stmt: Stmt, mesh: dict[str, int]) -> float:
         """What a contraction or a communication takes by itself; others nothing."""
         match stmt:
-            case Compute():
-                if not any(each.rule.contracts for each in stmt.unit.eqns):
-                    return 0.0
+            case Compute() if has_contraction(stmt):
                 at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in mesh.items()}
                 return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
             case Communicate(kind=kind, axes=axes, source=source):

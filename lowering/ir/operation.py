@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from jhost.lowering.ir.layout import Layout, Partial, axes_size
-from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set
+from jhost.lowering.ir.statements import Buffer, Compute, ControlFlow, Set, Stmt
 from jhost.lowering.rules.building import Factors
 from jhost.lowering.rules.dim_rule import DimRule, Dims, factors_of
 from jhost.lowering.rules.flops import flops_of
@@ -125,6 +125,11 @@ class Operation:
 
 def _induced(dims: Dims, assignment: Assignment) -> Layout:
     return tuple([() if dim is None else assignment[dim.factor] for dim in dims])
+
+
+def has_contraction(stmt: Stmt) -> bool:
+    """Whether a statement is a matmul, or another kernel that sums products."""
+    return isinstance(stmt, Compute) and any(e.rule.contracts for e in stmt.unit.eqns)
 
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:

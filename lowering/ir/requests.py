@@ -91,6 +91,13 @@ def stream_choices(program: Program) -> list[StreamChoice]:
     return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
 
 
+def without_stream_choices(program: Program) -> Program:
+    """The same without them, but with those of its bodies."""
+    marks = tuple(m for m in program.marks if not isinstance(m, StreamChoice))
+    same = len(marks) == len(program.marks)
+    return program if same else dataclasses.replace(program, marks=marks)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """The way that was measured fastest for a mark; no pipeline where it says none."""

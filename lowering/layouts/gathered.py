@@ -19,7 +19,7 @@ _STEPS = 16
 
 
 class Gathered(NamedTuple):
-    """A value that is moved because a dim of it has to be whole, and what that takes"""
+    """A value that moves because a dim of it has to be whole, and what moves."""
 
     name: str
     moved: TransferBytes
@@ -37,7 +37,7 @@ class Gathers:
         }
 
     def of(self, number: int) -> Iterator[tuple[int, int, Gathered]]:
-        """By operand and dim, what is gathered as the operation needs that dim whole"""
+        """By operand and dim, what is gathered because the dim has to be whole."""
         op = self.solution.operations[number]
         spread = self._spread(number)
         for position, name in enumerate(op.ins):

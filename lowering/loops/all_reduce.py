@@ -16,6 +16,7 @@ from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
 from jhost.lowering.ir.layout import axes_size
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
 from jhost.lowering.loops.collective import INDEX
@@ -157,12 +158,6 @@ def _is_contracted(gather: Node, graph: Graph, members: Set[int]) -> bool:
         readers = {n for b in made for n in graph.readers.get(b.name, ())} & members
         waiting += [graph[number] for number in sorted(readers - seen)]
         seen |= readers
-        if any(_contracts(graph[number]) for number in readers):
+        if any(has_contraction(graph[number].stmt) for number in readers):
             return True
     return False
-
-
-def _contracts(node: Node) -> bool:
-    if not isinstance(node.stmt, ir.Compute):
-        return False
-    return any(eqn.rule.contracts for eqn in node.stmt.unit.eqns)

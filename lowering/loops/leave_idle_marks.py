@@ -10,9 +10,8 @@ import dataclasses
 from typing import ClassVar
 
 from jhost.lowering.ir.bodies import EachProgram
-from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
-from jhost.lowering.ir.requests import stream_choices
+from jhost.lowering.ir.requests import stream_choices, without_stream_choices
 from jhost.lowering.loops.planned import planned
 
 
@@ -33,6 +32,5 @@ class LeaveIdleMarks(EachProgram):
         streams = planned(program, self.strict)
         if streams.pipelined:
             return program
-        marks = (m for m in program.marks if not isinstance(m, StreamChoice))
         remarks = (*program.remarks, *streams.remarks())
-        return dataclasses.replace(program, marks=tuple(marks), remarks=remarks)
+        return dataclasses.replace(without_stream_choices(program), remarks=remarks)

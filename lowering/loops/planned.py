@@ -47,10 +47,8 @@ class PlannedStreams:
     def remarks(self) -> list[Remark]:
         """What became of each stream, and why streams stop where they do."""
         asked = stream_choices(self.program)
-        marks, left_out = (
-            _that_are_on(asked),
-            [m for m in asked if m.spec.pipeline == "off"],
-        )
+        marks = _that_are_on(asked)
+        left_out = [mark for mark in asked if mark.spec.pipeline == "off"]
         streams, extents = self.plan.marks, self.plan.extents
         reports = [
             stream_report(stream, mark, extents[stream], self.made[stream], self.graph)

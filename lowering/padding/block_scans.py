@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from jhost.lowering.padding.blocks import blocks_of
 from jhost.lowering.rules.reducers import COMBINE, Reducer, identity
+from jhost.lowering.rules.windows import padded
 
 SCANS: Mapping[str, tuple[Callable[..., Any], Reducer]] = {
     "cummax": (lax.cummax, "max"),
@@ -32,13 +33,12 @@ def scan_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any]:
         totals = lax.index_in_dim(inside, last, dim + 1, keepdims=False)
         totals = scan(totals, axis=dim, reverse=reverse)
         # Of the blocks before each, and nothing before the first.
-        config = [(0, 0, 0)] * totals.ndim
-        config[dim] = (-1, 1, 0) if reverse else (1, -1, 0)
-        before = lax.pad(totals, nothing, config)
+        before = padded(totals, dim, nothing, (-1, 1) if reverse else (1, -1))
         others = [d for d in range(x.ndim) if d != dim + 1]
         before = lax.broadcast_in_dim(before, x.shape, others)
         made = lax.collapse(COMBINE[reducer](before, inside), dim, dim + 2)
-        padded = made.shape[dim] != whole
-        return lax.slice_in_dim(made, 0, whole, axis=dim) if padded else made
+        if made.shape[dim] == whole:
+            return made
+        return lax.slice_in_dim(made, 0, whole, axis=dim)
 
     return scanned

@@ -6,6 +6,8 @@ from typing import Any
 
 from jax import lax
 
+from jhost.lowering.rules.windows import padded
+
 
 def blocks_of(x: Any, dim: int, blocks: int, fill: Any) -> Any:
     """`x` with `dim` as two: that many blocks, and the elements of each.
@@ -14,9 +16,7 @@ def blocks_of(x: Any, dim: int, blocks: int, fill: Any) -> Any:
     """
     more = -x.shape[dim] % blocks
     if more:
-        config = [(0, 0, 0)] * x.ndim
-        config[dim] = (0, more, 0)
-        x = lax.pad(x, fill, config)
+        x = padded(x, dim, fill, (0, more))
     shape = x.shape
     return lax.reshape(
         x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

@@ -53,6 +53,10 @@ def aligned(dims: Dims) -> Dims:
     return tuple(None if d is None or d.reads is not None else d for d in dims)
 
 
+MOST_POSITIONS = np.iinfo(np.int32).max
+"""The longest dim whose positions a rule can tell: JAX has no wider ints unasked."""
+
+
 class Shard(Protocol):
     """Where an equation runs: which part of each factor is worked on there."""
 

@@ -33,6 +33,7 @@ from jhost.lowering.rules.rows import (
     MODES,
     Rows,
     batched,
+    can_be_added_up,
     can_be_summed,
     differing,
     holds_first,
@@ -104,14 +105,11 @@ def _reducer(eqn: JaxprEqn) -> Reducer | None:
 def _read(
     operand: Sequence[int], sizes: Sequence[int], missing: Collection[int]
 ) -> list[int]:
-    """The dims of which single elements are read, or windows of half of them at most.
-
-    A sum of all devices' terms costs as much as twice what it gives.
-    """
+    """The dims of which single elements are read, or at most half of the dim."""
     return [
         dim
         for dim, (size, width) in enumerate(zip(operand, sizes, strict=True))
-        if dim in missing or 0 < 2 * width <= size
+        if dim in missing or (width and can_be_added_up(width, size))
     ]
 
 

@@ -18,6 +18,7 @@ from jhost._dtypes import bits
 from jhost._jax import define_primitive
 from jhost.lowering.rules.building import Factors, first_step
 from jhost.lowering.rules.dim_rule import DimRule, Shard, rule, shape_of
+from jhost.lowering.rules.windows import padded
 
 
 def _edge(
@@ -124,17 +125,17 @@ def _assembled(
 
 def _moved(piece: Any, table: Sequence[int], at: Any, dim: int, size: int) -> Any:
     """`size` elements with a piece at its place, which is one of those in `table`."""
-    length = piece.shape[dim]
+    length, nothing = piece.shape[dim], lax.full((), 0, piece.dtype)
     places = sorted({each for each in table if -length < each < size})
     if len(places) > _FEW_PLACES:
         # As little longer as its places are apart: XLA may make it.
         first, last = places[0], places[-1]
-        wide = _padded(piece, dim, last, size - length - first)
+        wide = padded(piece, dim, nothing, (last, size - length - first))
         start = lax.clamp(np.int32(0), np.int32(last) - at, np.int32(last - first))
         return lax.dynamic_slice_in_dim(wide, start, size, axis=dim)
-    moved = _padded(piece, dim, 0, size - length)
+    moved = padded(piece, dim, nothing, (0, size - length))
     for place in places:
-        other = _padded(piece, dim, place, size - length - place)
+        other = padded(piece, dim, nothing, (place, size - length - place))
         is_here = lax.broadcast(_is(at, place), other.shape)
         moved = lax.select(is_here, other, moved)
     return moved
@@ -142,12 +143,6 @@ def _moved(piece: Any, table: Sequence[int], at: Any, dim: int, size: int) -> An
 
 def _is(at: Any, place: int) -> Any:
     return lax.eq(lax.convert_element_type(at, np.int32), np.int32(place))
-
-
-def _padded(x: Any, dim: int, before: int, behind: int) -> Any:
-    config = [(0, 0, 0)] * x.ndim
-    config[dim] = (before, behind, 0)
-    return lax.pad(x, lax.full((), 0, x.dtype), config)
 
 
 def _side_by_side(

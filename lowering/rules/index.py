@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, along, first_step
 from jhost.lowering.rules.dim_rule import (
+    MOST_POSITIONS,
     DimRule,
     Dims,
     FactorDim,
@@ -30,10 +31,8 @@ from jhost.lowering.rules.dim_rule import (
     shape_of,
 )
 from jhost.lowering.rules.reducers import Reducer, identity, sum_of
-from jhost.lowering.rules.rows import can_be_summed, differing
+from jhost.lowering.rules.rows import can_be_added_up, can_be_summed, differing
 from jhost.lowering.rules.windows import has_windows, slice_or_fill
-
-_MOST = np.iinfo(np.int32).max
 
 
 @rule("dynamic_slice")
@@ -42,10 +41,9 @@ def dynamic_slice(eqn: JaxprEqn) -> DimRule:
     operand, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     dtype = aval_of(eqn.invars[0]).dtype
     indexed = differing(operand, sizes)
-    if not can_be_summed(dtype) or max(operand) > _MOST:
+    if not can_be_summed(dtype) or max(operand) > MOST_POSITIONS:
         return along(eqn, indexed, sizes="slice_sizes")
-    # A sum of all devices' terms costs as much as twice what it gives.
-    read = [dim for dim in indexed if 2 * sizes[dim] <= operand[dim]]
+    read = [dim for dim in indexed if can_be_added_up(sizes[dim], operand[dim])]
     whole = [dim for dim in indexed if dim not in read]
     dims, factors = _dims(operand, whole, read, sum_of(dtype))
     result = tuple(None if dim in read else m for dim, m in enumerate(dims))
@@ -67,7 +65,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> DimRule:
     """All dims are factors; what is written is whole along indexed ones."""
     operand, sizes = (shape_of(v) for v in eqn.invars[:2])
     written = differing(operand, sizes)
-    if not has_windows(eqn) or max(operand, default=0) > _MOST:
+    if not has_windows(eqn) or max(operand, default=0) > MOST_POSITIONS:
         return along(eqn, written)
     dims, factors = _dims(operand)
     update = [None if dim in written else mapped for dim, mapped in enumerate(dims)]

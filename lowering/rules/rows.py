@@ -18,7 +18,7 @@ from jax import lax
 
 from jhost._dtypes import bits
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import Dims, FactorDim, Shard
+from jhost.lowering.rules.dim_rule import MOST_POSITIONS, Dims, FactorDim, Shard
 from jhost.lowering.rules.reducers import Reducer
 
 MODES = frozenset(
@@ -30,7 +30,13 @@ MODES = frozenset(
 )
 """What may happen to indices out of bounds; of other modes nothing is known."""
 
-_MOST = np.iinfo(np.int32).max
+
+def can_be_added_up(width: int, size: int) -> bool:
+    """Whether a sum of what devices have of a window costs no more than the whole dim.
+
+    A sum of all devices' terms costs as much as twice what it gives.
+    """
+    return 2 * width <= size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +132,7 @@ def rows_of(
     """
 
     def factor(dim: int) -> int | None:
-        # Positions are int32: JAX has no wider integers unless they are asked for.
-        if dim not in cut or not 1 < operand[dim] <= _MOST:
+        if dim not in cut or not 1 < operand[dim] <= MOST_POSITIONS:
             return None
         return factors.new(operand[dim], reducer)
 

@@ -17,11 +17,8 @@ from jax.extend.core import JaxprEqn
 
 from jhost._jax import aval_of
 from jhost.lowering.rules.building import Factors, first_step
-from jhost.lowering.rules.dim_rule import FactorDim, Shard
+from jhost.lowering.rules.dim_rule import MOST_POSITIONS, FactorDim, Shard
 from jhost.lowering.rules.reads import WindowReads
-
-# Positions are int32: see `Shard.positions`.
-_MOST = np.iinfo(np.int32).max
 
 
 def reading(
@@ -32,7 +29,7 @@ def reading(
     And how a dim does that has an element a step.  Both are whole where there is
     nothing to read or to give.
     """
-    if not 0 < count <= _MOST or not 0 < reads.size <= _MOST:
+    if not 0 < count <= MOST_POSITIONS or not 0 < reads.size <= MOST_POSITIONS:
         return None, None
     factor = factors.new(count)
     return reading_dim(factor, reads, count), FactorDim(factor)
@@ -86,7 +83,7 @@ def window_of(
     if shard.parts(mapped.factor) == 1:
         start = reads.start(0, count)
         x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
-        x = _padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
+        x = padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
     # Where every device's window lies in the dim, XLA sees no comparison.
     elif fill is not None and _leaves(reads, count, shard.parts(mapped.factor)):
         start = reads.start(first_step(shard, mapped.factor), count)
@@ -106,7 +103,7 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     """Elements with empty places between them, from the first that is read on."""
     reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
-    x = _padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
+    x = padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
     first = reads.shard(first_step(shard, mapped.factor), count)
     # All devices begin at the same place between two elements: a static slice.
     if shard.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
@@ -129,14 +126,14 @@ def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
 
 def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
     """`size` elements of a dim, from `start` on, and `fill` where `x` has none."""
-    x = _padded(x, dim, fill, (size, size))
+    x = padded(x, dim, fill, (size, size))
     # Beyond either end of what is padded there is no more than `fill`.
     last = np.int32(x.shape[dim] - size)
     start = lax.clamp(np.int32(0), start + np.int32(size), last)
     return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
-def _padded(
+def padded(
     x: Any, dim: int, value: Any, widths: tuple[int, int], interior: int = 0
 ) -> Any:
     """`x` with so many more elements at both ends of a dim, or with fewer."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.effects import Aliases, reads_writes
 from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.queues import MAIN
 from jhost.lowering.rules.properties import VIEWS
@@ -198,9 +199,5 @@ def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
 
 
 def contracts(stmts: Sequence[ir.Stmt]) -> bool:
-    """Whether some statement has a matmul, or another kernel that sums products."""
-    return any(
-        isinstance(stmt, ir.Compute)
-        and any(eqn.rule.contracts for eqn in stmt.unit.eqns)
-        for stmt in ir.walk(tuple(stmts))
-    )
+    """Whether some statement, in loops too, is a contraction."""
+    return any(map(has_contraction, ir.walk(tuple(stmts))))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jhost.lowering.ir.graph import Group, Node
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.statements import Communicate, Compute
-from jhost.lowering.schedule.blocks import contracts
 
 _TRANSFERS = 2
 """For so many transfers there is work in the contractions that are ready.
@@ -84,7 +84,7 @@ class WaitingContractions:
             return True
         return (
             isinstance(stmt, Compute)
-            and not contracts([stmt])
+            and not has_contraction(stmt)
             and not stmt.reducer
             and not any(each.eqn.effects for each in stmt.unit.eqns)
         )

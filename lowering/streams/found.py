@@ -16,6 +16,7 @@ from jhost._jax import source_line
 from jhost.lowering.ir.graph import Graph, Node, graph_of
 from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.marks import SerialMark, StreamChoice
+from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.pipelines import PipelineSpec
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
@@ -187,10 +188,7 @@ class _StreamSearch:
         return stmt.kind == "AllReduce" and _divides(stmt, dim, self.mesh)
 
     def contracts(self, number: int) -> bool:
-        stmt = self.graph[number].stmt
-        if not isinstance(stmt, Compute):
-            return False
-        return any(each.rule.contracts for each in stmt.unit.eqns)
+        return has_contraction(self.graph[number].stmt)
 
     def products(self, parts: Parts) -> list[int]:
         """The products of which the stream cuts one operand, and the result."""
