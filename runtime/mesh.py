@@ -129,7 +129,7 @@ def spec_over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
 
 
 def automatic(value: Any) -> Any:
-    """An array moved to the same mesh with automatic axes, so its type has no sharding."""
+    """An array on the same mesh with automatic axes, so its type has no sharding."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return value

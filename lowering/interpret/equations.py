@@ -41,7 +41,7 @@ def by_numpy(eqn: JaxprEqn, args: Sequence[Any], params: Params) -> list[Any] | 
 
 
 def _arrays(eqn: JaxprEqn, args: Sequence[Any]) -> list[np.ndarray] | None:
-    """The operands as NumPy arrays, or None; Python numbers get their variable's dtype."""
+    """The operands as NumPy arrays, or None; Python numbers get a variable's dtype."""
     if len(args) != len(eqn.invars) or not all(map(_is_known, args)):
         return None
     pairs = zip(eqn.invars, args, strict=True)

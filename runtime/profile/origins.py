@@ -1,4 +1,4 @@
-"""What the instructions of a compiled module do, and which statements they come from."""
+"""What the instructions of a compiled module do, and the statements they are from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines as a picture: a lane for each queue, and exposed communication in orange."""
+"""Timelines as a picture: a lane for each queue, with exposed parts in orange."""
 
 from __future__ import annotations
 
