@@ -31,9 +31,9 @@ def one_gpu_each(environment: Mapping[str, str]) -> str:
         else "mpirun --map-by ppr:1:node"
     )
     return (
-        f"{most} processes were started on a host with {gpus} GPUs, with one GPU each. "
-        f"So jhost chooses no pipeline, and nothing hides activations that move "
-        f"between these GPUs. Start one process for each host: {change}"
+        f"{most} processes were started on a host with {gpus} GPUs, one GPU each, so "
+        f"jhost chooses no pipeline, and nothing hides activations that move between "
+        f"these GPUs. Start one process for each host: {change}"
     )
 
 

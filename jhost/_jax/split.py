@@ -67,11 +67,11 @@ their order.
 Derivation: TypeAlias = typing.Literal[
     "forward", "tangents", "recomputed", "known", "unknown", "backward", "batched"
 ]
-"""What JAX made of a call's program.
+"""The kind of program that JAX derived from a call's program.
 
-`known` and `unknown` are what partial evaluation makes of a program of any kind: it
-moves what a loop need not repeat before it, and parts what a checkpoint computes again
-from its tangents.
+`known` and `unknown` come from partial evaluation, which splits programs of any kind.
+It moves work that a loop need not repeat before the loop, and separates what a
+checkpoint computes again from its tangents.
 """
 
 Rename: TypeAlias = Callable[..., dict[str, Any]]

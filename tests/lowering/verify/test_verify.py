@@ -414,7 +414,7 @@ def test_what_is_sent_is_written_after_the_wait() -> None:
     source = buffer("source: f32[2@tp, 4]")
     gather = communicate("AllGather", Y, source, dim=0)
     communicates(
-        "is written after its Wait", copy(source, PART), gather, copy(source, PART)
+        "are written after its Wait", copy(source, PART), gather, copy(source, PART)
     )
 
 
@@ -461,7 +461,7 @@ def test_what_is_scattered_divides() -> None:
     scatter = communicate(
         "AllToAll", buffer("y: f32[1@tp, 16]"), odd, dim=0, source_dim=1
     )
-    communicates("divides by the number of devices", six, scatter)
+    communicates("the number of devices divides", six, scatter)
 
 
 def test_what_is_gathered_was_spread() -> None:
@@ -475,11 +475,11 @@ def test_dims_follow_from_the_source() -> None:
 
 
 def test_a_reduction_is_of_what_is_partial() -> None:
-    communicates("a reduction ends", communicate("AllReduce", Y, X, reducer="sum"))
+    communicates("a reduction reduces", communicate("AllReduce", Y, X, reducer="sum"))
     partial = buffer("t: f32[8, 4]", partial={"tp": "sum"})
     made = compute(jnp.sin, (X,), (partial,))
     wrong = communicate("AllReduce", Y, partial, reducer="max")
-    communicates("a reduction ends", made, wrong)
+    communicates("a reduction reduces", made, wrong)
 
 
 # --- Streams ------------------------------------------------------------------------ #
