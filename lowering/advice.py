@@ -1,4 +1,4 @@
-"""The one thing to change first, where a device waits for what nothing hides."""
+"""The one thing to change first, where a device waits for an exposed transfer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from jhost.lowering.explain import Explanation
 
 _LITTLE = 0.03
-"""A prediction cannot tell gains up to this share of the time."""
+"""Predictions are not exact enough for gains of less than this share of the time."""
 
 _CLOSE = 1.1
-"""A choice that is predicted to take up to so many times as long may be faster."""
+"""A choice predicted to take at most so many times as long may still be faster."""
 
 
 def too_little(predicted: Prediction) -> bool:
-    """Whether less is exposed than predictions are wrong by."""
+    """Whether less is exposed than the error of predictions."""
     return predicted.total - predicted.compute < _LITTLE * predicted.total
 
 
@@ -34,12 +34,12 @@ def _loses(explained: Explanation, predicted: Prediction) -> bool:
 
 
 def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> str:
-    """What to change first for transfers that are exposed most; empty for nothing."""
+    """What to change first about the most exposed transfers; "" for nothing."""
     predicted = explained.predicted
     if predicted is None:
         return ""
     if _loses(explained, predicted):
-        ask = "what is asked for is predicted to be slower"
+        ask = "the pipeline asked for is predicted to be slower"
         return f'leave chunks= and pipeline= open ("auto"): {ask}'
     if too_little(predicted):
         return "nothing: computation takes more than 97 % of the time"
@@ -57,18 +57,18 @@ def advice(explained: Explanation, exposed: Sequence[CommunicationReport]) -> st
 
 
 def _unmarked(report: CommunicationReport) -> str:
-    """That no stream stands where the transfer could go in chunks."""
+    """Says that a mark on the work beside a transfer could hide it."""
     work = report.before if report.kind == "AllGather" else report.behind
     if not work or work in (START, END):
         return ""
     return (
-        f"mark {work} with jhost.stream(value, axis=...), along the dim that moves: "
-        f"the transfer could then go in chunks, beside that work"
+        f"mark {work} with jhost.stream(value, axis=...), along the dim that moves. "
+        f"The transfer can then move in chunks, beside that work"
     )
 
 
 def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str:
-    """That measuring may choose otherwise, or what would change the prediction."""
+    """Says that measuring may choose otherwise, or what would change the prediction."""
     (_, chosen), *others = stream.predicted
     text, seconds = min(others, key=lambda each: each[1])
     times = f"{seconds_text(seconds)} and {seconds_text(chosen)} without"
@@ -78,13 +78,13 @@ def _measured_or_moved(stream: StreamReport, report: CommunicationReport) -> str
             f"{times}, too close to choose by prediction"
         )
     return (
-        f"fewer devices along {' and '.join(report.axes)}, or more rows a device: at "
-        f"{stream.where} chunks are too small to gain ({text}: {times})"
+        f"use fewer devices along {' and '.join(report.axes)}, or more rows on each "
+        f"device: at {stream.where} chunks are too small to gain ({text}: {times})"
     )
 
 
 def _lost(stream: StreamReport) -> float:
-    """What the best other choice takes, as a share of the chosen one."""
+    """The seconds of the best other choice, divided by those of the chosen one."""
     (_, chosen), *others = stream.predicted
     return min(seconds for _, seconds in others) / max(chosen, 1e-12)
 
@@ -101,12 +101,12 @@ def _is_near(stream: StreamReport, reports: Sequence[CommunicationReport]) -> bo
 
 
 def _one_layout(explained: Explanation, largest: CommunicationReport) -> str:
-    """That a value's makers and readers want two layouts of one size."""
+    """Says that a value is made in one layout and read in another of the same size."""
     row = _layout_of(explained, largest)
     if row is None:
         return ""
     return (
-        f"how {largest.value} is sharded ({row.before} -> {row.after}): a "
+        f"how {largest.value} is sharded ({row.before} -> {row.after}). A "
         f"with_sharding_constraint on it, or on its operands, could avoid the change"
     )
 
@@ -123,6 +123,6 @@ def _reason(explained: Explanation, largest: CommunicationReport) -> str:
 def _layout_of(
     explained: Explanation, largest: CommunicationReport
 ) -> LayoutReport | None:
-    """The row of the transfer's value that moves most."""
+    """The layout row that moves most, among those of the transfer's value."""
     rows = [row for row in explained.layouts if row.value == largest.value]
     return max(rows, key=lambda row: row.bytes) if rows else None

@@ -1,4 +1,4 @@
-"""What a Host IR program pipelines and communicates, and what it could not chunk."""
+"""What a Host IR program pipelines and communicates, and where streams stop."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """What it is of."""
+        """The function's name, how often it runs, and the number of its loops."""
         calls = f", run {self.calls} times" if self.calls > 1 else ""
         return f"{self.name}{calls}: {counted(self.loops, 'loop')}"
 
@@ -144,11 +144,11 @@ _ROWS = {
     "notes": "notes",
     "XLA options": "options",
 }
-"""The fields of an explanation that hold rows, by what stands above them."""
+"""The fields of an explanation that hold rows, by the title above them."""
 
 
 def _lines(explanation: Explanation) -> Iterator[str]:
-    """All rows below the title, those of programs and bodies below theirs."""
+    """All rows below the title; those of programs and bodies are below their titles."""
     for title, rows in _own_rows(explanation):
         yield f"  {title}:"
         for row in rows:
@@ -162,7 +162,7 @@ def _lines(explanation: Explanation) -> Iterator[str]:
 
 
 def _own_rows(explanation: Explanation) -> Iterator[tuple[str, list[Any]]]:
-    """The rows that no program or body in it has, by what stands above them."""
+    """The rows that no program or body in it has, by the title above them."""
     inner = (*explanation.programs, *explanation.bodies)
     for title, field in _ROWS.items():
         inside = [row for each in inner for row in getattr(each, field)]
@@ -227,12 +227,12 @@ class DeviceFacts:
 def explain_program(
     program: Program, known: DeviceFacts = DeviceFacts()
 ) -> Explanation:
-    """What `program` does, from its statements and from what its passes remarked."""
+    """What `program` does, from its statements and from the remarks of passes."""
     explained = _explained(program, program.name, 1, known)
     left = left_to_xla(program)
     if left is None:
         return explained
-    # What XLA moves is in its schedule, and is not what these statements move.
+    # XLA moves other values than these statements do, and its schedule lists them.
     notes = (str(left),)
     return dataclasses.replace(
         explained, notes=notes, layouts=(), communications=(), bodies=(), steps=()
@@ -242,7 +242,7 @@ def explain_program(
 def _explained(
     program: Program, name: str, times: int, known: DeviceFacts, is_body: bool = False
 ) -> Explanation:
-    """What a program does, or a body that is run so many `times`."""
+    """What a program does, or a body that runs so many `times`."""
     remarks = displayed_remarks(program)
     steps = steps_of(program, times, known.rates, known.reach, is_body=is_body)
     return Explanation(
@@ -317,7 +317,7 @@ def _box(step: Step) -> Element:
 
 
 def _rows(title: str, rows: Sequence[Any]) -> list[Element]:
-    """Rows of one kind, each kind as it is best seen."""
+    """The page elements for rows of one kind."""
     match rows[0]:
         case StreamReport():
             return titled(title, *(part for row in rows for part in _stream(row)))

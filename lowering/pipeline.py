@@ -50,7 +50,7 @@ class Pass(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """All passes, by what they are for, in the order in which they run."""
+    """All passes by purpose, in the order in which they run."""
 
     before_choice: tuple[Pass, ...]
     choice: ChoosePipelines
@@ -85,20 +85,21 @@ def passes(
 ) -> Passes:
     """All passes; `rates` are those of the devices, if they are known.
 
-    Along the axes `between` lie GPUs of several processes.  `tuned` has what was
-    measured best for the marks of some programs.
+    `between` has the axes along which GPUs of several processes lie.  `tuned` has the
+    choices that were measured fastest for the marks of some programs.
 
-    A program that is not `strict` was derived by JAX from one that was lowered before:
-    a mark of the user's that fits the one need not fit the other.
+    With `strict`, marks that cannot be followed are refused.  JAX derives programs from
+    others that were lowered before, and a mark that fits one need not fit the other, so
+    derived programs are not strict.
     """
-    # What each device holds, and what must move.
+    # These decide what each device holds, and what must move.
     layouts: tuple[Pass, ...] = (
         PropagateLayouts(),
         CarryPartialSums(),
         DelayReductions(),
     )
     transfers = ChooseTransfers(rates, settings.pipeline, frozenset(between))
-    # Communications, and loops over chunks around them.
+    # These make communications, and loops over chunks around them.
     loops: tuple[Pass, ...] = (
         SplitAllReduces(),
         LeaveIdleMarks(strict=strict),
@@ -115,7 +116,7 @@ def passes(
     )
     communications = ConvertToCommunications()
     finds = settings.finds and settings.pipeline == "auto"
-    # What is found is moved by permutes.
+    # Loops of found streams move chunks by permutes.
     hides = rates is not None and rates.permute.beside_compute
     choice = ChoosePipelines(
         following=(*layouts, communications, *loops),
@@ -130,12 +131,13 @@ def passes(
         layouts=layouts,
         finding=FindStreams(
             layouts=(*layouts, communications),
-            # Cycles take longest, and move what stands in no loop over chunks.
+            # Without cycles: they take longest, and only move transfers that are in no
+            # loop over chunks.
             following=tuple(s for s in loops if not isinstance(s, ChooseCycles)),
             rates=rates if finds and hides else None,
         ),
         loops=(communications, *loops),
-        # The life of what the units make, and how what is sent goes.
+        # The life of each unit's results, and the way in which permutes move.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
 
@@ -145,7 +147,7 @@ def run_passes(
     sequence: Sequence[Pass],
     after_pass: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    """Apply each pass and verify what it made; `after_pass` sees every program."""
+    """Apply each pass and verify its result; `after_pass` sees every program."""
     types: TypesOfUnits = {}  # most units stay as they are
     for step in sequence:
         before, program = program, step.apply(program)
@@ -157,7 +159,7 @@ def run_passes(
 
 
 def _same_statements(one: Program, other: Program) -> bool:
-    """Whether only marks and remarks differ, which no invariant is about."""
+    """Whether only marks and remarks differ; no invariant concerns these."""
     pairs = ((one.params, other.params), (one.results, other.results))
     return one.body is other.body and all(a == b for a, b in pairs)
 

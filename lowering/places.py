@@ -15,9 +15,10 @@ START, END = "the start", "the end"
 
 
 class TransferPlace(NamedTuple):
-    """A transfer is issued `behind` some work, and waited for `before` some.
+    """The work around a transfer.
 
-    `between` is the work between the two, with `beside` matmuls in it.
+    It is issued `behind` one work, and waited for `before` another.  `between` has the
+    works between the two, and `beside` is the number of matmuls in these.
     """
 
     behind: str
@@ -58,7 +59,7 @@ def _place(works: list[_Work], first: int, last: int) -> TransferPlace:
 
 
 def _work(program: Program, stmt: ir.Stmt) -> Iterator[_Work]:
-    """What takes long in a statement: matmuls, loops and bodies."""
+    """The work in a statement: matmuls, loops and bodies."""
     match stmt:
         case ir.For():
             yield _Work("a loop over chunks", _matmuls(stmt))

@@ -32,11 +32,11 @@ class CommunicationReport:
     Attributes:
         kind: such as `"AllGather"`.
         axes: the mesh axes whose devices take part.
-        value: what is communicated, as the user's lines call it.
-        bytes: what each device receives in all.
-        chunks: how many pieces it goes in; 1 outside a loop over chunks.
-        times: how often it does in a `lax.scan`.
-        written: whether the user wrote it, in a `jax.shard_map`; of a ragged one
+        value: the user's name of the value that moves.
+        bytes: the bytes that each device receives in all.
+        chunks: the number of chunks that it moves in; 1 outside a loop over chunks.
+        times: how often it runs, in a `lax.scan`.
+        written: whether the user wrote it, in a `jax.shard_map`.  For a ragged one,
             `bytes` is the most that there is room for.
         where: the line of that `jax.shard_map`, if it is known.
         lane: what moves it between GPUs: copy engines ("copies"), kernels of NCCL's
@@ -44,10 +44,10 @@ class CommunicationReport:
         beside: how many matmuls, and other kernels that sum products, stand between
             where it is issued and where it is waited for, outside a loop over chunks.
         behind: the work that it is issued behind; empty in a loop over chunks.
-        before: the work that it is waited for before, likewise.
-        between: the work that stands between the two, likewise.
-        seconds: what it is predicted to take in all; None if nothing is predicted.
-        exposed: in how many of those nothing computes on the device.
+        before: the work before which it is waited for, likewise.
+        between: the work between the two, likewise.
+        seconds: the predicted seconds in all; None if nothing is predicted.
+        exposed: the part of these seconds in which the device computes nothing.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class CommunicationReport:
 
     @property
     def how(self) -> str:
-        """What hides it, as far as the program says."""
+        """What hides it, by the program."""
         if self.written:
             return ", as written"
         if self.beside:
@@ -100,7 +100,7 @@ class CommunicationReport:
 
 
 def _folded(texts: Iterable[str]) -> str:
-    """Each once, with how often it is there."""
+    """Each text once, with its count."""
     counts = Counter(texts)
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
@@ -111,9 +111,9 @@ class Step:
 
     Attributes:
         text: what it does.
-        layout: the types of what it reads and makes, as in the Host IR.
-        communication: what it moves, if it does.
-        steps: those in a loop or branch.
+        layout: the types of its operands and results, as in the Host IR.
+        communication: what it moves, if it is a communication.
+        steps: the steps in a loop or branch.
     """
 
     text: str
@@ -150,7 +150,7 @@ def communications_in(steps: Iterable[Step]) -> Iterator[CommunicationReport]:
 def named_bodies(
     stmt: ir.ControlFlow, times: int
 ) -> Iterator[tuple[str, Program, int]]:
-    """Each body, what it is called, and how often it is run."""
+    """Each body with its name in messages, and how often it runs."""
     length = stmt.length if isinstance(stmt, ir.Scan) else 1
     where = f" [{stmt.where}]" if stmt.where else ""
     for name, body in zip(_body_names(stmt), stmt.bodies, strict=True):
@@ -176,7 +176,7 @@ def takes_turns(loop: ir.For) -> bool:
 
 
 class _Reporter:
-    """A program, or a body that is run so many times, and what is known of it."""
+    """Reports the steps of a program, or of a body that runs so many `times`."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Reporter:
         self.seconds = transfer_times(program, rates, in_body=is_body) if rates else {}
 
     def steps(self, body: Sequence[ir.Stmt], repeats: Fraction) -> Iterator[Step]:
-        """What statements do that are so many of their first chunk."""
+        """The steps of statements that are as much work as `repeats` first chunks."""
         for stmt in body:
             match stmt:
                 case ir.Compute():
@@ -288,7 +288,7 @@ def _typed(program: Program, buffers: Sequence[ir.Buffer]) -> str:
 
 
 def _chunks_worth(loop: ir.For) -> Fraction:
-    """The iterations of `loop` by work: a ragged last one counts as the part it is."""
+    """The iterations of `loop` by work; a smaller last one counts as a fraction."""
     index = LoopIndex(loop.index)
     for stmt in ir.walk(loop.body):
         chunk = getattr(stmt, "chunk", None)

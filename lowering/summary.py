@@ -1,6 +1,6 @@
-"""A screen that says what a function gains, what hides, what does not, and why.
+"""A screen that says what a function gains, which transfers are hidden, and why.
 
-What says the same is one row, and only the rows that weigh most are there.
+Equal rows are folded into one, and only the most important rows are shown.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STREAMS, _TRANSFERS, _LAYOUTS, _NOTES = 6, 10, 5, 4
-"""How many rows of each kind a screen has."""
+"""The most rows of each kind on a screen."""
 
 _MOSTLY = 0.9
-"""From this share of its time on, a transfer is exposed nearly all of the time."""
+"""A transfer counts as beside nothing if this share of its time is exposed."""
 
 _SMALL = 1000
 """Transfers of fewer bytes are folded into one row."""
@@ -55,11 +55,11 @@ def summary_lines(explained: Explanation) -> Iterator[str]:
         yield "  all of it: explain(..., detail=True), or save it as a page (.html)"
 
 
-# --- What is gained ----------------------------------------------------------------- #
+# --- The gain ----------------------------------------------------------------------- #
 
 
 def gain_lines(explained: Explanation) -> Iterator[str]:
-    """Time with and without, what is hidden, what is not, and what to change first."""
+    """The time with and without jhost, the exposed part, and what to change first."""
     if explained.predicted is not None:
         yield _time_line(explained, explained.predicted)
     elif explained.communications and explained.devices:
@@ -93,7 +93,7 @@ def _time_line(explained: Explanation, predicted: Prediction) -> str:
 
 
 def _hidden_line(explained: Explanation) -> str:
-    """What of all that moves stands beside computation."""
+    """How much of all transfers is beside computation."""
     reports, predicted = explained.communications, explained.predicted
     whole = bytes_text(sum(report.bytes for report in reports))
     if predicted is not None and predicted.communication:
@@ -111,7 +111,7 @@ def _hidden_line(explained: Explanation) -> str:
 
 
 _NOTHING = 1e-9
-"""Seconds that come of rounding."""
+"""Fewer seconds than this are rounding errors."""
 
 
 def _time_text(seconds: float) -> str:
@@ -123,7 +123,7 @@ def _stands_beside_work(report: CommunicationReport) -> bool:
 
 
 def largest_exposed(explained: Explanation) -> FoldedTransfer | None:
-    """The transfer for which a device waits longest, or what moves most alone."""
+    """The transfer that a device waits for longest, or the largest beside nothing."""
     folded = _folded_transfers(explained.communications)
     alone = [
         each
@@ -151,7 +151,7 @@ class FoldedTransfer:
 
     @property
     def times(self) -> int:
-        """How often it goes: a loop's chunks are one."""
+        """How often it runs; all chunks of a loop count as once."""
         return sum(report.times for report in self.reports)
 
     @property
@@ -168,7 +168,7 @@ class FoldedTransfer:
 
     @property
     def weight(self) -> tuple[float, int]:
-        """By what it is sorted."""
+        """The key by which transfers are sorted."""
         return (self.exposed or 0.0, self.bytes)
 
     @property
@@ -191,7 +191,7 @@ class FoldedTransfer:
 
     @property
     def hidden_by(self) -> str:
-        """What stands beside it, of all of them."""
+        """The work beside these transfers."""
         return " or ".join(dict.fromkeys(map(_beside_text, self.reports)))
 
 
@@ -218,7 +218,7 @@ def _sum(parts: Iterable[float | None]) -> float | None:
 def _folded_transfers(
     reports: Sequence[CommunicationReport],
 ) -> Sequence[FoldedTransfer]:
-    """Each value's transfers as one, what is exposed longest first."""
+    """The transfers of each value as one, the longest exposed one first."""
     groups: dict[object, list[CommunicationReport]] = {}
     for report in reports:
         key = report.kind, report.axes, report.value, report.written, report.lane
@@ -242,7 +242,7 @@ def _transfer_rows(transfers: Sequence[FoldedTransfer]) -> Iterator[str]:
 
 
 def _folded_streams(streams: Sequence[StreamReport]) -> Iterator[str]:
-    """A row for marks of which the same became."""
+    """One row for all marks with the same choice."""
     groups: dict[str, list[StreamReport]] = {}
     for stream in streams:
         groups.setdefault(_choice_text(stream), []).append(stream)
@@ -253,7 +253,7 @@ def _folded_streams(streams: Sequence[StreamReport]) -> Iterator[str]:
 
 
 def _choice_text(stream: StreamReport) -> str:
-    """The choice, and what it was chosen from, in short."""
+    """The choice and the best other candidate, in short."""
     if not stream.predicted:
         return stream.text.removeprefix(f"{stream.stream} ").removeprefix("on ")
     (chosen, seconds), *others = stream.predicted
@@ -273,7 +273,7 @@ def _lines_text(lines: Sequence[str]) -> str:
 
 
 def _layout_rows(layouts: Sequence[LayoutReport]) -> Iterator[str]:
-    """A row a value and change, those that move most first; the small ones are one."""
+    """A row for each value and change, the largest first; small ones share a row."""
     groups: dict[object, list[LayoutReport]] = {}
     for row in layouts:
         groups.setdefault((row.value, row.before, row.after), []).append(row)
@@ -291,7 +291,7 @@ def _layout_rows(layouts: Sequence[LayoutReport]) -> Iterator[str]:
 
 
 def _note_rows(explained: Explanation) -> Iterator[str]:
-    """What was refused or missed first, and last where streams stop."""
+    """Notes: refused and missed options come first, and stops of streams last."""
     options = (o for o in explained.options if not o.startswith("applied: "))
     notes = Counter((*options, *map(str, explained.permutes), *explained.notes))
     for note in sorted(notes, key=lambda note: note.startswith("streams stop")):

@@ -1,12 +1,13 @@
 """Do all processes of a mesh run the same program?  They compare before they run it.
 
-A program whose processes disagree does not fail: its collectives wait for each other
-for ever.  So each process tells the others a digest of what it is about to run, through
-the coordination service of `jax.distributed`; where digests differ, they tell each
-other the text too, and every process raises.
+If processes run different programs, nothing fails: collectives wait for each other
+forever.  So each process publishes a digest of the program that it is about to run, by
+the coordination service of `jax.distributed`.  If digests differ, the processes publish
+the texts too, and every process raises.
 
-Meetings are counted for each set of processes, and a digest that a set has agreed on is
-not compared again: what JAX keeps in its caches, or drops, may differ by process.
+Meetings are counted for each set of processes.  A digest that a set has agreed on is
+not compared again, because JAX's caches may differ by process: one process may compile
+again what another still has.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclasses.dataclass(slots=True)
 class _Meetings:
-    """What this process has compared in one life of the coordination service."""
+    """What this process has compared since the coordination service started."""
 
     client: Coordination | None = None
     counts: dict[Processes, int] = dataclasses.field(default_factory=dict)
@@ -42,7 +43,7 @@ class _Meetings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Announced:
-    """What a process says it is about to run."""
+    """The program that a process is about to run, as it publishes it."""
 
     digest: str
     name: str
@@ -54,7 +55,7 @@ _timeout: float | None = DEFAULT_TIMEOUT
 
 
 def set_timeout(seconds: float | None) -> None:
-    """How long a process waits for the others; None turns comparing off."""
+    """Set how long a process waits for the others; None turns comparing off."""
     global _timeout
     _timeout = seconds
 
@@ -72,12 +73,12 @@ def compare_programs(
     """Waits until all processes of `mesh` are here, and sees that they run the same.
 
     Args:
-        name: the program's, for messages.
-        mesh: what it runs on; for one process nothing happens.
-        describe: gives the lines of text that must be equal, each a statement.
+        name: the program's name, for messages.
+        mesh: the mesh it runs on; with one process nothing happens.
+        describe: gives the lines of text that must be equal, a line for each statement.
 
     Raises:
-        ProcessMismatchError: they do not run the same.
+        ProcessMismatchError: the processes run different programs.
         ProcessTimeoutError: some process has not come within the time that
             `jhost.distributed.initialize` was given.
     """
@@ -131,7 +132,10 @@ class _Meeting:
             raise _timed_out(self, program.name, found) from late
 
     def _exchange(self, lines: Sequence[str]) -> Mapping[int, list[str]]:
-        """Every process's lines; they all know that they differ."""
+        """The lines of every process.
+
+        Each of them has seen that digests differ, so each of them publishes its lines.
+        """
         mine = f"{self._key('lines')}{jax.process_index()}"
         self.client.key_value_set_bytes(mine, packed(lines), allow_overwrite=True)
         self._wait("lines")
@@ -155,13 +159,13 @@ class _Meeting:
         return None
 
     def _key(self, what: str) -> str:
-        # There may be thousands of them: their digest, not their list.
+        # A digest, because a list of thousands of processes is no name.
         group = hashlib.sha256(repr(self.processes).encode()).hexdigest()[:16]
         return f"jhost/{group}/{self.number}/{what}/"
 
 
 def packed(lines: Sequence[str]) -> bytes:
-    """What a process tells of its program where programs differ."""
+    """The lines of a program, as a process publishes them."""
     return zlib.compress("\n".join(lines).encode())
 
 
@@ -189,7 +193,7 @@ def _timed_out(
 def _mismatch(
     found: Mapping[int, _Announced], lines: Mapping[int, Sequence[str]]
 ) -> errors.ProcessMismatchError:
-    """The most common program, or the first process's, is what others differ from."""
+    """The error, which compares others with the most common program, or the first."""
     groups: dict[str, list[int]] = {}
     for process, program in found.items():
         groups.setdefault(program.digest, []).append(process)
@@ -227,7 +231,7 @@ def _differences(
 
 
 def _excerpt(line: str, difference: int, width: int = 200) -> str:
-    """A line, or of a long one (an inner program) what is around its difference."""
+    """A line; if it is long (an inner program), the part around its difference."""
     if len(line) <= width:
         return line
     start = max(0, difference - width // 2)

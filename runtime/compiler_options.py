@@ -1,7 +1,8 @@
-"""What jhost asks of XLA so that transfers run beside computation, and why.
+"""The options that jhost gives XLA so that transfers run beside computation, and why.
 
-Options go to each executable, never to the process.  What a backend or version does not
-know is found out by a trial and left out: an unknown name never reaches the user.
+Options go to each executable, never to the process.  A trial finds out which options a
+backend or version does not know, and these are left out: the user never sees an error
+about an unknown name.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from jhost.runtime.mesh import AnyMesh
 _EARLY: Mapping[str, Any] = {
     # Each starts right after its operand; by default the first sends wait for the last.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    # Chunks' collectives stay apart: a combined one ends with its last part.
+    # Collectives of chunks stay apart: a combined one ends only with its last chunk.
     "xla_gpu_collective_combine_threshold_count": 1,
 }
 
-# Measured on 4x H200 with jax 0.11.2: without them a p2p MLP block takes 1.42 ms, with
-# them 0.85, and without chunks 1.07.
+# Measured on four H200s with JAX 0.11.2: a p2p MLP block takes 0.85 ms with these, 1.42
+# ms without them, and 1.07 ms without chunks.
 _WANTED: Mapping[str, Any] = {
     **_EARLY,
-    # Chunks' matmuls stay apart where nothing ties them.
+    # Matmuls of chunks stay apart, also where nothing orders them.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 
 _ADDS_UP: Mapping[str, Any] = {
-    # Otherwise Triton's fusions take every matmul, and none adds to a loop's sum as
-    # cuBLAS does: MLP block forward and backward 2.57 ms with it off, 2.74 with it on.
-    # Without sums there are shapes that lose by it: 0.47 and 0.42 for a smaller block.
+    # Otherwise Triton's fusions take every matmul, and none of them adds to a loop's
+    # sum in place, as cuBLAS does.  An MLP block, forward and backward, takes 2.57 ms
+    # with this off and 2.74 ms with it on.  Without sums some shapes lose by turning it
+    # off: a smaller block takes 0.47 ms with it off and 0.42 ms with it on.
     "xla_gpu_enable_triton_gemm": False,
 }
 
@@ -49,56 +51,60 @@ _MANY_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 PERMUTE_MODE = "xla_gpu_collective_permute_mode"
 
 _PEER_COPIES: Mapping[str, Any] = {
-    # Permutes by copy engine: a collective's kernel waits for the matmul to leave it
-    # multiprocessors.  Only a process that owns all the devices can.
+    # Permutes go by copy engines.  A collective's kernel would wait until the matmul
+    # leaves it multiprocessors.  XLA can do this only within a process.
     PERMUTE_MODE: "COLLECTIVES_PEER_MEMORY",
 }
 
 PUTS: Mapping[str, Any] = {
-    # By copy engine as well, and no thread waits for other devices' threads.  A p2p MLP
-    # block of 2048 rows takes 0.34 ms with it, and 0.42 by peer copies.  One of 4096
-    # rows, where the devices are the limit, takes 0.45 and 0.41.
+    # Also by copy engines, but no thread waits for other devices' threads.  A p2p MLP
+    # block of 2048 rows takes 0.34 ms with it, and 0.42 ms with peer copies.  A block
+    # of 4096 rows, where the devices are the limit, takes 0.45 and 0.41 ms.
     PERMUTE_MODE: "COLLECTIVES_SYMMETRIC_MEMORY",
 }
 
 _AMONG_SEVERAL: Mapping[str, Any] = {
-    # A permute then meets the devices that it joins, not all of the program.  Two
-    # processes of two H200s each, p2p over the two of a process: MLP block 1.58 ms with
-    # it, 1.73 without, and without chunks 1.74.
+    # A permute then waits only for the devices that it connects, and not for all
+    # devices of the program.  Two processes of two H200s each, with p2p over the two of
+    # a process: an MLP block takes 1.58 ms with it, 1.73 ms without it, and 1.74 ms
+    # without chunks.
     "xla_gpu_collective_permute_connected_components": True,
 }
 
 SYMMETRIC_BUFFERS: Mapping[str, Any] = {
-    # Buffers that every process maps, between processes: measured with one GPU a
-    # process, a p2p MLP block takes 0.98 ms with them, 1.23 without, and without chunks
-    # 1.05.  Set for a whole process, NCCL's communicators move them by copy engine
-    # (openxla/xla #33613): p2p 1.005 for 1.023, but without chunks 1.12 for 1.06.
-    # Only for permutes: of two H100s, one a process, plain collectives take 1.82 ms
-    # with them in a program whose p2p takes 1.69, and 1.74 without.
+    # Buffers that every process maps.  With one GPU in each process, a p2p MLP block
+    # takes 0.98 ms with them, 1.23 ms without them, and 1.05 ms without chunks.  An
+    # option for the whole process makes NCCL move them by copy engines (openxla/xla
+    # #33613): p2p then takes 1.005 ms instead of 1.023, but no chunks 1.12 instead of
+    # 1.06.  They are for programs with permutes only: on two H100s in two processes, a
+    # program of plain collectives takes 1.82 ms with them and 1.74 ms without them; its
+    # p2p form takes 1.69 ms.
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
 }
 
 
 BETWEEN_PROCESSES: Mapping[str, Any] = {
-    # A collective that is set out while a matmul runs starts when that matmul ends, and
-    # is hidden by the next ones if none of them waits for it.  By default XLA has one
+    # A collective that is issued while a matmul runs starts when that matmul ends, and
+    # the next matmuls hide it if none of them waits for it.  By default XLA has one
     # under way, and waits for it before the next matmul.  A training step of 13B width,
-    # two processes with one H100 each and 25 GB/s between them: dp 163 ms for 199, fsdp
-    # 227 for 263.
+    # in two processes with one H100 each and 25 GB/s between them, takes 163 ms with
+    # these instead of 199 (dp), and 227 ms instead of 263 (fsdp).
     _MANY_AT_ONCE: 16,
     **_EARLY,
 }
-"""What hides collectives between processes in a program that XLA partitions."""
+"""Options that hide collectives between processes, in programs that XLA partitions."""
 
 
 class Loops(TypedDict, total=False):
-    """What options depend on, of the loops in an executable.
+    """The facts about an executable that its options depend on.
 
-    `left_to_xla`: whether there are none, and XLA partitions the program.
-    `adds_up`: whether they add up matmuls, as loops with weight gradients do.
-    `permuted`: the axes along which they permute; None if that is not known, and it may
-    be any axis within a process.  `puts`: whether NCCL is to put.  `under_way`: how
-    many communications are under way at a time outside of them.
+    Attributes:
+        left_to_xla: whether XLA partitions the program, so that it has no loops.
+        adds_up: whether loops add up matmuls, as loops with weight gradients do.
+        permuted: the axes along which loops permute; None if they are not known, and
+            may be any axes within a process.
+        puts: whether NCCL puts, instead of peer copies.
+        under_way: the most communications that are under way outside of loops.
     """
 
     left_to_xla: bool
@@ -109,7 +115,7 @@ class Loops(TypedDict, total=False):
 
 
 def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, Any]:
-    """What an executable with loops on `mesh` asks of XLA, which may not take it."""
+    """The options for an executable on `mesh`, which XLA may refuse."""
     if not isinstance(mesh, Mesh) or mesh.size == 1:
         return {}
     devices = devices_of(mesh)
@@ -119,18 +125,18 @@ def wanted_options(mesh: AnyMesh | None, **loops: Unpack[Loops]) -> dict[str, An
         return dict(BETWEEN_PROCESSES)
     ways = _ways(devices, loops.get("permuted"))
     put = PUTS if loops.get("puts") else {}
-    # Several permutes may be under way: a gather's all queue at the start, and a piece
-    # of an all-reduce goes back to all the others while the next is sent to them.
     sums = _ADDS_UP if loops.get("adds_up") else {}
-    # And outside of loops all that are under way, beside one collective.
+    # Several permutes may be under way in a loop.  All permutes of a gather queue at
+    # the start, and a piece of an all-reduce goes back to all others while they get the
+    # next piece.  Outside of loops come those under way there, and one collective.
     many = max(2 * mesh.size, 1 + loops.get("under_way", 0))
-    if devices.processes > 1:  # beside what is not in loops
+    if devices.processes > 1:  # XLA's own collectives between processes, as above
         many = max(many, BETWEEN_PROCESSES[_MANY_AT_ONCE])
     return {_MANY_AT_ONCE: many, **_WANTED, **ways, **put, **sums}
 
 
 def _ways(devices: Devices, permuted: Collection[str] | None) -> Mapping[str, Any]:
-    """How permutes go: by copy engine, if an axis of theirs lies in a process."""
+    """How permutes move: by copy engines, if one of their axes is in a process."""
     if devices.processes == 1:
         return _PEER_COPIES
     if not devices.copied.isdisjoint(devices.reach if permuted is None else permuted):
@@ -147,7 +153,7 @@ def accepted(mesh: AnyMesh | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The options among `wanted` that XLA takes for the devices of `mesh`."""
     if not isinstance(mesh, Mesh):
         return dict(wanted)
-    # A trial needs a device of this process; one of a topology is in none.
+    # A trial needs a device of this process; a topology's devices are in no process.
     here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     one = (here or list(mesh.devices.flat))[0]
     return {name: v for name, v in wanted.items() if _accepts(one, name, v)}
@@ -156,7 +162,7 @@ def accepted(mesh: AnyMesh | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def options_report(
     name: str, mesh: AnyMesh | None, **loops: Unpack[Loops]
 ) -> tuple[str, ...]:
-    """Which options jhost's function `name` got on `mesh`, did not get, or missed."""
+    """The options that function `name` got on `mesh`, and those refused or missed."""
     wanted, applied = wanted_options(mesh, **loops), overlap_options(mesh, **loops)
     refused = {option: v for option, v in wanted.items() if option not in applied}
     said = (
@@ -202,13 +208,13 @@ def compiler_options(
 
 
 _given: Mapping[str, Any] | None = None
-"""What outer programs were given, if anybody has asked for it."""
+"""The options that the user has asked for, to give to outer programs; None before."""
 
 _missed: dict[tuple[str, AnyMesh | None], Mapping[str, Any]] = {}
 
 
 def options_text(options: Mapping[str, Any]) -> str:
-    """The options as one would write them in a call."""
+    """The options as arguments of a call."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
@@ -227,8 +233,8 @@ def warn_of_missed_options(
 ) -> None:
     """Say once that `name` wants options on `mesh` and cannot give them itself.
 
-    Who has asked for options is taken to have given them; those for permutes between
-    processes have to be asked for on their own.
+    A user who has asked for options is assumed to give them to the outer program.
+    Options for permutes between processes have to be asked for separately.
     """
     between = SYMMETRIC_BUFFERS.keys() & options.keys()
     missed = options
@@ -244,7 +250,8 @@ def warn_of_missed_options(
 def _accepts(device: Any, name: str, value: Any) -> bool:
     """Whether the backend of `device` takes an option, by a trial.
 
-    A thread of its own runs it: `jax.set_mesh` and traces under way do not reach there.
+    The trial runs in a thread of its own, where no `jax.set_mesh` and no trace of the
+    user's is active.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(_compiles, device, {name: value}).result()

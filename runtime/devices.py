@@ -1,4 +1,4 @@
-"""What jhost knows of the devices that a program runs on."""
+"""What jhost knows about the devices that a program runs on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from jhost.runtime.mesh import AnyMesh
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The devices of a mesh: how many of what `kind`, in how many `processes`.
+    """The devices of a mesh.
 
-    `kind` is JAX's `device_kind`; `reach` says of each axis with more than one device
-    how far apart those lie that differ along it alone.
-    JAX does not tell whether two GPUs of a process reach each other's memory; XLA falls
+    JAX does not say whether two GPUs of a process reach each other's memory.  XLA falls
     back to collectives where they do not.
+
+    Attributes:
+        platform: JAX's name of the backend.
+        kind: JAX's `device_kind`.
+        count: the number of devices.
+        processes: the number of processes that own them.
+        reach: for each axis with several devices, how far apart two devices are that
+            only differ along that axis.
     """
 
     platform: str
@@ -52,11 +58,9 @@ _assumed: ContextVar[str] = ContextVar("_assumed", default="")
 
 @contextmanager
 def assumed(kind: str) -> Generator[None]:
-    """Inside, devices are taken to be GPUs of that kind: for predictions alone.
-
-    What was lowered for others is forgotten.
-    """
+    """Inside, jhost takes the devices for GPUs of that kind, to make predictions."""
     token = _assumed.set(kind)
+    # Functions that were lowered for the real devices must be lowered again.
     jax.clear_caches()
     try:
         yield
@@ -66,7 +70,7 @@ def assumed(kind: str) -> Generator[None]:
 
 
 def is_assumed() -> bool:
-    """Whether devices are taken to be others than they are."""
+    """Whether devices are taken for GPUs of another kind."""
     return bool(_assumed.get())
 
 
@@ -87,7 +91,7 @@ def devices_of(mesh: AnyMesh | None) -> Devices:
 
 
 def all_devices() -> Mesh:
-    """A mesh of all devices: an axis for the processes, and one for those of each."""
+    """A mesh of all devices: an axis for processes, and one for devices of each."""
     every: list[Any] = jax.devices()
     owners = sorted({device.process_index for device in every})
     rows = [[d for d in every if d.process_index == owner] for owner in owners]
@@ -97,7 +101,7 @@ def all_devices() -> Mesh:
 
 
 def _reaches(mesh: AnyMesh, devices: list[Any]) -> dict[str, Reach]:
-    """How far each axis reaches; one that has no devices here stays in a process."""
+    """How far each axis reaches; without enough devices, axes are in a process."""
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     if len(devices) < mesh.size:
         return dict.fromkeys(sizes, "process")
@@ -108,7 +112,7 @@ def _reaches(mesh: AnyMesh, devices: list[Any]) -> dict[str, Reach]:
 
 
 def _reach(grid: np.ndarray, dim: int) -> Reach:
-    """How far apart devices lie that differ along that dim of the grid alone."""
+    """How far apart two devices are that only differ along one dim of the grid."""
 
     def differ(number: Any) -> bool:
         numbers = np.vectorize(number, otypes=[int])(grid)
@@ -120,7 +124,11 @@ def _reach(grid: np.ndarray, dim: int) -> Reach:
 
 
 def _host(device: Any) -> int:
-    """XLA numbers the hosts of GPUs, or what NVLink joins; else a process is one."""
+    """The number of a device's host.
+
+    XLA numbers the hosts of GPUs, or the groups that NVLink joins, as slices.  For
+    other devices each process counts as a host.
+    """
     return getattr(device, "slice_index", device.process_index)
 
 
@@ -136,9 +144,9 @@ def ask_for_cpu_devices(count: int) -> None:
 
 
 def links_between_gpus() -> str:
-    """What joins the GPUs of this host, in the words of `nvidia-smi topo`.
+    """The links between the GPUs of this host, in the words of `nvidia-smi topo`.
 
-    As `NV18`, or `NODE, SYS` where there are several kinds; empty if that is not known.
+    For example `NV18`, or `NODE, SYS` if there are several kinds; "" if unknown.
     """
     command = ["nvidia-smi", "topo", "-m"]
     try:
@@ -149,6 +157,6 @@ def links_between_gpus() -> str:
 
 
 def _words_of_links(table: str) -> set[str]:
-    """The cells between GPUs: a row `GPU0  X  NV18  ...` has as many as there are."""
+    """The cells between GPUs; a row `GPU0  X  NV18  ...` has a cell for each GPU."""
     rows = [line.split() for line in table.splitlines() if line.startswith("GPU")]
     return {cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"}

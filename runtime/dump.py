@@ -1,9 +1,9 @@
 """`JHOST_DUMP`: programs written out as they are lowered and compiled.
 
 `JHOST_DUMP=host_ir,passes,hlo,schedule` names what to write: the finished Host IR, the
-program after every pass, XLA's module before and after its own passes, the scheduled
-module.  `JHOST_DUMP_DIR` is the folder; without it Host IR goes to standard error, and
-XLA's modules to the current folder.
+program after every pass, XLA's module before and after its own passes, and the
+scheduled module.  `JHOST_DUMP_DIR` is the folder.  Without it Host IR goes to standard
+error, and XLA's modules to the current folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _counter = itertools.count()
 
 
 def requested() -> frozenset[str]:
-    """What `JHOST_DUMP` asks for now.
+    """The kinds that `JHOST_DUMP` names at this moment.
 
     Raises:
         OptionError: a word that is none of `KINDS`.
@@ -40,9 +40,9 @@ def requested() -> frozenset[str]:
 def pass_dumper(
     name: str, derived: Sequence[str] = ()
 ) -> Callable[[str, Program], None] | None:
-    """What to call after every pass over the function `name`, if anything.
+    """A function to call after every pass over the function `name`, or None.
 
-    `derived` are words for what JAX has made of the function.
+    `derived` has words for the transforms that JAX has applied to the function.
     """
     wanted = requested() & {"host_ir", "passes"}
     if not wanted:
@@ -63,7 +63,7 @@ def dump_host_ir(name: str, program: Program, derived: Sequence[str] = ()) -> No
 
 
 def _stem(name: str, derived: Sequence[str]) -> str:
-    """The number before the words: a folder lists programs as they were made."""
+    """A name with a number before its words, so that folders list programs in order."""
     return ".".join([name, f"{next(_counter):02}", *derived])
 
 

@@ -1,4 +1,4 @@
-"""What SLURM and Open MPI say, in a process's environment, of how they started it."""
+"""How SLURM or Open MPI started a process, by the variables in its environment."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Mapping
 
 
 def alone_on_its_host(environment: Mapping[str, str]) -> bool:
-    """Whether one process a host was started.
-
-    JAX takes the number of a process on its host for that of its only GPU.
-    """
+    """Whether one process was started on each host."""
+    # By default JAX gives a process one GPU: the one with the process's number on its
+    # host.  A user who sets the GPUs of a process wants these.
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return False
     return _processes_on_a_host(environment) == {1}
 
 
 def one_gpu_each(environment: Mapping[str, str]) -> str:
-    """What to change where each GPU of a host got a process of its own, if so.
+    """What to change if each GPU of a host got a process of its own; "" otherwise.
 
-    Between processes no transfer runs beside matmuls.
+    Loops over chunks gain nothing there: between processes chunks are not hidden.
     """
     most = max(_processes_on_a_host(environment), default=1)
     gpus = _gpus_on_a_host(environment)
@@ -32,20 +31,23 @@ def one_gpu_each(environment: Mapping[str, str]) -> str:
         else "mpirun --map-by ppr:1:node"
     )
     return (
-        f"{most} processes were started on a host with {gpus} GPUs, one GPU each: "
-        f"activations that move between them are not hidden, and no pipeline is "
-        f"chosen. Start one process for each host: {change}"
+        f"{most} processes were started on a host with {gpus} GPUs, one GPU each, so "
+        f"jhost chooses no pipeline, and nothing hides activations that move between "
+        f"these GPUs. Start one process for each host: {change}"
     )
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the one of the processes that speaks for all."""
+    """Whether this process is the first one, which prints for all."""
     names = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
     return next((environment[n] for n in names if n in environment), "0") == "0"
 
 
 def _processes_on_a_host(environment: Mapping[str, str]) -> set[int]:
-    """How many there are, of each host: "1(x4),2" is one on four hosts, two on one."""
+    """The numbers of processes on hosts.
+
+    SLURM writes "1(x4),2" for one process on each of four hosts, and two on a fifth.
+    """
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", tasks)
     counts = counts or [environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")]

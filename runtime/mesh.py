@@ -1,4 +1,4 @@
-"""The mesh a jhost function runs on: where it comes from, and what arrays say of it."""
+"""The mesh that a jhost function runs on: from arguments, arrays or the context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | None:
-    """The mesh that was given or found, or the shardings', or that of `jax.set_mesh`.
+    """The mesh that was given, or that of the shardings, or that of `jax.set_mesh`.
 
     Raises:
         MeshMismatchError: two shardings with different meshes.
@@ -61,22 +61,22 @@ def resolve_mesh(mesh: AnyMesh | None, shardings: Iterable[Any]) -> AnyMesh | No
 
 
 def context_mesh() -> AnyMesh | None:
-    """The mesh that `jax.set_mesh` has set, if any; abstract while tracing.
+    """The mesh that `jax.set_mesh` has set, if any.
 
-    It is abstract as well under `jax.sharding.use_abstract_mesh`.
+    It is abstract while tracing, and under `jax.sharding.use_abstract_mesh`.
     """
     abstract = get_abstract_mesh()
     if abstract.empty:
         return None
     try:
         concrete = jax.sharding.get_mesh()
-    except ValueError:  # JAX gives the concrete one only outside of a trace
+    except ValueError:  # JAX returns the concrete mesh only outside of a trace
         return abstract
     return abstract if concrete.empty else concrete
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes of the `jax.shard_map` or `jax.pmap` that this is the body of."""
+    """The mesh axes of the `jax.shard_map` or `jax.pmap` around the current trace."""
     return get_abstract_mesh().manual_axes
 
 
@@ -91,7 +91,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that types of values speak of here, if any."""
+    """The mesh with explicit axes in the types of the values or the context, if any."""
     meshes = [get_abstract_mesh()]
     meshes += [jax.typeof(value).sharding.mesh for value in values]
     for mesh in meshes:
@@ -101,7 +101,7 @@ def explicit_mesh(values: Iterable[Any]) -> AbstractMesh | None:
 
 
 def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes of `mesh` of which types speak."""
+    """The axes of `mesh` that are explicit: types name them."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
@@ -111,7 +111,7 @@ def with_types(
     mesh: AbstractMesh,
     specs: Iterable[PartitionSpec],
 ) -> Callable[..., Sequence[Any]]:
-    """`call`, in which no type speaks of shardings, with results whose types do."""
+    """`call`, which works without sharding types, with results that have them."""
     axes = explicit_axes(mesh)
     types = tuple(NamedSharding(mesh, spec_over(axes, spec)) for spec in specs)
 
@@ -123,13 +123,13 @@ def with_types(
 
 
 def spec_over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
-    """`spec` without other axes, which are of no type."""
+    """`spec` with only these axes, because types may name no others."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return PartitionSpec(*(tuple(a for a in e if a in axes) or None for e in entries))
 
 
 def automatic(value: Any) -> Any:
-    """An array as on a mesh with automatic axes, where its type has no sharding."""
+    """An array on the same mesh with automatic axes, so its type has no sharding."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return value
@@ -139,7 +139,7 @@ def automatic(value: Any) -> Any:
 
 @contextmanager
 def automatic_axes() -> Generator[None]:
-    """Inside, types say nothing of shardings: `jax.sharding.auto_axes` for tracing."""
+    """Inside, types have no shardings: `jax.sharding.auto_axes` for tracing."""
     context = get_abstract_mesh()
     if AxisType.Explicit not in context.axis_types:
         yield
@@ -150,7 +150,7 @@ def automatic_axes() -> Generator[None]:
 
 
 def abstract(mesh: AnyMesh | None) -> AbstractMesh:
-    """Names and sizes alone, which is all that lowering knows of a mesh."""
+    """The names and sizes of axes, which is all that lowering knows of a mesh."""
     if mesh is None:
         return AbstractMesh((), ())
     names = tuple(mesh.axis_names)
@@ -185,7 +185,7 @@ def foreign_arrays(values: Mapping[str, Any], mesh: AnyMesh) -> list[str]:
 
 
 def devices_text(devices: Iterable[Any], most: int = 8) -> str:
-    """The ids of devices as they stand, of many those of the first."""
+    """The ids of devices in their order, at most the first `most`."""
     ids = [device.id for device in devices]
     shown = ", ".join(map(str, ids[:most])) + (", ..." if len(ids) > most else "")
     return f"device{'s' if len(ids) > 1 else ''} {shown}"
@@ -200,7 +200,7 @@ def mesh_text(mesh: AnyMesh, most: int = 8) -> str:
 
 
 def mesh_texts(one: AnyMesh, other: AnyMesh) -> tuple[str, str]:
-    """Two meshes, with all of their devices where the first ones are the same."""
+    """Two meshes in words; with all devices if the words were equal otherwise."""
     texts = mesh_text(one), mesh_text(other)
     if texts[0] != texts[1]:
         return texts

@@ -1,7 +1,8 @@
-"""The NCCL of this process, and whether it can put: permutes that are one-sided.
+"""The NCCL of this process, and whether it can make puts: one-sided permutes.
 
-XLA takes the option for puts whatever NCCL there is; where it is too old they fail when
-they run, or are no puts.  So the library is asked for its version, and then tried.
+XLA accepts the option for puts with any NCCL.  With an old one, puts fail when they
+run, or XLA makes ordinary permutes instead.  So jhost asks the library for its version,
+and then tries a put.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _FIRST = "2.29"
 def nccl_version() -> str:
     """The version of the library that is loaded, as `2.29.3`; empty if there is none.
 
-    JAX loads its own package's library before any other, and XLA calls the loaded one.
-    The package's version says nothing of a library that was put in its place.
+    JAX loads the library of its own package before any other, and XLA calls the loaded
+    one.  The package's version would be wrong for a library that replaces it.
     """
     try:
         library, number = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()
@@ -42,20 +43,21 @@ def nccl_version() -> str:
 
 
 def why_no_puts(mesh: AnyMesh | None) -> str:
-    """Why permutes on `mesh` cannot be NCCL's puts; empty where they can be."""
+    """Why permutes on `mesh` cannot be NCCL's puts; "" where they can be."""
     if is_assumed() or not isinstance(mesh, Mesh) or devices_of(mesh).platform != "gpu":
-        return "they are for GPUs that are there"
+        return "puts need GPUs of this process"
     if mesh.size == 1:
-        return "there is one device, and nothing moves"
+        return "there is one device, so nothing moves"
     if devices_of(mesh).processes > 1:
-        return "they are within a process, and the devices belong to several"
-    if not set(mesh.devices.flat) <= set(jax.local_devices()):  # but to a topology
-        return "they are for GPUs that are there"
+        return "puts need the GPUs of one process, and these belong to several"
+    # The devices of a topology belong to no process.
+    if not set(mesh.devices.flat) <= set(jax.local_devices()):
+        return "puts need GPUs of this process"
     version = nccl_version()
     if not version:
-        return "no NCCL is found"
+        return "NCCL was not found"
     if _numbers(version) < _numbers(_FIRST):
-        return f"NCCL {version} has none, {_FIRST} has"
+        return f"NCCL {version} has no puts; {_FIRST} was the first to have them"
     return _failure(tuple(mesh.devices.flat))
 
 
@@ -68,9 +70,10 @@ def _numbers(version: str) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def _failure(devices: tuple[Any, ...]) -> str:
-    """What goes wrong where each of some devices puts to the next, if anything does.
+    """The error of a trial in which each device puts to the next one; "" if it works.
 
-    A thread of its own runs it: `jax.set_mesh` and traces under way do not reach there.
+    The trial runs in a thread of its own, where no `jax.set_mesh` and no trace of the
+    user's is active.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(_attempt, devices).result()
@@ -93,4 +96,4 @@ def _attempt(devices: tuple[Any, ...]) -> str:
     except jax.errors.JaxRuntimeError as error:
         return errors.first_line(error)
     expected = np.repeat(np.roll(np.arange(count), 1), 1024)
-    return "" if (found == expected).all() else "what is put does not come as it was"
+    return "" if (found == expected).all() else "a put brought other values than sent"

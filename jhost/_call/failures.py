@@ -1,4 +1,4 @@
-"""What is wrong with a call that failed, where jhost can say more than JAX did."""
+"""Explains a call that failed, where jhost can say more than JAX did."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jhost.runtime.mesh import foreign_arrays, mesh_text
 def explaining_failures(
     source: Source, key: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Generator[None]:
-    """As `explain_failure`, for what is done in the block."""
+    """Runs the block, with `explain_failure` for its errors."""
     try:
         yield
     # JAX's classes for arrays on other devices, and for options that XLA refuses.
@@ -48,7 +48,7 @@ def explain_failure(
     except errors.JhostError as problem:
         raise problem from error
     except Exception:
-        mesh = key[0]  # what is wrong is in the function
+        mesh = key[0]  # the mistake is in the function, and not in its arguments
     key, leaves = (mesh, key[1]), by_name(source.fun, args, kwargs)
     if mesh is not None and (offenders := foreign_arrays(leaves, mesh)):
         raise errors.MeshMismatchError(
@@ -67,7 +67,7 @@ def explain_failure(
     except (errors.JhostError, TypeError) as problem:  # TypeError: arguments miss
         raise problem from error
     except Exception:
-        return  # the call itself is wrong, and JAX's own words say how
+        return  # the call itself is wrong, and JAX's own error says how
 
 
 def _check_has_devices(source: Source, key: CallKey, leaves: Sequence[Any]) -> None:
@@ -85,7 +85,7 @@ def _check_has_devices(source: Source, key: CallKey, leaves: Sequence[Any]) -> N
 def _check_layouts(
     source: Source, key: CallKey, traced: TracedCall, leaves: Sequence[Any]
 ) -> None:
-    """Raises an error if arrays lie otherwise than `in_shardings` say."""
+    """Raises an error if arrays are sharded in another way than `in_shardings` say."""
     if not isinstance(key[0], jax.sharding.Mesh):
         return
     names = arg_names(traced.jaxpr)[len(traced.consts) :]

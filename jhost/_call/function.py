@@ -32,7 +32,8 @@ from jhost._jax import (
 from jhost._primitives import jhost_p
 from jhost.runtime.mesh import manual_axes
 
-# Here, for the primitive stands below the passes, which lay residuals out.
+# Here and not beside the primitive, because that is below the passes, and these lay
+# residuals out.
 def_split(jhost_p, settle_residuals, derived_params)
 
 P = ParamSpec("P")
@@ -61,12 +62,12 @@ class JitFunction(Generic[P, R]):
         self._fun = fun
         self._settings = settings
         self._name = name_of(fun)
-        # For where nothing is between devices; and it refuses what JAX does.
+        # For functions without anything between devices; and it refuses what JAX does.
         self._on_one_device = jax.jit(fun, **settings.for_jax)
         self._source = Source(fun, settings)
         self._jits = Jits(self._source)
-        # Without its `__dict__`: attributes of a callable object would take the place
-        # of those above.
+        # Without its `__dict__`: attributes of a callable object would replace those
+        # above.
         functools.update_wrapper(self, fun, updated=())
         self.__name__ = self._name  # not every callable has one
         self.__qualname__ = getattr(fun, "__qualname__", self._name)
@@ -112,10 +113,10 @@ class JitFunction(Generic[P, R]):
             return self._fun(*args, **kwargs)  # as `jax.jit` does
         leaves = self._source.leaves(args, kwargs)
         key = self._source.key(leaves)
-        # Where others trace, and to be interpreted, this is one call of the primitive.
+        # Under another trace, and to be interpreted, this is one call of the primitive.
         if is_interpreting() or under_outer_trace() or is_tracing(*leaves):
             return bind(self._source, key, args, kwargs, embedded=True)
-        try:  # no context manager: every call pays for what stands here
+        try:  # no context manager: every call of the function would pay for it
             jitted = self._jits.compared.get(key) or self._jits.make(key, args, kwargs)
             return jitted(*args, **kwargs)
         except (ValueError, jax.errors.JaxRuntimeError) as error:

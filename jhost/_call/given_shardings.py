@@ -34,7 +34,7 @@ the one that the function runs on.
 
 
 class GivenShardings:
-    """What `mesh=`, `in_shardings=` and `out_shardings=` say, and what is wrong in it.
+    """The values of `mesh=`, `in_shardings=` and `out_shardings=`, and their checks.
 
     Attributes:
         all: the shardings in them, of any argument or result.
@@ -50,15 +50,15 @@ class GivenShardings:
         self.asks_arguments = None in shardings.leaves(self.ins)
 
     def over(self, mesh: AnyMesh | None) -> AnyMesh | None:
-        """That mesh, or the shardings' own; refused where they contradict it."""
+        """The given mesh, or that of the shardings; refused if they contradict it."""
         return resolve_mesh(mesh, self.all)
 
     @functools.cached_property
     def fixed_mesh(self) -> AnyMesh | None:
         """The mesh, where it does not depend on `jax.set_mesh`."""
         has_mesh = any(hasattr(sharding, "mesh") for sharding in self.all)
-        # Specs alone may be meant for any mesh, which is known when the function is
-        # called.
+        # Specs by themselves may be for any mesh, and that is only known when the
+        # function is called.
         if self.mesh is None and not has_mesh:
             return None
         return self.over(self.mesh)

@@ -42,7 +42,7 @@ class Jits:
     def to_lower(self, key: CallKey, args: Any, kwargs: Any) -> Any:
         """What `lower` and `trace` use."""
         mesh, _ = self._source.settled(key, args, kwargs)
-        # JAX must not find in its caches what has not been compared.
+        # JAX must not find a program in its caches that processes have not compared.
         compared = len(processes_of(mesh)) < 2
         found = (self.compared if compared else self.alone).get(key)
         return found or self.make(key, args, kwargs, compared=compared)
@@ -57,8 +57,8 @@ class Jits:
         config = dataclasses.replace(source.config(settled), compared=compared)
         program, _ = source.program(settled, traced, named)
 
-        # It knows the source, which knows no jit.  Were that a cycle, arrays that the
-        # function closes over would wait for the garbage collector.
+        # It refers to the source, and the source to no jit.  In a cycle, arrays that
+        # the function closes over would wait for the garbage collector.
         @functools.wraps(source.fun)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not under_outer_trace():  # `jax.debug_nans` looks for what made a NaN

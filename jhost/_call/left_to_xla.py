@@ -15,7 +15,7 @@ from jhost.runtime.mesh import AnyMesh, auto_mesh
 
 
 def for_xla(call_jaxpr: Any, mesh: AnyMesh) -> Any:
-    """The jaxpr of a call with JAX's constraints in the place of jhost's markers.
+    """The jaxpr of a call with JAX's constraints instead of jhost's markers.
 
     Jhost functions that it calls are left to XLA as well.
     """

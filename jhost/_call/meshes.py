@@ -63,7 +63,7 @@ def _several_meshes(
 
 
 def inside_mesh(traced: TracedCall, on_one_device: bool) -> AnyMesh | None:
-    """The mesh that a function names, or over which arrays lie that it closes over.
+    """The mesh that a function names, or that of arrays that it closes over.
 
     Those do not count for a call with arguments committed to `on_one_device`: for XLA
     they are constants, which any device has.
@@ -77,7 +77,7 @@ def inside_mesh(traced: TracedCall, on_one_device: bool) -> AnyMesh | None:
 
 
 def meshes_in(jaxpr: Any) -> Iterator[tuple[AnyMesh, str]]:
-    """Each mesh that shardings and `jax.shard_map`s inside name, and on which line."""
+    """Each mesh that shardings and `jax.shard_map`s inside name, with its line."""
     for eqn in jaxpr.eqns:
         mesh = _mesh_of(eqn)
         if mesh is not None and not mesh.empty:
@@ -91,7 +91,7 @@ def _mesh_of(eqn: JaxprEqn) -> AnyMesh | None:
     match eqn.primitive.name:
         case "shard_map":
             mapped = shard_map_of(eqn)
-            # JAX takes one in another's body, and a program on a mesh does not.
+            # JAX allows one in another's body, but a program on a mesh cannot have it.
             return None if calls(mapped.body, eqn.primitive) else mapped.mesh
         case "sharding_constraint" | "reshard":
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
@@ -120,7 +120,7 @@ def check_context(name: str, mesh: AnyMesh | None) -> None:
 
 
 def check_devices(name: str, jaxpr: Any, mesh: AnyMesh | None) -> None:
-    """Refuses what would run on other devices than it says.
+    """Refuses shardings and `jax.shard_map`s inside that are over other devices.
 
     Programs know the axes of a mesh and no devices, so that this is looked at before.
 

@@ -1,4 +1,4 @@
-"""What jhost warns of: each once for a line of the user's."""
+"""jhost's warnings, each once for a line of the user's."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jhost.lowering.ir.display_names import displayed_remarks
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import ReplicationReport, StreamReport
 
-# Weak: what is known of a jaxpr goes with the function that it is of.
+# Weak keys: what is known of a jaxpr is dropped with its function.
 _unread: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
 
 @cached(1)
 def warned_lines() -> set[tuple[type[Warning], str]]:
-    """The lines that were warned of, and of what."""
+    """The lines that were warned about, and their warnings."""
     return set()
 
 
 def warn_of_program(program: Program, limit: int) -> None:
-    """Warns of what every device repeats, and of marks with fewer chunks than asked.
+    """Warns about work that every device repeats, and marks with too few chunks.
 
     `limit` is from how many bytes on a repeated operation is worth a warning.
     """
@@ -76,7 +76,7 @@ def _unread_text(line: str) -> str:
 
 
 def unread_marks(jaxpr: Any) -> list[str]:
-    """The lines of streams whose marked values are read, and none of whose results is.
+    """The lines of streams whose marked values are read, but whose results are not.
 
     What reads neither is not needed, and may lack its marks as well.  JAX's transforms
     make several marks of one, and may need only some of them.
@@ -99,9 +99,9 @@ def unread_marks(jaxpr: Any) -> list[str]:
 
 
 def _warn(category: type[Warning], line: str, text: str) -> None:
-    # A layer that is written out many times is one line, and warned of once.
+    # A layer that is written out many times has one line, and one warning.
     if (category, line) in warned_lines():
         return
     warned_lines().add((category, line))
-    # From the call that lowers the function on, frames are JAX's.
+    # The frames above this one are JAX's, from the call that lowers the function on.
     warnings.warn(f"{text}\n{errors.more_in_help(category)}", category, stacklevel=2)

@@ -58,9 +58,9 @@ def host_program(call_jaxpr: Any, config: Config) -> Program:
         return _lowered(call_jaxpr, config)
     except REFUSALS as refusal:
         untuned = dataclasses.replace(config, tunings=())
-        # A tuning that cannot be followed any more is no error: the program may have
-        # changed since.
-        program = _lowered(call_jaxpr, untuned)  # raises what is the user's doing
+        # A tuning that can no longer be followed is no error, because the program may
+        # have changed since.  Mistakes of the user's raise here again.
+        program = _lowered(call_jaxpr, untuned)
         _warn_of_tuning(config, [errors.first_line(refusal)])
         return program
 
@@ -83,12 +83,12 @@ def laid_out(call_jaxpr: Any, config: Config) -> Program:
     with _lowering_of(call_jaxpr):
         program = run_passes(_built(call_jaxpr, config), every.before_choice)
         if program is _built(call_jaxpr, config):
-            # Nothing was padded: the streams are those that `streams_of` has planned.
+            # Nothing was padded, so the streams are those that `streams_of` planned.
             program = _asking(call_jaxpr, config)
         return run_passes(program, (every.choice, every.finding, *every.layouts))
 
 
-# Weak: what is known of a jaxpr goes with the function that it is of.
+# Weak keys: what is known of a jaxpr is dropped with its function.
 _unmarked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -122,7 +122,7 @@ def streams_of(
 
 @cached_by_jaxpr
 def _asking(call_jaxpr: Any, config: Config) -> Program:
-    """Its program before any pass, with what is asked of its streams."""
+    """Its program before any pass, with the user's marks of streams."""
     return _settings(config).applied_to(_built(call_jaxpr, config))
 
 
@@ -145,10 +145,10 @@ def _lowering(call_jaxpr: Any, config: Config, strict: bool) -> _Lowering:
     """
     unmet: tuple[UnmetWish, ...] = ()
     after_pass = dump.pass_dumper(config.name, config.derived)
-    # Each round drops at least one wish, and marks have only so many.
+    # This ends: each round drops at least one wish, and marks have finitely many.
     while True:
         every = _passes(config, strict, unmet)
-        # What is lowered once more, or was tuned, is lowered with all its marks.
+        # A program that is lowered once more, or was tuned, keeps all its marks.
         again = unmet or config.tunings or not strict
         source = call_jaxpr if again else _unmarked.get(call_jaxpr, call_jaxpr)
         if source is call_jaxpr or after_pass is not None:
@@ -182,8 +182,9 @@ def planned(call_jaxpr: Any, config: Config) -> Planned:
     try:
         unmet = _lowering(call_jaxpr, config, strict).unmet
     except REFUSALS:
-        # A derived program was lowered so as well, and what is tuned is what runs.
-        strict = False  # as for `derived_program`
+        # As in `derived_program`: a derived program was lowered without strictness, and
+        # tuning must measure the program that runs.
+        strict = False
         unmet = _lowering(call_jaxpr, config, strict).unmet
     every = _passes(config, strict, unmet)
     program = _lower(call_jaxpr, config, every.before_choice)
@@ -265,7 +266,7 @@ def _lower(
 @cached_by_jaxpr
 def _built(call_jaxpr: Any, config: Config) -> Program:
     """The program of a jaxpr before any pass."""
-    # Of programs that JAX derived from a split one, only messages have the names.
+    # In programs that JAX derived from a split one, only messages use the names.
     given = () if config.role else arg_names(call_jaxpr)
     params = _names(given, len(call_jaxpr.in_avals), "x")
     results = _names(result_paths(call_jaxpr), len(call_jaxpr.out_avals), "y")
@@ -290,7 +291,7 @@ def _lowering_of(call_jaxpr: Any) -> Generator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Passes make many objects at once, which live, and hardly a cycle of them.
+    """Passes make many objects that stay alive, and hardly any cycles of them.
 
     Looking for garbage among them is up to a third of their time.
     """
@@ -304,7 +305,7 @@ def _no_garbage_collection() -> Generator[None]:
 
 
 def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
-    """What messages call the operands and the results.
+    """The names of operands and results in messages.
 
     The paths of results that JAX makes up for a derived program are not the user's.
     """
@@ -313,7 +314,7 @@ def _display_names(call_jaxpr: Any, config: Config) -> DisplayNames:
     count = len(call_jaxpr.in_avals)
     own = arg_names(call_jaxpr)
     names = own if any(own) else config.operands
-    if len(names) != count:  # dead code has gone since, and operands with it
+    if len(names) != count:  # dead code was removed since, and operands with it
         names = [""] * count
     params = [name or other.format(number) for number, name in enumerate(names)]
     paths = () if derived else result_paths(call_jaxpr)

@@ -1,7 +1,7 @@
-"""The fewest bytes that a forward program can hand to the backward one.
+"""The fewest bytes that a forward program can pass to the backward one.
 
-JAX hands on every value that the derivatives read, such as the five arrays of `gelu`'s.
-The values worth handing on are a least cut (`lowering/ir/least_cut.py`).
+JAX passes every value that the derivatives read, such as the five arrays of a `gelu`.
+The values that are worth passing are a least cut (`lowering/ir/least_cut.py`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def hand_over_least(split: Split) -> Split:
 def _with_least(pair: Pair, costs: Sequence[int]) -> Pair:
     """A pair with the least between its programs.
 
-    `costs` has the bytes that it takes to hand on each operand of the first.
+    `costs` has the bytes that passing each operand of the first takes.
     """
-    # What a policy saves the user has weighed: `jax.checkpoint` would save it as well.
+    # The user has chosen what a policy saves, and `jax.checkpoint` would save it too.
     primitives = _APPLIED_AGAIN | (set() if pair.by_policy else COMPUTED_AGAIN)
     again = _makers(pair.first, primitives)
     given = dict(zip(pair.first.invars, costs, strict=True))
@@ -61,7 +61,7 @@ def _with_least(pair: Pair, costs: Sequence[int]) -> Pair:
 def _makers(flat: FlatJaxpr, primitives: Collection[str]) -> dict[Var, JaxprEqn]:
     """The equation that makes each variable which may be computed again."""
     eqns = (eqn for eqn in flat.eqns if _is_made_of(eqn, primitives))
-    # An effect happens once, so what has one is never computed again.
+    # An effect must happen once, so an equation that has one is never computed again.
     return {var: eqn for eqn in eqns if not eqn.effects for var in eqn.outvars}
 
 
@@ -75,7 +75,7 @@ def _is_made_of(eqn: JaxprEqn, primitives: Collection[str]) -> bool:
 def _free(
     flat: FlatJaxpr, again: Mapping[Var, JaxprEqn], given: Mapping[Var, int]
 ) -> set[Var]:
-    """What costs nothing to hand on, or is computed again of such."""
+    """The values that cost nothing to pass, or are computed again from such values."""
     free = {var for var, cost in given.items() if not cost}
     for eqn in flat.eqns:
         if free.issuperset(_operands(eqn)):

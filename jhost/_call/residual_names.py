@@ -1,4 +1,4 @@
-"""What the two programs of a split are told of their operands: the user's names."""
+"""The user's names for the operands of the two programs of a split."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jhost.lowering.frontend.value_names import ValueNames, value_names
 
 
 def with_names(split: Split) -> Split:
-    """The split with the names of what the first takes, and of what it hands over.
+    """The split with names for the operands of the first program and for residuals.
 
-    Those stand in the programs' debug info, where JAX has them: they reach what is
-    derived of the programs by batching, and lose what dead code elimination takes.
+    The names are in the programs' debug info, as JAX's own are.  So batched programs
+    have them too, and dead code elimination drops the names of operands that it drops.
     """
     if not split.names:
         return split
     invars, jaxpr = split.first.jaxpr.invars, split.first.jaxpr
     given = dict(zip(invars, split.names, strict=True))
-    # On a line of several equations no name is sure: the forward has more of them than
-    # the user wrote.
+    # On a line with several equations no name is certain, because the forward has more
+    # equations than the user wrote.
     names = value_names(jaxpr.eqns, given, "alone")
     kept = [_name(residual, split, names) for residual in split.residuals]
     rest = [""] * (len(split.second.in_avals) - len(kept))

@@ -1,4 +1,4 @@
-"""The two programs of a split, and what goes from one to the other, by variables."""
+"""The two programs of a split, and the values between them, as variables."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def split_of(pair: Pair, like: Split) -> Split:
     first, second = pair.first, pair.second
     kept, others = first.outvars[: like.kept], first.outvars[like.kept :]
     values = [value for value, _ in pair.handed]
-    # A value that is handed on twice is one result; an operand or a result that is
-    # there anyway is none.
+    # A value that is passed twice needs one more result.  An operand, or a result that
+    # is there anyway, needs none.
     made = [v for v in dict.fromkeys(values) if v not in (*first.invars, *kept)]
     results = [*kept, *made, *others]
 

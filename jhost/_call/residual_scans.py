@@ -1,8 +1,8 @@
-"""Scans of the first program hand the least to those of the second, slice by slice.
+"""Scans of the first program pass few bytes to scans of the second, slice by slice.
 
-JAX has the scan of a forward stack all that its backward reads, such as the six inner
-values of a SwiGLU.  The bodies of two such scans are a pair of programs as well: what
-is cheap to compute again of fewer slices is computed by the body that reads it.
+In JAX the scan of a forward stacks all that its backward reads, such as the six inner
+values of a SwiGLU.  The bodies of two such scans are a pair of programs too.  The body
+that reads cheap values computes them again, from fewer slices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) 
 
     Args:
         pair: the programs.
-        cost: the bytes that it takes to hand on a variable of the first.
-        least: what makes the least of the bodies.
+        cost: gives the bytes that passing a variable of the first takes.
+        least: rewrites the bodies as a pair with the fewest bytes.
     """
     # By position, as the pair is a new one after each two scans that hand on less.
     for here in _scans(pair.first.eqns):
@@ -50,7 +50,7 @@ def with_least_stacked(pair: Pair, cost: Callable[[Var], int], least: LeastCut) 
 
 
 def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
-    """Where scans stand; one with effects stays as it is."""
+    """The positions of scans; a scan with effects stays as it is."""
     return [
         n
         for n, eqn in enumerate(eqns)
@@ -59,20 +59,20 @@ def _scans(eqns: Sequence[JaxprEqn]) -> list[int]:
 
 
 def _handed(pair: Pair, here: int, there: int) -> dict[int, int]:
-    """The results of a scan that are for another alone, by the operands of that one.
+    """The results of one scan that are only for another, by operands of the other.
 
-    The one stacks them, and the other reads their slices, once; nothing else of the
-    second program has them.
+    The one scan stacks them, and the other reads their slices once.  Nothing else in
+    the second program reads them.
     """
     stacking, reading = pair.first.eqns[here], pair.second.eqns[there]
-    # Slice n of the one is slice n of the other only where both run equally often.
+    # Slices of both are of the same iterations only if both run equally often.
     if stacking.params["length"] != reading.params["length"]:
         return {}
     _, count = scan_counts(stacking)
     ys = {y: n for n, y in enumerate(stacking.outvars) if n >= count}
     first = sum(scan_counts(reading))
     xs = {x: n for n, x in enumerate(reading.invars[first:], first)}
-    # What others read as a whole has to be stacked anyway.
+    # A stack that something else reads as a whole has to exist anyway.
     reads, reads_there = _reads(pair.first), _reads(pair.second)
     shared = {v for v, x in pair.handed if x not in xs or reads_there[x] > 1}
     return {
@@ -94,8 +94,8 @@ def _reads(program: Any) -> Counter[Any]:
 class _Scans:
     """A scan of the first program that stacks values for a scan of the second.
 
-    They are its results with the numbers that `handed` has by those of the operands of
-    the other.
+    `handed` has, for operands of the other scan, the results of the one scan that they
+    are; both by number.
     """
 
     pair: Pair
@@ -135,9 +135,9 @@ class _Scans:
         )
 
     def costs(self, cost: Callable[[Var], int]) -> list[int]:
-        """The bytes an iteration that it costs to hand on each operand of the one.
+        """The bytes in an iteration that passing each operand of the one scan takes.
 
-        Only what is carried changes, and has to be stacked.
+        Constants and slices exist outside.  A carried value would have to be stacked.
         """
         consts, count = scan_counts(self.stacking)
         # A scan of length 0 has bodies, too.
@@ -148,7 +148,7 @@ class _Scans:
         ]
         carried = slice(consts, consts + count)
         params = self.stacking.params["jaxpr"].in_avals
-        # Of what is carried nothing outside has each iteration's value.
+        # Nothing outside of a scan has the value that it carries in each iteration.
         costs[carried] = [
             size_in_bytes(param.shape, param.dtype.itemsize)
             for param in params[carried]
@@ -169,11 +169,12 @@ class _Scans:
         )
 
     def taking(self, taken: Sequence[_Taken], bodies: Pair) -> JaxprEqn:
-        """The other scan, of the body that takes these instead of what it took.
+        """The other scan, with a body that takes these values instead.
 
-        New constants come before the old ones, and new slices behind those: there JAX
-        has what its transpose does not differentiate by.
+        New constants come before the old ones, and new slices behind the old ones.
         """
+        # JAX's transpose of a scan (0.10 to 0.12) expects constants and slices that it
+        # does not differentiate by at these ends.
         scan, body = self.reading, bodies.second
         first, count = scan_counts(scan)
         old = dict(zip(self.left, body.invars, strict=True))
@@ -203,9 +204,10 @@ def _with(eqns: Sequence[JaxprEqn], position: int, eqn: JaxprEqn) -> list[JaxprE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a body has of the first program: all of it in each iteration, or a slice.
+    """A value of the first program that a body reads, whole or a slice of it.
 
-    It is `whole` there, `operand` in the second program, and `inside` in the body.
+    It is `whole` in the first program, `operand` in the second, and `inside` in the
+    body.
     """
 
     whole: Any
@@ -215,7 +217,7 @@ class _Taken:
 
 
 class _Stack:
-    """A scan with another body, which stacks what the body of the other one takes."""
+    """A scan with a new body, which stacks what the other scan's body reads."""
 
     def __init__(self, old: JaxprEqn, kept: Sequence[int], bodies: Pair) -> None:
         first, (consts, count) = bodies.first, scan_counts(old)

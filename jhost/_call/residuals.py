@@ -1,7 +1,7 @@
-"""What a forward program hands to the backward one keeps its layout.
+"""Residuals keep their layouts between the forward program and the backward one.
 
-A value that was sharded stays so: it is marked where it leaves the one program and
-where it enters the other, so that nothing moves between the two.  If the forward
+A sharded value stays sharded.  It is marked where it leaves the forward program and
+where it enters the backward one, so nothing moves between the two.  If the forward
 gathered a value, the backward gathers it again, in its own loops.
 
 Within one `jax.jit` XLA may find both gathers equal and keep the first one's result.
@@ -62,8 +62,8 @@ def settle_residuals(split: Split, *, config: Config) -> Split:
         settled = _settled(split, ahead)
         host_program(settled.first, ahead)
     except errors.JhostError:
-        # Says it of what the user wrote.  If that is in order, the first program says
-        # more where it is lowered; with references in it, `jax.jit` has it whole.
+        # Lowering the user's own program raises an error about it.  If it is in order,
+        # lowering the first program says more.  With references, `jax.jit` compiles it.
         host_program(split.whole, config)
     return _settled(split, ahead)
 
@@ -86,7 +86,8 @@ def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Spli
     of_results = _streams_of_results(lean, config)
     of_operands = {} if of_results else _streams_of_operands(lean, config)
     layouts = _layouts(split, lean, config)
-    # A program that lost its marks on the way is worked on in chunks as the other is.
+    # If one program lost its marks on the way, the other's streams reach residuals of
+    # it, and it works in the same chunks.
     taken = {} if calls(lean.second, stream_p) else _by_operand(of_results, lean)
     reached = of_results or of_operands
     first = _with_marked_results(lean, layouts, _one_of_each_stream(reached))
@@ -100,8 +101,8 @@ def _settled_by_first(first: Any, rest: tuple[Any, ...], config: Config) -> Spli
 def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
     """How each residual is laid out in the first program, by operand of the second.
 
-    An operand that is handed on as it is has the layout that the whole of the first
-    gives it: in `lean` marks that bear on it may be missing.
+    A residual that is an operand has its layout in the whole first program: `lean` may
+    lack marks that influence it.
     """
     made = laid_out(lean.first, config)
     whole = _marks_needed(lean.first) == _marks_needed(split.first)
@@ -118,7 +119,7 @@ def _layouts(split: Split, lean: Split, config: Config) -> dict[int, Spec]:
 
 
 def _marks_needed(program: Any) -> int:
-    """How many marks bear on a program, and on all that it holds."""
+    """How many marks there are in a program, and in all programs that it holds."""
     return _marks(inline_plain_calls(program).eqns)
 
 
@@ -140,17 +141,17 @@ def _streams_of_results(split: Split, config: Config) -> Reached:
 
 
 def _streams_of_operands(split: Split, config: Config) -> Reached:
-    """The streams that reach them in the second, by the same.
+    """The streams that reach residuals in the second program, by result of the first.
 
-    Dead-code elimination may have taken the value that the user marked: what a
-    checkpoint computes again has no results but residuals.
+    They matter because dead-code elimination may have removed the marked value from the
+    first: a program that a checkpoint computes again has only residuals as results.
     """
     streams, _ = streams_of(split.second, config)
     return {n: at for n, operand in _made(split).items() if (at := streams[operand])}
 
 
 def _by_operand(reached: Reached, split: Split) -> Reached:
-    """What is said of results, by the operands of the second that they are."""
+    """What is known of results, by the operands of the second program that they are."""
     made = _made(split)
     return {made[result]: at for result, at in reached.items()}
 

@@ -1,4 +1,4 @@
-"""The arguments of `jhost.jit`, and what can be said of them before it is called."""
+"""The arguments of `jhost.jit`, and the checks that need no call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def of_arguments(self) -> dict[str, Any]:
-        """What `jax.jit` is told of the arguments, but for their shardings."""
+        """The settings for `jax.jit` about arguments, except for shardings."""
         return {name: getattr(self, name) for name in _OF_ARGUMENTS}
 
     @property
@@ -56,7 +56,7 @@ class Settings:
         return (self.tuning,) if isinstance(self.tuning, Tuning) else (*self.tuning,)
 
     def __str__(self) -> str:
-        """The settings that are not the defaults, as one would write them."""
+        """The settings that are not defaults, as keyword arguments."""
         given: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -131,7 +131,7 @@ def check(settings: Settings) -> None:
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Refuses what `jhost.jit` has no argument for.
+    """Refuses keywords that `jhost.jit` does not have.
 
     Raises:
         ArgumentError: there is some.

@@ -1,4 +1,4 @@
-"""Shardings as the user or the arguments have them, made specs, and marks of these."""
+"""Shardings of the user and of arguments, turned into specs, and specs into marks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def leaves_with_path(shardings: Any) -> list[tuple[str, Any]]:
 def axis_problems(
     what: str, shardings: Any, mesh: AnyMesh
 ) -> list[tuple[str, SpecProblem]]:
-    """Why no array could have these specs on `mesh`, and where they stand."""
+    """Why no array can have these specs on `mesh`, with their places in the tree."""
     return [
         (what + path, problem)
         for path, sharding in leaves_with_path(shardings)
@@ -131,19 +131,19 @@ def _kind(node: Any, children: Mapping[str, Any]) -> str:
 
 
 def own(leaf: Any) -> Sharding | None:
-    """Where an argument lies, if it may not be moved: over a mesh, or on a device.
+    """The sharding of an argument that may not be moved: over a mesh, or on a device.
 
-    Of a tracer the mesh is known at most, and not how the array lies over it.  A spec
-    ends with an axis, as that of the same sharding from a program's result.
+    A tracer has at most a mesh, and not a layout over it.  Specs are returned without
+    Nones at the end, as the results of programs have them.
     """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
-        # P('x', None) and P('x') lie alike, and are not equal: a step's own result
-        # would be another key, and compiled for again.
+        # P('x', None) and P('x') are one layout but not equal.  A training step would
+        # be compiled once more for its own result.
         return _shortened(sharding) if spec and spec[-1] is None else sharding
     if sharding is not None:
-        # What nobody has put anywhere JAX moves where it is needed.
+        # JAX moves an uncommitted array to where it is needed.
         return sharding if getattr(leaf, "committed", True) else None
     mesh = mesh_of_tracer(leaf) if is_tracing(leaf) else None
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -159,7 +159,7 @@ def _shortened(sharding: NamedSharding) -> NamedSharding:
 
 
 def is_spread(sharding: Sharding | None) -> TypeGuard[NamedSharding]:
-    """Whether an array with that sharding has parts over a mesh."""
+    """Whether an array with that sharding is split over a mesh."""
     return isinstance(sharding, NamedSharding) and any(sharding.spec)
 
 
@@ -201,7 +201,7 @@ def misplaced(
     specs: Sequence[Spec | None],
     mesh: Mesh,
 ) -> list[str]:
-    """The committed arrays that lie otherwise than their specs say, in words."""
+    """The committed arrays whose shardings are not those of their specs, in words."""
     return [
         f"{name} of shape {array.shape}: {spec_text(spec)} is asked for, and the array "
         f"has "

@@ -1,4 +1,4 @@
-"""A user's function with its settings: what a call depends on, and its programs."""
+"""A user's function with its settings: the key of a call, and its programs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Source:
     # --- What a call depends on ------------------------------------------------ #
 
     def key(self, leaves: Sequence[Any]) -> CallKey:
-        """What a call on these leaves depends on, beside their types."""
+        """Everything but types that a call on these leaves depends on."""
         fixed = self.given.fixed_mesh
-        # Where all arguments have a sharding, their own ones decide nothing.
+        # If the user gives a sharding for each argument, the arguments' own ones do not
+        # matter.
         if fixed is not None and not self.given.asks_arguments:
             return fixed, None
         return fixed or context_mesh(), tuple(map(shardings.own, leaves))
@@ -120,7 +121,7 @@ class Source:
     def program(
         self, key: CallKey, traced: TracedCall, named: bool = False
     ) -> tuple[Program | Whole, Any]:
-        """What jhost makes of the function, and the jaxpr that it makes it of."""
+        """The function's Host IR program, and the jaxpr that it comes from."""
         if whole := self.left_whole(key, traced):
             return whole, traced.jaxpr
         call_jaxpr = self.call_jaxpr(key, traced, named)

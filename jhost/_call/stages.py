@@ -258,7 +258,7 @@ def _compare(program: Program | Whole, config: Config) -> None:
 
 
 def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Explanation:
-    """What passes say of a jaxpr's `program`, and what XLA is told for its loops."""
+    """The remarks of passes on a jaxpr's `program`, and XLA's options for its loops."""
     if isinstance(program, Whole):
         # It has no streams, or it would not stay whole.
         return _explained_whole(program, config)
@@ -283,7 +283,7 @@ def explained(program: Program | Whole, config: Config, call_jaxpr: Any) -> Expl
 
 
 def _known(devices: Devices, program: Program) -> DeviceFacts:
-    """What predictions of a program go by: no rates where nothing could overlap."""
+    """The facts that predictions use; no rates where nothing can overlap."""
     rates = rates_here(devices, puts(program))
     return DeviceFacts(rates if rates and _overlaps(rates) else None, devices.reach)
 
@@ -314,7 +314,7 @@ def _with_times(
 
 
 def _explained_whole(whole: Whole, config: Config) -> Explanation:
-    """That there is no program of jhost's, and why."""
+    """Says that jhost makes no program, and why."""
     none = Explanation(
         name=config.title,
         loops=0,
@@ -328,10 +328,10 @@ def _explained_whole(whole: Whole, config: Config) -> Explanation:
 
 
 def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterator[str]:
-    """That settings for streams were given, and no value has one."""
+    """Says that settings for streams were given, but no value has a stream."""
     given = {"pipeline": config.pipeline, "chunks": config.chunks}
     asked = [f"{name}={value!r}" for name, value in given.items() if value != "auto"]
-    # Of the function alone, and not once more of what JAX derives from it.
+    # Only for the function itself, and not again for programs derived from it.
     if asked and not explanation.streams and not config.role:
         yield (
             f"nothing is marked: {' and '.join(asked)} only apply to values that "
@@ -340,7 +340,7 @@ def _notes_of_nothing_marked(explanation: Explanation, config: Config) -> Iterat
 
 
 def _notes_of_rates(explanation: Explanation, devices: Devices) -> Iterator[str]:
-    """Where the rates are from that streams were chosen by, on GPUs."""
+    """Says where the rates come from by which streams were chosen, on GPUs."""
     weighed = any(stream.predicted for stream in explanation.streams)
     rates = rates_here(devices) if devices.platform == "gpu" else None
     if weighed and rates is not None:
@@ -349,7 +349,7 @@ def _notes_of_rates(explanation: Explanation, devices: Devices) -> Iterator[str]
 
 
 def _notes_of_puts(explanation: Explanation, config: Config) -> Iterator[str]:
-    """That the kind of permutes is not chosen, where it could be elsewhere."""
+    """Says why the kind of permutes was not chosen here."""
     pipelines = {stream.pipeline for stream in explanation.streams}
     if config.embedded and "p2p" in pipelines and puts_are_known(config.mesh):
         yield (

@@ -47,10 +47,10 @@ class Tracing:
     def trace(
         self, over: AnyMesh | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> TracedCall:
-        """The function's jaxpr on types without shardings: they are jhost's business.
+        """The function's jaxpr, on types without shardings, as jhost decides these.
 
-        On a mesh with explicit axes JAX's types hold while it is traced.  jhost takes
-        more than they do: where they refuse a function, it is traced without.
+        On a mesh with explicit axes it is first traced with JAX's sharding types.  They
+        refuse some functions that jhost can run, and these are traced without them.
         """
         mesh = typed_mesh(over)
         if mesh is None:
@@ -61,7 +61,7 @@ class Tracing:
         except Exception:
             with contextlib.suppress(Exception):
                 return self._automatic(args, kwargs)
-            raise  # what asks for types in vain without them means those
+            raise  # the function asks for types, and fails without them too
 
     @contextmanager
     def _other_types_explained(

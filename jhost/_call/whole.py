@@ -1,4 +1,4 @@
-"""What no program of jhost's can hold: `jax.jit` compiles such a function whole."""
+"""Functions that no Host IR program can hold: `jax.jit` compiles them as a whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stays_whole(jaxpr: Any, has_mesh: bool) -> bool:
 
 
 def _may_stay(jaxpr: Any) -> bool:
-    """Whether such a thing stands in it, be it in a body whose business it is."""
+    """Whether a jaxpr has such an equation, even in a body that handles it itself."""
     eqns = list(walk(jaxpr.eqns))
     if not all(map(is_array, jaxpr.jaxpr.invars)) or with_references(eqns):
         return True
@@ -55,7 +55,7 @@ def _may_stay(jaxpr: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whole:
-    """What stands in place of a program where there is none; `reasons` say why."""
+    """Stands for a program where there is none; `reasons` say why."""
 
     name: str
     reasons: tuple[str, ...]
@@ -105,7 +105,7 @@ def note(whole: Whole, config: Config) -> None:
 
 
 def left_whole(jaxpr: Any, config: Config) -> Whole | None:
-    """What there is to say of a function, if it stays whole."""
+    """The reasons why a function stays whole; None if it does not."""
     has_mesh = config.mesh is not None
     if not stays_whole(jaxpr, has_mesh):
         return None

@@ -3,12 +3,12 @@
 Nothing else in jhost imports `jax._src` or asks which JAX this is.
 
 - `primitives.py`: call and marker primitives, with JAX's rules for them.
-- `computations.py`: primitives that compute what a JAX function says.
+- `computations.py`: primitives that a JAX function defines.
 - `linearization.py`, `partial_evaluation.py`, `split.py`: a call split in two.
 - `tracing.py`: functions traced as `jax.jit` does it.
 - `stages.py`: JAX's stages of compilation, extended.
-- `thunks.py`: what XLA's runtime makes of an executable.
-- `jaxprs.py`: what a traced program says of itself.
+- `thunks.py`: the queues that XLA's runtime chose for an executable.
+- `jaxprs.py`: questions about a traced program, and its evaluation.
 - `eqns.py`, `scans.py`, `dead_code.py`: new equations and programs.
 - `typed.py`: programs on explicit meshes, without their types.
 - `manual.py`: bodies of `jax.shard_map`.

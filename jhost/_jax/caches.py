@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def cached_by_jaxpr(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Remembers what a function makes of its first argument, while that lives.
+    """Remembers a function's results for its first argument, while that is alive.
 
     The argument is a jaxpr, or another object that is equal only to itself.  The result
     must not refer to it.  `jax.clear_caches` empties this cache too.

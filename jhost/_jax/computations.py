@@ -1,4 +1,4 @@
-"""Primitives that compute what a JAX function says, with derivatives of their own."""
+"""Primitives that a JAX function defines, which may have derivatives of their own."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
@@ -21,9 +21,10 @@ from jax.interpreters import ad, batching, mlir
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes a primitive on NVIDIA GPUs, in kernels that Triton compiles.
+    """Kernels, compiled by Triton, that compute a primitive on NVIDIA GPUs.
 
-    `can_compute` says of operands' types and params whether `fun` takes them.
+    `fun` runs them.  `can_compute` says, by the types of operands and the params,
+    whether it can.
     """
 
     fun: Callable[..., Sequence[Any]]
@@ -44,12 +45,12 @@ def define_primitive(
     types: Callable[..., Sequence[Any]] | None = None,
     kernels: Kernels | None = None,
 ) -> Primitive:
-    """A primitive of several results, which are what a JAX function computes.
+    """A primitive of several results that computes what a JAX function does.
 
-    `types` gives theirs from those of the operands, and `fun` may compute them in wider
-    dtypes; without it they are as `fun` computes them.  All have the same leading dims,
-    to which `jax.vmap` adds one.  Derivatives are those of `fun`, where `def_jvp` says
-    no other.
+    `types` gives the types of the results from those of the operands.  `fun` may then
+    compute in wider dtypes; without `types` the results are as `fun` returns them.  All
+    operands and results have the same leading dims, and `jax.vmap` adds one.
+    Derivatives are those of `fun`, unless `def_jvp` sets others.
     """
     prim = Primitive(name)
     _DEFINED.add(prim)
@@ -60,7 +61,7 @@ def define_primitive(
     lowering = mlir.lower_fun(computed, multiple_results=True)
     mlir.register_lowering(prim, lowering)
     if kernels is not None:
-        # Only for CUDA: the lowering without a platform stays that of all others.
+        # Only for CUDA: all other platforms keep the lowering without a platform.
         by_kernels = partial(_lower_to_kernels, kernels, lowering)
         mlir.register_lowering(prim, by_kernels, platform="cuda")
     batching.primitive_batchers[prim] = partial(_batch_in_front, prim)
@@ -92,17 +93,17 @@ def _lower_to_kernels(
     *args: Any,
     **params: Any,
 ) -> Any:
-    """To kernels where they can run, and XLA need not split them over devices.
-
-    Exported programs have no kernels: they keep to calls that later versions know.
-    """
+    """Lowers to kernels where they can run, and XLA need not partition them."""
+    # An exported program must run on later versions of JAX, which may not know the
+    # kernels' calls.
     exported = ctx.module_context.lowering_parameters.for_export
     here = _has_tensor_cores() and _is_on_one_device(ctx) and not exported
     if not (here and kernels.can_compute(*ctx.avals_in, **params)):
         return otherwise(ctx, *args, **params)
-    # Types were checked before.  Those of kernels do not say what varies over devices.
+    # Types were checked when the primitive was traced.  A kernel's own types do not say
+    # over which axes values vary, so JAX would refuse them here.
     with config._check_vma(False), warnings.catch_warnings():
-        # A later JAX drops this backend of Pallas, and warns of it.
+        # A later JAX will drop this backend of Pallas, and warns about it now.
         warnings.simplefilter("ignore", DeprecationWarning)
         return mlir.lower_fun(kernels.fun, multiple_results=True)(ctx, *args, **params)
 
@@ -114,7 +115,7 @@ def _has_tensor_cores() -> bool:
 
 
 def _is_on_one_device(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether operands are one device's: of one that there is, or under manual axes."""
+    """Whether a device has the whole operands: there is one, or all axes are manual."""
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         split = set(context.mesh.axis_names) - context.manual_axes
@@ -127,7 +128,7 @@ def _batch_in_front(
 ) -> tuple[Sequence[Any], list[int]]:
     pairs = list(zip(args, dims, strict=True))
     (size, *_) = (x.shape[dim] for x, dim in pairs if dim is not None)
-    # Operands without the dim get it as well: leading dims are alike in all.
+    # All operands share their leading dims, so those without the new dim get it too.
     moved = [batching.bdim_at_front(x, dim, size) for x, dim in pairs]
     results = prim.bind(*moved, **params)
     return results, [0] * len(results)
@@ -151,7 +152,7 @@ def _jvp_of(
 
 
 def def_jvp(prim: Primitive, rule: Callable[..., Any]) -> None:
-    """Sets what gives results and their tangents, from operands and theirs.
+    """Sets the rule that gives results and tangents, from operands and their tangents.
 
     The tangents of operands that do not change are None.
     """
@@ -164,10 +165,10 @@ def def_jvp(prim: Primitive, rule: Callable[..., Any]) -> None:
 
 
 def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
-    """Sets what gives the cotangents of some operands that a primitive is linear in.
+    """Sets the rule that gives cotangents of operands that a primitive is linear in.
 
     The rule takes the cotangents of all results, with None for zeros, and the operands,
-    with None for those whose cotangents are wanted.  It may give wider dtypes.
+    with None for those whose cotangents are wanted.  It may return wider dtypes.
     """
 
     def transpose(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
@@ -187,7 +188,7 @@ def def_transpose(prim: Primitive, rule: Callable[..., Sequence[Any]]) -> None:
 
 
 def without_last_dim(aval: Any, dtype: Any) -> Any:
-    """The type of what there is of each of the vectors along the last dim."""
+    """The type of an array with one element for each vector along the last dim."""
     # A type's spec has an entry for each dim.
     sharding = aval.sharding.update(spec=aval.sharding.spec[:-1])
     shape = aval.shape[:-1]
@@ -195,5 +196,5 @@ def without_last_dim(aval: Any, dtype: Any) -> Any:
 
 
 def varying_alike(args: Sequence[Any]) -> Sequence[Any]:
-    """Operands that vary along the same axes of a `jax.shard_map`: all of theirs."""
+    """The operands, cast to vary along all axes along which any of them varies."""
     return core.auto_insert_reshard(*args)

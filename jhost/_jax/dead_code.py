@@ -1,4 +1,4 @@
-"""Programs without what nobody reads, whose custom rules stay the user's."""
+"""Programs without dead code, in which custom rules stay the user's."""
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,7 +22,8 @@ from jhost._jax.eqns import ClosedJaxpr, like_closed, with_each_eqn
 def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The program without equations that no result or effect depends on.
 
-    JAX drops them when it lowers a call; of what has none it makes no other program.
+    JAX drops them when it lowers a call.  If a program has none, JAX keeps it, and so
+    its caches still know the program.
     """
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, True, instantiate=True)
     rules = dict(_rules_of_results(jaxpr))
@@ -32,7 +33,7 @@ def without_dead_code(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 _ResultRule: TypeAlias = tuple[WrappedFun, int, int]
-"""What gives a `custom_jvp`'s rule; a result's number, and of how many it is one."""
+"""The function that gives a `custom_jvp`'s rule, a result's number, and their count."""
 
 
 def _rules_of_results(jaxpr: Any) -> Iterator[tuple[Var, _ResultRule]]:
@@ -51,11 +52,9 @@ def _has_rule(eqn: JaxprEqn) -> bool:
 
 
 def _with_rule(rules: Mapping[Var, _ResultRule], eqn: JaxprEqn) -> JaxprEqn | None:
-    """The equation of a `custom_jvp` with its own rule, for the results that are left.
-
-    JAX (0.10 to 0.12) makes another for these, which fails where the user's gives a
-    symbolic zero but did not ask for those of operands.
-    """
+    """The equation of a `custom_jvp` with the user's rule, for the results left."""
+    # JAX (0.10 to 0.12) makes another rule for fewer results.  That one fails where the
+    # user's rule returns a symbolic zero and did not ask for those of operands.
     if not _has_rule(eqn) or not eqn.outvars:
         return None
     places = [rules[var] for var in eqn.outvars]

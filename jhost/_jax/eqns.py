@@ -41,7 +41,7 @@ def fresh_var(aval: AbstractValue) -> Var:
 
 
 def resized_var(var: Var, shape: Sequence[int]) -> Var:
-    """A variable of the type of another, but for the shape; the same for its own."""
+    """A variable like `var` with another shape; `var` itself if it has that shape."""
     if not isinstance(var.aval, ShapedArray) or var.aval.shape == tuple(shape):
         return var
     return Var(var.aval.update(shape=tuple(shape)))
@@ -69,7 +69,7 @@ def constraint(
 ) -> JaxprEqn:
     """The equation of `jax.lax.with_sharding_constraint`, at the line of another."""
     constrain = partial(lax.with_sharding_constraint, shardings=sharding)
-    # Traced, for JAX to fill in the parameters: they differ by version.
+    # Traced, so that JAX fills in the parameters, which differ by version.
     (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
     return eqn.replace(invars=[atom], outvars=[out], source_info=like.source_info)
 
@@ -89,19 +89,19 @@ def rewritten(
 
 
 def with_operand_names(jaxpr: ClosedJaxpr, names: Sequence[str]) -> ClosedJaxpr:
-    """A program whose operands are named; none of them, if all names are empty."""
+    """A program with names for its operands; without any, if all names are empty."""
     info = jaxpr.debug_info._replace(arg_names=tuple(names) if any(names) else None)
     return like_closed(jaxpr.jaxpr.replace(debug_info=info), jaxpr)
 
 
 def calls(jaxpr: Any, primitive: Primitive) -> bool:
-    """Whether a primitive stands in a program, or in what that calls."""
+    """Whether a primitive is in a program, or in one that it calls."""
     programs = programs_in(jaxpr)
     return any(eqn.primitive is primitive for each in programs for eqn in each.eqns)
 
 
 def programs_in(jaxpr: Any) -> Iterator[Jaxpr]:
-    """An open or closed program as an open one, and all that stand in it."""
+    """An open or closed program as an open one, and all programs in it."""
     yield jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for eqn in jaxpr.eqns:
         for inner in jaxprs_in_params(eqn.params):
@@ -109,9 +109,9 @@ def programs_in(jaxpr: Any) -> Iterator[Jaxpr]:
 
 
 def with_each_eqn(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
-    """A jaxpr, open or closed, with equations changed, also in all that it holds.
+    """A jaxpr, open or closed, with equations changed, also in the programs it holds.
 
-    Where `change` gives None, what the equation holds is changed.
+    If `change` returns None for an equation, the programs that it holds are changed.
     """
     closed = close(jaxpr)
     eqns = [change(eqn) or _with_each_inside(eqn, change) for eqn in closed.eqns]
@@ -133,10 +133,10 @@ def _with_each_inside(
 
 
 def with_each_leaf(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A parameter, or all of them, with each value in its tuples and lists changed.
+    """A parameter, or a dict of all, with each value in its tuples and lists changed.
 
-    Where nothing changes it is the same object.  The programs of some primitives, as
-    of `custom_linear_solve`, are in a named tuple, whose fields JAX asks for.
+    If nothing changes, it is the same object.  Some primitives have their programs in a
+    named tuple, such as `custom_linear_solve`, and JAX asks for its fields.
     """
     match value:
         case dict():
@@ -154,16 +154,13 @@ def with_each_leaf(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def primitive_name(eqn: JaxprEqn) -> str:
-    """The name of what an equation applies.
-
-    From 0.12 on what a vjp is to transpose is a node around a primitive: it is named
-    as that one.
-    """
+    """The name of the primitive that an equation applies."""
+    # From 0.12 on a vjp wraps primitives that it will transpose into nodes.
     return getattr(eqn.primitive, "prim", eqn.primitive).name
 
 
 def like_closed(new: Any, like: ClosedJaxpr) -> ClosedJaxpr:
-    """`new`, on 0.10 with the consts of the program that it was made of."""
+    """`new` as a closed jaxpr; on 0.10 it takes the consts of `like` for that."""
     return new if isinstance(new, ClosedJaxpr) else ClosedJaxpr(new, like.consts)
 
 

@@ -1,4 +1,4 @@
-"""What there is to ask of a traced program, and how it is evaluated."""
+"""Questions about a traced program, and its evaluation."""
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -34,7 +34,7 @@ def evaluate_by(
     equation: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]],
     literal: Callable[[Literal], Any],
 ) -> list[Any]:
-    """Evaluates a program with the results that `equation` gives of each equation."""
+    """Evaluates a program; `equation` gives the results of each equation."""
     jaxpr = getattr(body, "jaxpr", body)
     env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -49,9 +49,9 @@ def evaluate_by(
 
 
 def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
-    """Arrays with the weak types of `avals`, of which a memory in between knows none.
+    """Arrays with the weak types of `avals`, which are lost where a buffer is between.
 
-    A value of weak type takes on the dtype of what it is combined with.
+    A value of weak type takes the dtype of the value that it is combined with.
     """
     return tuple(
         lax.convert_element_type_p.bind(
@@ -64,7 +64,7 @@ def as_weak(values: Iterable[Any], avals: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def type_of(array: Any) -> ShapedArray:
-    """The type of an array, or of what stands for one, less its sharding."""
+    """The type of an array, or of a value that stands for one, without a sharding."""
     aval: Any = shaped_abstractify(array)
     return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -108,9 +108,9 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def is_wide(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a program has values of 64 bits where JAX makes none.
+    """Whether a program has values of 64 bits although JAX makes none now.
 
-    Outside of `jax.enable_x64` it still keeps those that were made inside.
+    A program that was traced inside of `jax.enable_x64` may run outside of it.
     """
     return not jax.enable_x64.value and _holds_wide(jaxpr)
 
@@ -124,7 +124,7 @@ def with_width(wide: bool) -> Generator[None]:
 
 @cached_by_jaxpr
 def _holds_wide(jaxpr: Any) -> bool:
-    # On 0.10 some bodies are open, and their constants are nowhere.
+    # On 0.10 some bodies are open, and have no constants to look at.
     body = getattr(jaxpr, "jaxpr", jaxpr)
     made = (var for eqn in body.eqns for var in eqn.outvars)
     values = (*body.constvars, *body.invars, *made)
@@ -139,14 +139,14 @@ def _holds_wide(jaxpr: Any) -> bool:
 
 
 def makes_threefry_keys(keys: Atom) -> bool:
-    """Whether keys are those of JAX's own generator, each of which stands for itself.
+    """Whether keys are those of JAX's threefry generator, where each key is by itself.
 
-    Of a batch of other keys, JAX may draw all that it wants with the first.
+    For a batch of other keys, JAX may draw all numbers from the first one.
     """
     return aval_of(keys).dtype._impl is threefry_prng_impl
 
 
 def hashes_positions(eqn: JaxprEqn) -> bool:
-    """Whether each number drawn by an equation depends on its key and place alone."""
+    """Whether each number drawn by an equation depends only on its key and position."""
     partitionable = bool(eqn.ctx.threefry_partitionable)
     return partitionable and makes_threefry_keys(eqn.invars[0])

@@ -1,6 +1,6 @@
-"""JAX's rule that linearizes a call, but that `refine` may rewrite its two programs.
+"""JAX's rule that linearizes a call, in which `refine` may rewrite the two programs.
 
-The rule is that of a call primitive in `jax/_src/lax/eval_jaxpr.py`.
+The rule is the one of a call primitive in `jax/_src/lax/eval_jaxpr.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register_linearization(prim: Primitive, refine: Refine, rename: Rename) -> N
 
     Args:
         prim: the primitive; its program is its parameter `call_jaxpr`.
-        refine: is asked about every pair of programs, before they are called.
+        refine: rewrites every pair of programs before they are called.
         rename: gives the parameters of each of the two.
     """
     _ad.primitive_linearizations[prim] = partial(_linearize, prim, refine, rename)

@@ -1,4 +1,4 @@
-"""The user's lines that equations come from, and what else JAX notes of them."""
+"""The user's lines that equations come from, and the scopes that JAX notes."""
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,8 +19,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-# The user's line must never be one of ours, but in the demo, which is a user itself.
-# `jhost/lowering` is a link, and an editable install imports what is behind it.
+# The user's line must never be one of jhost's, except in the demo, which is a user.
+# `jhost/lowering` is a link, and an editable install imports the folder behind it, so
+# both paths are excluded.
 _HERE = os.path.dirname(os.path.dirname(__file__))
 for _folder in (_HERE, *(os.path.join(_HERE, n) for n in ("lowering", "runtime"))):
     source_info_util.register_exclusion(os.path.realpath(_folder) + os.sep)
@@ -29,7 +30,7 @@ private_source_info.register_inclusion(os.path.join(_HERE, "_commands", "block.p
 
 
 NO_LINE = "an unknown line"
-"""What `source_line` says of an equation that comes from no line of the user's."""
+"""The result of `source_line` for an equation that no line of the user's made."""
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -56,14 +57,14 @@ class Position(NamedTuple):
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether JAX made an equation by transposing another, as for a gradient.
 
-    What a backward computes again stands in its scope, and is no gradient.
+    Equations that a backward computes again are in its scope too, but no gradients.
     """
     names = str(eqn.source_info.name_stack)
     return "transpose(" in names.rpartition("rematted_computation")[2]
 
 
 def user_position(eqn: JaxprEqn) -> Position | None:
-    """Where the user's own expression stands that an equation comes from."""
+    """The position of the user's own expression that made an equation."""
     frame = _own_frame(eqn)
     if frame is None:
         return None
@@ -75,11 +76,12 @@ def user_position(eqn: JaxprEqn) -> Position | None:
 
 
 def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
-    """An equation of what a call runs, in its scopes, at its line if it has no own.
+    """An equation in the body of a call, in the call's scopes.
 
-    JAX traces the body of a call once, and knows of no scope around; nor does it keep
-    lines outside of what it traces once for all calls, as `jnp.linalg.qr`.
+    If the equation has no line of its own, it gets the line of the call.
     """
+    # JAX traces a body once for all calls, so it does not know the scopes around one of
+    # them.  Nor does it keep the callers' lines for functions such as `jnp.linalg.qr`.
     own, around = eqn.source_info, call.source_info
     known = private_source_info.user_frame(own.traceback) is not None
     if known and not around.name_stack.stack:
@@ -90,12 +92,12 @@ def at_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
 
 
 def _own_frame(eqn: JaxprEqn) -> private_source_info.Frame | None:
-    """The innermost frame of the user's that is no library's."""
+    """The innermost frame of the user's code that is not in a library."""
     traceback = eqn.source_info.traceback
     frame = private_source_info.user_frame(traceback)
     if frame is None or not _is_library(frame.file_name):
         return frame
-    # Only here: the first frame is in a cache of JAX's, the others are not.
+    # Only now: JAX caches the first frame, and the others take time to find.
     frames = private_source_info.user_frames(traceback)
     return next((each for each in frames if not _is_library(each.file_name)), None)
 
@@ -119,11 +121,9 @@ def file_title(path: str) -> str:
 
 @contextmanager
 def user_context(eqn: JaxprEqn) -> Generator[None]:
-    """Gives what is bound inside an equation's line, name stack and metadata.
-
-    Not the equation's whole context: its abstract mesh is the one outside the
-    `shard_map` that the equation is bound in again.
-    """
+    """Inside, equations get the line, name stack and metadata of `eqn`."""
+    # Not its whole context: that has the abstract mesh from outside of the `shard_map`
+    # in which the equation is bound again.
     source = eqn.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     with ExitStack() as stack:

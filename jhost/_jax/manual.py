@@ -1,8 +1,8 @@
-"""What `jax.shard_map` is made of, and its body where no type says what varies.
+"""The parts of a `jax.shard_map`, and its body without types of varying axes.
 
 With `check_vma=True` the types in a body say along which axes values vary.  Collectives
 and casts then have primitives of their own.  A jhost program runs without such types,
-so each of these primitives is bound as what it computes.
+so each of these primitives is bound as the plain one that computes the same.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -30,9 +30,10 @@ DimAxes: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """An equation of `jax.shard_map`; `summed` if a spec speaks of sums to be made.
+    """An equation of `jax.shard_map`.
 
     Each device has its part along the `manual` axes; the others are automatic.
+    `summed` says whether a spec has sums that are still to be made.
     """
 
     mesh: Mesh | AbstractMesh
@@ -70,26 +71,24 @@ def inside_manual(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def traced_on_mesh(eqn: JaxprEqn) -> bool:
-    """Whether types in the programs of an equation know a mesh: by `jax.set_mesh`.
-
-    As JAX lowers some, it binds their equations again, and refuses another mesh.
-    """
+    """Whether an equation holds programs that were traced under `jax.set_mesh`."""
+    # While JAX lowers some of these, it binds their equations again, and refuses them
+    # under another mesh.
     if eqn.ctx.cur_abstract_mesh.empty:
         return False
     return next(iter(jaxprs_in_params(eqn.params)), None) is not None
 
 
 def without_mesh(value: Any) -> Any:
-    """A constant of a jaxpr, which may know by its type under which mesh it was made.
-
-    A view of a literal of JAX's keeps that it is weak, and finds its type anew.
-    """
+    """A constant of a jaxpr without the mesh that its type may have."""
+    # A view of one of JAX's literals is still of weak type, but JAX finds its type
+    # again.
     return value.view() if isinstance(value, np.ndarray) else value
 
 
-# ---- Primitives that types of varying axes have need of ----
+# ---- Primitives that exist for types of varying axes ----
 
-# Names of JAX 0.10 to 0.12; up to 0.11 two have the `_p` of their variables.
+# Names of JAX 0.10 to 0.12; up to 0.11 two of them end in the `_p` of their variables.
 _CASTS = frozenset(
     {
         "preduced",
@@ -128,7 +127,7 @@ _COLLECTIVES: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 def without_types(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any] | None:
-    """The results of a primitive that is there for types alone, or None of another."""
+    """The results of a primitive that exists for types only; None for any other."""
     name = eqn.primitive.name
     if name in _CASTS:
         return list(args)
@@ -142,9 +141,9 @@ Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], Sequence[Any]]
 
 
 def untyped_params(params: Mapping[str, Any], evaluate: Evaluate) -> dict[str, Any]:
-    """The parameters of an equation with no axis in their types.
+    """The parameters of an equation without axes in their types.
 
-    Programs among them are traced again, as what `evaluate` makes of them.
+    Programs among them are traced again, with the results that `evaluate` gives.
     """
 
     def changed(value: Any) -> Any:
@@ -160,7 +159,7 @@ def untyped_params(params: Mapping[str, Any], evaluate: Evaluate) -> dict[str, A
 
 
 def _retraced(jaxpr: Any, evaluate: Evaluate) -> Any:
-    """The program anew; a kernel, which works on references, stays what it is."""
+    """The program, traced again; a kernel, which works on references, stays."""
     closed = close(jaxpr)
     ins: list[Any] = list(closed.in_avals)
     outs: list[Any] = list(closed.out_avals)
@@ -180,7 +179,8 @@ def _plain(aval: ShapedArray) -> ShapedArray:
 
 
 def _of_weak_type(value: Any, weak: bool) -> Any:
-    """Bodies hand on their types, and a collective may have dropped a weak one."""
+    """A value with the weak type that a body must return."""
+    # A collective may have dropped it.
     if jax.typeof(value).weak_type == weak:
         return value
     return lax.convert_element_type_p.bind(

@@ -1,8 +1,8 @@
-"""JAX's rules that evaluate a call in part, or again, with its two programs refined.
+"""JAX's rules that evaluate a call partially, or again, with its two programs refined.
 
-Partial evaluation of a trace, of an equation (for `checkpoint` and `scan`), and, from
-0.12 on, rematerialization: the rules of a call primitive in
-`jax/_src/lax/eval_jaxpr.py`.
+They are the rules of a call primitive in `jax/_src/lax/eval_jaxpr.py`: partial
+evaluation of a trace, of an equation (for `checkpoint` and `scan`), and, from 0.12 on,
+rematerialization.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _remat: Any = import_module("jax._src.interpreters.remat") if _has_remat else No
 
 
 _JAX_CALL = getattr(_core, "eval_jaxpr_p", None) or closed_call_p  # of 0.10
-"""A call primitive of JAX's own, with the same name for its parameter."""
+"""A call primitive of JAX's own whose program is its parameter `call_jaxpr` too."""
 
 
 def register_partial_evaluation(
@@ -50,7 +50,7 @@ def register_partial_evaluation(
 
     Args:
         prim: the primitive; its program is its parameter `call_jaxpr`.
-        refine: is asked about every pair of programs, before they are called.
+        refine: rewrites every pair of programs before they are called.
         rename: gives the parameters of each of the two.
     """
     partial_eval.custom_partial_eval_rules[prim] = partial(
@@ -113,7 +113,7 @@ def _stage(
     )
     for tracer in results:
         tracer.recipe = recipe
-    # As JAX's own rule has it: a handle keeps equations that have effects alive.
+    # As in JAX's own rule: a handle keeps equations with effects alive.
     if _effects.partial_eval_kept_effects.filter_in(jaxpr.effects):
         handle = _partial_eval.EffectHandle(tracers, recipe)
         trace.effect_handles.append(handle)
@@ -132,7 +132,7 @@ def _split_eqn(
     instantiated: Sequence[bool],
     eqn: Any,
 ) -> tuple[Any, ...]:
-    """JAX's rule for a call, which names residuals by variables, refined."""
+    """JAX's rule for a call, refined; JAX's rule names residuals by variables."""
     known, staged, *out, needed = rule(saveable, unknown, instantiated, eqn)
     params = dict(eqn.params)
     own_names = operand_names(params.pop("call_jaxpr"))
@@ -162,8 +162,8 @@ def _split_eqn(
     there = {
         id(v) for v, is_there in zip(eqn.invars, instantiated, strict=True) if is_there
     }
-    # The caller saves what is `needed`: not the residuals that `refine` left out, but
-    # those that it took instead.
+    # The caller saves the variables in `needed`.  Residuals that `refine` left out go,
+    # and those that it took instead come.
     needed = [var for var in needed if id(var) not in gone]
     needed += [var for var in taken if id(var) not in there]
     return known, staged, *out, [v for v in needed if not isinstance(v, Literal)]
@@ -172,9 +172,9 @@ def _split_eqn(
 def _residuals_first(
     known: Any, staged: Any
 ) -> tuple[list[Any], tuple[Residual, ...], Any]:
-    """Operands of the second equation, what the first of them are, and its program.
+    """The second equation's operands and program, with its residuals first.
 
-    The ones that the first equation makes or takes too come first.
+    Residuals are operands that the first equation makes, or takes too.
     """
     sources = {id(var): Residual(given=n) for n, var in enumerate(known.invars)}
     sources |= {id(var): Residual(result=n) for n, var in enumerate(known.outvars)}

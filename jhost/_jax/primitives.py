@@ -1,4 +1,4 @@
-"""The primitives of jhost, with JAX's rules for them; for `jhost._jax` alone."""
+"""jhost's call and marker primitives, with JAX's rules for them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
@@ -25,7 +25,7 @@ from jhost._jax.split import Derivation, Refine, Rename, Split, operand_names
 
 
 class BatchParams(Protocol):
-    """What a marker's parameters become when its operand gets a batch dim at `dim`.
+    """Gives a marker's parameters when its operand gets a batch dim at `dim`.
 
     `names` is the `spmd_axis_name` of the `jax.vmap`, if it has one.
     """
@@ -61,9 +61,9 @@ def define_call_primitive(name: str) -> Primitive:
 def _without_dead_code(
     rule: Callable[..., Any], used: list[bool], *rest: Any
 ) -> tuple[list[bool], Any]:
-    """By JAX's rule, but a call without dead code stays what it is: lowered once."""
+    """By JAX's rule, but a call without dead code stays itself, and is lowered once."""
     read, live = rule(used, *rest)
-    *_, eqn = rest  # from JAX 0.12 on behind the operands that are live
+    *_, eqn = rest  # from JAX 0.12 on, live operands come before it
     if live is None or not (all(read) and all(used)):
         return read, live
     before, after = (e.params["call_jaxpr"].eqns for e in (eqn, live))
@@ -84,9 +84,9 @@ def _register_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
 
 
 def def_split(prim: Primitive, refine: Refine, rename: Rename) -> None:
-    """Sets what is made of the two programs that differentiation makes of a call.
+    """Sets how the two programs are rewritten that differentiation makes of a call.
 
-    `rename` gives the other parameters of these, and of all that JAX derives.
+    `rename` gives the other parameters of these, and of all programs that JAX derives.
     """
     _register_split(prim, refine, rename)
     derived: list[tuple[dict[Any, Any], Derivation]] = [
@@ -113,7 +113,7 @@ def _renamed(
 def _names_of_transposed(
     jaxpr: ClosedJaxpr, cotangents: Sequence[Any], *args: Any
 ) -> tuple[str, ...]:
-    """Its operands' names without the linear ones, and then its cotangents'."""
+    """The names of a transposed program's operands: residuals, then cotangents."""
     pairs = zip(args, operand_names(jaxpr), strict=True)
     kept = [name for arg, name in pairs if not isinstance(arg, private_ad.GradAccum)]
     one = len(cotangents) == 1
@@ -135,7 +135,7 @@ def _refuse_jet(*_: Any, **__: Any) -> Any:
 def _checkify_call(
     prim: Primitive, *args: Any, call_jaxpr: ClosedJaxpr, **params: Any
 ) -> Any:
-    """A call of the program with its checks, as checkify's rule for `jit` has it."""
+    """A call of the program with its checks, as in checkify's rule for `jit`."""
     # From 0.11 on, a context that counts the checks comes first.
     count = 1 if hasattr(checkify, "CheckifyContext") else 0
     (*context, error, enabled), values = args[: count + 2], args[count + 2 :]
@@ -161,10 +161,10 @@ def define_marker_primitive(
     """
     prim = Primitive(name)
     prim.def_impl(_identity)
-    # The whole aval: a new one from shape and dtype would drop the varying manual
-    # axes, and `shard_map` would accept wrong `out_specs`.
+    # The type is returned as it is: a new one from shape and dtype would drop the
+    # varying manual axes, and `shard_map` would accept wrong `out_specs`.
     prim.def_abstract_eval(_identity)
-    # Linear, so that tangents and cotangents carry the mark as well.
+    # Linear, so that tangents and cotangents carry the mark too.
     ad.deflinear2(prim, partial(_marker_transpose, prim, transposed_params or dict))
     batching.fancy_primitive_batchers[prim] = partial(_marker_batch, prim, batch_params)
     mlir.register_lowering(prim, _marker_lowering)
@@ -204,18 +204,18 @@ def _marker_lowering(_: Any, x: Any, **__: Any) -> list[Any]:
 
 
 def def_impl(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
-    """Sets what a call primitive does on concrete arrays, outside every trace."""
+    """Sets the function that a call primitive runs on arrays, outside of any trace."""
     prim.def_impl(_unless_empty(fun))
 
 
 def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
-    """Sets the JAX function that a call primitive is inside a compiled program.
+    """Sets the JAX function that a call primitive runs inside of a compiled program.
 
-    It is told the number of that program's `devices`.
+    It gets the number of that program's devices as `devices`.
     """
 
     def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        # Others are contexts of bodies whose axes are manual: one device's part.
+        # Contexts without the number are of bodies with manual axes: one device's part.
         devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
         told = partial(_unless_empty(fun), devices=devices)
         return mlir.lower_fun(told, multiple_results=True)(ctx, *args, **params)
@@ -224,7 +224,7 @@ def register_lowering(prim: Primitive, fun: Callable[..., Sequence[Any]]) -> Non
 
 
 def _unless_empty(fun: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """Keeps from `fun` the empty calls that partial evaluation leaves beside a scan."""
+    """`fun`, but not for empty calls, which partial evaluation leaves beside a scan."""
 
     @wraps(fun)
     def call(*args: Any, call_jaxpr: ClosedJaxpr, **params: Any) -> Sequence[Any]:

@@ -40,16 +40,16 @@ def coordination() -> Coordination | None:
 
 
 def process_number() -> int:
-    """This process's number in its job, which asks for no device."""
+    """This process's number in its job, found without asking for devices."""
     return distributed.global_state.process_id
 
 
 _TIMEOUT = 300_000
-"""Milliseconds that a process waits for what process 0 says."""
+"""Milliseconds that a process waits for the text of process 0."""
 
 
 def from_process_0(key: str, text: Callable[[], str]) -> str:
-    """What process 0 makes as `text`, in all processes, which all ask by that key."""
+    """The `text` of process 0, in all processes; they all call this with one key."""
     client = coordination()
     assert client is not None, "of several processes"
     if process_number() == 0:
@@ -58,5 +58,5 @@ def from_process_0(key: str, text: Callable[[], str]) -> str:
 
 
 def backend_is_up() -> bool:
-    """Whether JAX has asked for devices, after which no setting reaches XLA."""
+    """Whether JAX has asked for devices; settings no longer reach XLA after that."""
     return xla_bridge.backends_are_initialized()

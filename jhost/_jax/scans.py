@@ -25,7 +25,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def stacked_var(var: Var, length: int) -> Var:
-    """A variable for what a scan makes of `var` of its body in so many iterations."""
+    """A variable for the stack that a scan of that length makes of its body's `var`."""
     return Var(core.unmapped_leading_aval(length, var.aval))
 
 
@@ -37,17 +37,17 @@ def scan_like(
     xs: Sequence[Atom],
     ys: Sequence[Var],
 ) -> JaxprEqn:
-    """A scan that carries what `eqn` carries, of a body with other operands.
+    """A scan with the carry of `eqn`, and a body with other operands and results.
 
-    Operands and results of the body are in the scan's order.  Operands: constants,
-    carried values, slices.  Results: carried values, slices.
+    The body has them in the scan's order.  Operands: constants, carried values, slices.
+    Results: carried values, slices.
     """
     first, count = scan_counts(eqn)
     carry, carried = eqn.invars[first : first + count], eqn.outvars[:count]
     if "num_consts" in eqn.params:  # up to 0.10
         counts: dict[str, Any] = {"num_consts": len(consts)}
     else:
-        # From 0.11 on the counts of a scan stand in two trees.
+        # From 0.11 on two trees have the counts of a scan.
         flat: Any = import_module("jax._src.flattree")
         _, before, _ = eqn.params["ft_in"].unpack()
         after, _ = eqn.params["ft_out"].unpack()

@@ -1,8 +1,8 @@
-"""A call split in two: what runs first, and what needs the values that it leaves.
+"""A call split into a program that runs first, and one that needs values of the first.
 
-Linearization, partial evaluation and rematerialization make two programs of one; those
-values are the residuals.  JAX's rules for it stand in `linearization.py` and in
-`partial_evaluation.py`.
+Linearization, partial evaluation and rematerialization make two programs of one.  The
+values that pass between them are the residuals.  JAX's rules for this are in
+`linearization.py` and `partial_evaluation.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.interpreters.ad import Zero
 class Residual:
     """Where an operand of the second program comes from, by number.
 
-    Either it is a `result` of the first, or what the first was `given` as an operand,
-    or a `constant` of the program that both come from.
+    It is a `result` of the first program, or an operand that the first was `given`, or
+    a `constant` of the program that both come from.
     """
 
     result: int | None = None
@@ -31,13 +31,18 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """A program in two: `first`, then `second`, with what it takes from `first`.
+    """A program in two: `first`, then `second`, and the values between them.
 
-    Both are closed jaxprs.  The first `kept` results of `first` are the program's own;
-    those after them are there for `second` alone.  The first operands of `second` are
-    the `residuals`; a policy of the user's may have chosen them.  `names` are those of
-    the operands of `first`, as far as they are known.  `how` says what JAX made `first`
-    for; `whole` is the program that both come from, where no other trace has it.
+    Attributes:
+        first: a closed jaxpr.
+        second: a closed jaxpr; its first operands are the residuals.
+        residuals: where each residual comes from.
+        kept: the number of results of `first` that are the program's own; its other
+            results are for `second` only.
+        by_policy: whether a policy of the user's may have chosen the residuals.
+        names: the names of the operands of `first`, "" where unknown.
+        how: what JAX made `first` for.
+        whole: the program that both come from, where no other trace has it.
     """
 
     first: Any
@@ -53,25 +58,26 @@ class Split:
 Refine: TypeAlias = Callable[..., Split]
 """A split, and the call's other parameters by name -> one that computes the same.
 
-It may have other residuals.  Results of `first` that are neither `kept` nor residuals
-stay its last ones, and operands of `second` that are no residuals stay, in order.
+The new split may have other residuals.  Results of `first` that are neither `kept` nor
+residuals stay its last results.  Operands of `second` that are no residuals stay, in
+their order.
 """
 
 
 Derivation: TypeAlias = typing.Literal[
     "forward", "tangents", "recomputed", "known", "unknown", "backward", "batched"
 ]
-"""What JAX made of a call's program.
+"""The kind of program that JAX derived from a call's program.
 
-`known` and `unknown` are what partial evaluation makes of a program of any kind: it
-moves what a loop need not repeat before it, and parts what a checkpoint computes again
-from its tangents.
+`known` and `unknown` come from partial evaluation, which splits programs of any kind.
+It moves work that a loop need not repeat before the loop, and separates what a
+checkpoint computes again from its tangents.
 """
 
 Rename: TypeAlias = Callable[..., dict[str, Any]]
 """The call's other parameters by name, and how -> those of a program derived from it.
 
-The names of its operands follow, where its program does not have them.
+The third argument has the names of its operands, if its program does not have them.
 """
 
 
@@ -84,8 +90,8 @@ def new_split(
 ) -> Split:
     """The split that JAX made.
 
-    `forwarded` has for each residual the operand it is, counted after the constants of
-    `call_jaxpr`, or None for one that `first` makes.
+    `forwarded` has, for each residual that is an operand, its number.  The constants of
+    `call_jaxpr` are counted first.  It has None for a residual that `first` makes.
     """
     constants = len(call_jaxpr.consts)
     residuals: list[Residual] = []
@@ -118,7 +124,7 @@ def residual_values(
 
 
 def operand_names(jaxpr: Any) -> tuple[str, ...]:
-    """The name of each operand of a program, empty where there is none."""
+    """The name of each operand of a program; "" without one."""
     names = jaxpr.debug_info.safe_arg_names(len(jaxpr.in_avals))
     return tuple(name or "" for name in names) or ("",) * len(jaxpr.in_avals)
 

@@ -1,4 +1,4 @@
-"""Stages of `jax.stages` that know more: what a subclass of one holds of JAX's own."""
+"""Subclasses of stages of `jax.stages`, which take over all that JAX's own has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 def take_over(stage: Any, of: Any) -> None:
     """Gives `stage`, of a subclass of `of`'s class, all that `of` holds.
 
-    JAX makes its stages itself, by constructors that are private and change.  What
-    JAX and its modules ask of one, `jax.experimental.serialize_executable` say, they
-    then find in the other as well.
+    JAX makes its stages by constructors that are private and change.  JAX's modules,
+    such as `jax.experimental.serialize_executable`, ask stages for private attributes,
+    and find all of them in the subclass too.
 
     >>> import jax
     >>> class Named(jax.stages.Lowered):

@@ -1,7 +1,7 @@
 """The streams that XLA's runtime puts communications on, read back from an executable.
 
-jaxlib has them from 0.12 on, where `jax.experimental.thunky` has no name for that: of
-what is compiled for GPUs, also without one.
+jaxlib tells them from 0.12 on, for executables for GPUs, also on a machine without one.
+`jax.experimental.thunky` has no public name for it.
 """
 
 # jaxlib's bindings have no types; what leaves this module is typed.
@@ -38,7 +38,7 @@ def communication_streams(compiled: jax.stages.Compiled) -> list[int] | None:
 
 
 def _streams(operation: Any) -> Iterator[int]:
-    """Those of an operation, and of what its regions hold."""
+    """The streams of an operation, and of the operations in its regions."""
     for region in operation.regions:
         for block in region.blocks:
             for each in block.operations:

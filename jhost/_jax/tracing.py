@@ -1,4 +1,4 @@
-"""Functions traced as `jax.jit` does it, and what is being traced now."""
+"""Functions traced as `jax.jit` does it, and questions about the current trace."""
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -76,17 +76,18 @@ def trace(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    # By `jit`'s own trace: its cache, its static arguments, its messages.
+    # `jit`'s own trace gives its cache, its static arguments and its messages.
     traced = jitted.trace(*args, **kwargs)
-    # `jit` keeps arrays as consts of the jaxpr, but if one of them is a tracer, all
-    # are operands already and their values stand aside, in `_consts`.
+    # `jit` keeps arrays as consts of the jaxpr.  But if one of them is a tracer, all of
+    # them are operands already, and their values are in `_consts`.
     jaxpr, consts = partial_eval.separate_consts(traced.jaxpr)
     leaves, in_tree = jax.tree.flatten(static.without(args, kwargs))
     return TracedCall(
         jaxpr=jaxpr,
         consts=(*consts, *traced._consts),
         args=tuple(leaves),
-        # Not from `args_info`, a tree of what not every class of the user's may hold.
+        # Not from `args_info`: it puts its own objects into the user's pytree classes,
+        # and not every class may hold them.
         donated=tuple(traced._params["donated_invars"][len(traced._consts) :]),
         in_tree=in_tree,
         out_tree=traced.out_tree,
@@ -121,11 +122,11 @@ class StaticArguments:
 def static_arguments(
     fun: Callable[..., Any], static_argnums: ArgNums, static_argnames: ArgNames
 ) -> StaticArguments:
-    """What `jax.jit` makes of the two, and refuses of them."""
+    """The static arguments as `jax.jit` resolves them, with its errors."""
     try:
         signature = inspect.signature(fun)
     except (ValueError, TypeError):
-        signature = None  # of some builtin functions there is none
+        signature = None  # some builtin functions have none
     # `jit` infers names from positions, and positions from names.
     *_, nums, names = api_util.resolve_argnums(
         fun, signature, None, None, static_argnums, static_argnames
@@ -134,7 +135,7 @@ def static_arguments(
 
 
 _SHARDINGS = (Sharding, PartitionSpec, Format)
-"""What a sharding may be given as; another object stands for none."""
+"""The classes of shardings; any other object stands for none."""
 
 
 def shardings_given(jitted: Any) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def shardings_given(jitted: Any) -> dict[str, Any]:
 
 
 def forget_traces(fun: Callable[..., Any]) -> None:
-    """Drops what `trace` keeps of a function."""
+    """Drops the traces that JAX's cache keeps of a function."""
     jitted: Any = jax.jit(_weakly_referable(fun))
     jitted.clear_cache()
 
@@ -171,7 +172,8 @@ def _weakly_referable(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_tracing(*values: Any) -> bool:
     """Whether any of the values is a tracer, of whatever transform."""
-    # By type: every call asks this, and a tree may have thousands of leaves.
+    # By types and not by values: every call asks this, and a tree may have thousands of
+    # leaves of few types.
     return any(issubclass(kind, Tracer) for kind in set(map(type, values)))
 
 
@@ -184,8 +186,8 @@ def is_reference(value: Any) -> bool:
 def mesh_of_tracer(value: Any) -> Mesh | AbstractMesh | None:
     """The mesh of the array that a tracer stands for, if any is known.
 
-    Its type says the axes, also those of automatic ones, from JAX 0.10 on; of the array
-    itself, which `grad` and `vmap` outside of other traces have, there are the devices.
+    From JAX 0.10 on its type has the axes, automatic ones too.  `grad` and `vmap`
+    outside of other traces have the array itself, and so its devices.
 
     >>> mesh = jax.make_mesh((1,), ("tp",))
     >>> x = jax.device_put(1.0, jax.NamedSharding(mesh, PartitionSpec()))
@@ -206,7 +208,7 @@ def mesh_of_tracer(value: Any) -> Mesh | AbstractMesh | None:
 
 
 def _below(value: Any) -> Any:
-    """What the innermost of transforms that run at once computes with."""
+    """The value below all transforms that compute at once (`grad`, `vmap`)."""
     while isinstance(value, JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
@@ -229,7 +231,7 @@ def jit_is_disabled() -> bool:
     return jax.config.jax_disable_jit
 
 
-# These hand the primal computation on to the trace below them as it happens.
+# These traces pass the primal computation on to the trace below at once.
 _TRANSPARENT = (core.EvalTrace, JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
 
 

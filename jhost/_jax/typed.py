@@ -1,8 +1,8 @@
-"""Programs traced on a mesh with explicit axes, made such that no type says how.
+"""Programs traced on a mesh with explicit axes, rewritten without sharding types.
 
-On explicit axes types have shardings, and JAX checks that they fit.  What the user says
-(`jax.sharding.reshard`, `out_sharding=`) becomes a sharding constraint.  Everything
-else in the types follows from that, and jhost may lay it out differently.
+On explicit axes types have shardings, and JAX checks that they fit.  Shardings that the
+user writes (`jax.sharding.reshard`, `out_sharding=`) become sharding constraints.
+Everything else in the types follows from these, and jhost may lay it out differently.
 """
 
 # JAX's private functions are partly untyped; what leaves this module is typed.
@@ -35,7 +35,7 @@ from jhost._jax.eqns import (
 )
 
 _SHARDINGS = ("sharding", "out_sharding")
-"""What primitives call the type that the user wants of their result."""
+"""The parameters of primitives that say which type the user wants of the result."""
 
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -72,7 +72,7 @@ class _Untyped:
         outvars = list(map(self.read, closed.outvars))
         parts |= {"eqns": self.eqns, "outvars": outvars}
         if not closed.constvars:
-            del parts["constvars"]  # else JAX drops the values
+            del parts["constvars"]  # JAX drops the values if it is given
         new = closed.jaxpr.replace(**parts, debug_info=closed.debug_info)
         return like_closed(new, closed) if isinstance(jaxpr, ClosedJaxpr) else new
 
@@ -105,7 +105,7 @@ class _Untyped:
             list(map(self.read, eqn.invars)),
             list(map(self.define, eqn.outvars)),
         )
-        # An equation keeps the context that it is made in, and with it a mesh.
+        # An equation keeps the context in which it is made, and that has a mesh.
         with _outside_types(eqn, self.mesh):
             new = new_jaxpr_eqn(
                 ins, outs, eqn.primitive, params, self.effects(eqn), eqn.source_info
@@ -125,7 +125,7 @@ class _Untyped:
         return set(map(renamed, eqn.effects))
 
     def reshard(self, eqn: JaxprEqn, name: str) -> None:
-        """A constraint, but nothing where axes become automatic."""
+        """A constraint, or nothing where axes only become automatic."""
         source, sharding = self.read(eqn.invars[0]), eqn.params[name]
         if not isinstance(sharding, NamedSharding):
             raise errors.UnsupportedError(f"jax.sharding.reshard to {sharding}")
@@ -143,7 +143,7 @@ class _Untyped:
         return with_each_leaf(value, self.leaf)
 
     def leaf(self, value: Any) -> Any:
-        """What stands in a parameter."""
+        """A value in a parameter."""
         match value:
             case ClosedJaxpr() | Jaxpr():
                 return _Untyped(self.mesh).program(value)
@@ -188,7 +188,7 @@ class _Rules:
         return untyped(jaxpr, self.mesh), *rest
 
     def backward(self, rule: Any, *args: Any) -> Any:
-        """The rule as a program, for its operands are of other types than it wants."""
+        """The rule as a program, as its operands have other types than it wants."""
         kinds, held = self.operands(), list[Any]()
 
         def traced(arrays: Sequence[Any]) -> list[Any]:
@@ -215,7 +215,7 @@ class _Rules:
         )
 
     def operands(self) -> list[AbstractValue]:
-        """The types of residuals, of which some are operands, and of cotangents."""
+        """The types of residuals (some of them are operands) and of cotangents."""
         call = close(self.eqn.params["call_jaxpr"])
         _, _, forwarded = self.eqn.params["out_trees"]()
         ins, made = call.in_avals, iter(self.made)
@@ -233,13 +233,13 @@ def _is_zero(value: Any) -> bool:
 
 @contextmanager
 def _outside_types(eqn: JaxprEqn, mesh: AbstractMesh) -> Generator[None]:
-    """The context of an equation, but for its mesh."""
+    """The context of an equation with another mesh."""
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
 def _wanted(eqn: JaxprEqn) -> dict[str, NamedSharding]:
-    """The types that an equation was told its result has."""
+    """The types that the user asked for, for an equation's result."""
     if eqn.primitive.name in ("jhost", "sharding_constraint"):
         return {}
     given = {name: eqn.params.get(name) for name in _SHARDINGS}
@@ -258,12 +258,12 @@ def _typed_axes(eqn: JaxprEqn) -> bool:
 
 
 def _constrained_to(kind: NamedSharding) -> NamedSharding:
-    """What a type asks for, where automatic axes are nobody's business."""
+    """The constraint that a type asks for; it leaves automatic axes open."""
     spec = kind.spec
     if spec.unreduced or spec.reduced:
         raise errors.UnsupportedError(
-            f"A type asks for {spec}, but jhost adds up where it sees fit. Ask for the "
-            "sharding of the sum."
+            f"A type asks for {spec}, but jhost decides where sums are made. Ask for "
+            "the sharding of the sum."
         )
     some_automatic = AxisType.Auto in kind.mesh.axis_types
     free = PartitionSpec.UNCONSTRAINED if some_automatic else None
@@ -290,7 +290,7 @@ def _plain(aval: AbstractValue) -> AbstractValue:
 
 
 def _check_shard_map(eqn: JaxprEqn) -> None:
-    """In its body all axes must be manual, for its types are left as they are."""
+    """Refuses a body with axes that are not manual, because its types stay."""
     axes = set(eqn.params["mesh"].axis_names)
     if rest := sorted(axes - set(eqn.params["newly_manual_axes"])):
         raise errors.UnsupportedError(

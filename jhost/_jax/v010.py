@@ -1,4 +1,4 @@
-"""The rules that make a primitive a call, for JAX 0.10, which cannot be asked for them.
+"""The rules that make a primitive a call, for JAX 0.10, which does not register them.
 
 From 0.11 `jax.extend.core.register_call_primitive_rules` registers the same set.  The
 rules here are those of `jax/_src/compute_on.py` (0.10.2), with any parameters passed

@@ -49,11 +49,15 @@ _COUNTS = (4, 2, 8)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """One candidate: the mark that asks for it, and the seconds it would take.
+    """One candidate for a mark, lowered and timed.
 
-    `compute` are those of its computations alone, `host_share` is the part for which
-    launches keep the host, and `program` what it would be.  Times are NaN where the
-    devices' rates are not known.
+    Attributes:
+        mark: the mark that asks for it.
+        text: what messages call it.
+        seconds: how long the program takes; NaN where the devices' rates are unknown.
+        compute: the seconds of its computations alone; NaN likewise.
+        host_share: the share of `seconds` for which launches keep the host busy.
+        program: the lowered program.
     """
 
     mark: StreamChoice
@@ -65,13 +69,13 @@ class Outcome:
 
 
 Predictions: TypeAlias = list[tuple[Program, Mapping[str, object], Prediction]]
-"""What programs take, with how they stand in the whole."""
+"""Predictions: each has a program, how it stands in the whole, and its times."""
 
 
 class Evaluation:
-    """The candidates for the marks of a section that are alike, the others as they are.
+    """The candidates for some marks alike of a section; its other marks do not change.
 
-    Candidates that are `to_measure` include what cannot win by prediction.
+    With `to_measure`, candidates include those that cannot win by prediction.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Evaluation:
         self.predictions = [] if predictions is None else predictions
 
     def best(self, mark: StreamChoice) -> StreamChoice:
-        """`mark` with the choice made: simple ones first, then those that gain."""
+        """`mark` with its choice, the reason, and the predictions it was chosen by."""
         self.evaluate_all(mark, lambda outcome: [self.with_sums_elsewhere(outcome)])
         if not self.outcomes:
             return mark  # the loops will say what is wrong with it
@@ -110,7 +114,7 @@ class Evaluation:
         )
 
     def chosen(self) -> Outcome:
-        """The first of the outcomes, but for one that gains enough."""
+        """The simplest outcome, unless a later one gains enough over it."""
         chosen, *others = self.outcomes
         for outcome in others:
             # Each must gain over the simpler ones before it, not only over no pipeline.
@@ -126,12 +130,13 @@ class Evaluation:
     def measurable(self, mark: StreamChoice) -> list[Outcome]:
         """All candidates that make different programs."""
         self.evaluate_all(mark, self.with_variants)
-        # Candidates may come to one program.  It is measured once, as the simplest.
+        # Several candidates may lower to one program.  It is measured once, for the
+        # simplest of them.
         programs = {str(outcome.program): outcome for outcome in self.outcomes[::-1]}
         return [o for o in self.outcomes if programs[str(o.program)] is o]
 
     def reason(self, ranked: Sequence[Outcome]) -> str:
-        """The prediction for the choice, and for what it was chosen from."""
+        """The predictions for the choice and for the other candidates, in words."""
         rows = [(outcome.text, outcome.seconds) for outcome in ranked]
         how = "estimated from data sheets" if self.known.estimated else "predicted"
         return ranking_text(how, rows, self.refusals)
@@ -151,9 +156,9 @@ class Evaluation:
     def evaluate_all(
         self, mark: StreamChoice, found: Callable[[Outcome], Sequence[Outcome]]
     ) -> None:
-        """Evaluate what could be done with a mark, as far as it leaves that open.
+        """Evaluate all that a mark leaves open.
 
-        What is `found` of each outcome goes to `outcomes`.
+        `found` makes one or more outcomes of each, and these go to `self.outcomes`.
         """
 
         def added(candidate: StreamChoice) -> Sequence[Outcome]:
@@ -170,7 +175,10 @@ class Evaluation:
                 added(more)
 
     def without_permutes(self, mark: StreamChoice) -> Iterator[StreamChoice]:
-        """The candidates that need none, the simplest first: later ones must gain."""
+        """The candidates that need no permutes.
+
+        The simplest comes first, because later ones must gain over it.
+        """
         pipeline, chunks = mark.spec.pipeline, mark.spec.chunks
         given = chunks is not None
         if pipeline is None and not given:
@@ -178,7 +186,7 @@ class Evaluation:
                 yield mark  # it joins their stream
             yield dataclasses.replace(mark, unpipelined=True)
         if pipeline in (None, "collective"):
-            # Where collectives run alone, chunks of them hide nothing.
+            # Chunks hide nothing where a collective cannot run beside computation.
             beside = self.to_measure or self.known.collective.beside_compute
             for count in [chunks] if given else _COUNTS if beside else []:
                 yield mark.with_spec(pipeline="collective", chunks=count)
@@ -194,20 +202,20 @@ class Evaluation:
     def in_more_chunks(
         self, p2p: StreamChoice, outcome: Outcome
     ) -> StreamChoice | None:
-        """A p2p candidate in twice the chunks, if its outcome would gain by them."""
+        """A p2p candidate with twice the chunks, if more overlap could make it win."""
         chunks = None if p2p.spec.chunks is not None else _chunks_of(outcome)
-        # More chunks hide more, and cost more launches.
+        # More chunks hide more, but each chunk costs launches.
         if chunks is None or not self.hides_too_little(outcome):
             return None
         return p2p.with_spec(chunks=2 * chunks)
 
     def others_pipelined(self) -> bool:
-        """Whether a stream of other marks may reach the value."""
+        """Whether another mark has a pipeline; its stream may reach the value."""
         others = (m for n, m in enumerate(self.marks) if n not in self.section.numbers)
         return any(isinstance(m, StreamChoice) and m.spec.pipeline for m in others)
 
     def hides_too_little(self, outcome: Outcome) -> bool:
-        """Whether an outcome would win if more chunks hid the rest."""
+        """Whether an outcome would win if more chunks hid all that it moves."""
         if self.to_measure:
             return True
         return outcome.compute < self.gain * self.chosen().seconds
@@ -218,8 +226,9 @@ class Evaluation:
         return self.rates
 
     def evaluate(self, candidate: StreamChoice) -> Outcome | None:
-        """What the program would take with `candidate`; why it cannot be is noted."""
-        candidate = dataclasses.replace(candidate, wished=())  # it is refused, or made
+        """The outcome of `candidate`, or None and an entry in `refusals`."""
+        # Without wishes a candidate is made or refused, but never made in another way.
+        candidate = dataclasses.replace(candidate, wished=())
         marks = list(self.marks)
         set_choice(marks, self.section.numbers, candidate)
         # The whole section is lowered anew: layouts depend on the choice as well.
@@ -242,7 +251,7 @@ class Evaluation:
         return Outcome(candidate, text, total, compute, host_share, program)
 
     def predicted(self, program: Program, rates: Rates) -> Prediction:
-        """What a program takes, which is known of another with its statements."""
+        """The prediction of a program, which may be known from an equal one."""
         how = self.section.how
         for other, its, prediction in self.predictions:
             same = other.body is program.body and other.results == program.results
@@ -253,10 +262,10 @@ class Evaluation:
         return prediction
 
     def moves_between_processes(self, candidate: StreamChoice, program: Program) -> str:
-        """Why a candidate that nobody named has permutes that nothing could hide."""
+        """Why a candidate that nobody named cannot hide its permutes; "" if it can."""
         if self.rates is None or candidate.spec.pipeline != "p2p" or candidate.by_name:
             return ""
-        # The simplest candidate has permutes, too: those of transfers outside of loops.
+        # The simplest candidate may have permutes already, outside of loops.
         already = permutes(self.outcomes[0].program) if self.outcomes else Counter()
         more = [axis for axis, n in permutes(program).items() if n > already[axis]]
         mesh, reach = dict(program.mesh.shape), self.rates.reach
@@ -265,7 +274,7 @@ class Evaluation:
         )
 
     def with_sums_elsewhere(self, outcome: Outcome) -> Outcome:
-        """The outcome with what loops add up outside of them, where that is faster."""
+        """The outcome, or a faster one that makes the loops' sums outside of them."""
         mark = outcome.mark
         if (
             mark.spec.pipeline == "collective"
@@ -278,13 +287,13 @@ class Evaluation:
         return outcome
 
     def in_order_of_position(self, outcome: Outcome) -> Outcome:
-        """The outcome without exchanges around causal loops, where those do not pay."""
+        """The outcome, or one without zigzag order, where its exchanges do not pay."""
         if outcome.mark.spec.pipeline != "p2p":
             return outcome
         return self.if_faster(outcome, outcome.mark.with_spec(zigzag=False))
 
     def if_faster(self, outcome: Outcome, mark: StreamChoice) -> Outcome:
-        """What a mark comes to where it is another program and takes no longer."""
+        """The outcome of `mark` if it is another program and takes no longer."""
         other = self.evaluate(mark)
         if other is None or not other.seconds <= outcome.seconds:
             return outcome
@@ -293,14 +302,14 @@ class Evaluation:
         return outcome if str(other.program) == str(outcome.program) else other
 
     def on_fewer_streams(self, outcome: Outcome) -> Outcome:
-        """The outcome on two streams, where that costs nothing and the host is ahead.
+        """The outcome on two streams, if that costs nothing and the host is ahead.
 
-        A transfer is then launched an iteration before it is needed, not all of them
-        before the first matmul: 0.50 ms instead of 0.59 for gathered queries, keys and
-        values of a 70B model on four H200s.
+        A transfer is then launched an iteration before it is needed, and not all of
+        them before the first matmul.  Queries, keys and values of a 70B model took
+        0.50 ms instead of 0.59 with this, gathered on four H200s.
         """
         mark = outcome.mark
-        # If the host is not ahead, a transfer that is launched later comes later.
+        # If the host is not ahead of the devices, launching later means moving later.
         if mark.spec.pipeline != "p2p" or outcome.host_share > _AHEAD:
             return outcome
         return self.if_faster(outcome, mark.with_spec(streams=2))
@@ -312,7 +321,7 @@ def gain_of(rates: Rates) -> float:
 
 
 def _chunks_of(outcome: Outcome) -> int | None:
-    """The chunks that a p2p candidate got unasked: one a device."""
+    """The chunks that a p2p candidate got by default: one for each device."""
     for report in all_remarks(outcome.program):
         if isinstance(report, StreamReport) and report.pipeline == "p2p":
             if set(outcome.mark.lines) <= set(report.lines):
@@ -323,7 +332,7 @@ def _chunks_of(outcome: Outcome) -> int | None:
 def ranking_text(
     how: str, ranked: Sequence[tuple[str, float]], left_out: Sequence[str]
 ) -> str:
-    """The seconds of the choice, and of what it was chosen from; the best first."""
+    """The seconds of the choice and of the other candidates in words, best first."""
     (first, seconds), *rest = ranked
     said = [f"{text} {seconds_text(each)}" for text, each in rest]
     said[:1] = [f"runner-up: {text}" for text in said[:1]]

@@ -1,11 +1,11 @@
-"""Choose which scans are cycles: with transfers that stand in another iteration.
+"""Choose which scans become cycles: scans with transfers moved to another iteration.
 
-A cycle hides the first gather of an iteration and its last sum.  It carries what they
-bring or take, and its first and last iterations stand outside of the scan.  What no
-iteration changes is gathered once, in front of the scan.
+A cycle hides the first gather of an iteration and its last sum.  It carries the values
+that these bring or take, and the first and last iterations stand outside of the scan.
+A value that no iteration changes is gathered once, in front of the scan.
 
-Within a process that is done where it is predicted to gain.  Between processes a link
-may be slower than any that was measured, and it is always done.
+Within a process this is done where a gain is predicted.  Between processes it is always
+done, because the link may be slower than any that was measured.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 
 _GAIN = 0.995
-"""What the time must be below, as a share of that without the cycle."""
+"""A cycle's time must be below this share of the time without it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseCycles(EachProgram):
-    """Scans -> cycles, where that gains; `transfers` decides of what they then hold."""
+    """Scans -> cycles, where that gains; `transfers` says what can be hidden."""
 
     name: ClassVar[str] = "choose_cycles"
 
@@ -52,7 +52,7 @@ class ChooseCycles(EachProgram):
     def with_transfers_moved(
         self, program: Program, scan: Scan, can_hide: IsOpen
     ) -> Program:
-        """`program`, whose scan may gather once, and be a cycle."""
+        """`program` with a scan that may gather once in front, and may be a cycle."""
         found = MovableTransfers(scan, can_hide)
         if (once := once_of(scan, found)) is not None:
             other, changed = with_once(program, once)
@@ -70,12 +70,12 @@ class ChooseCycles(EachProgram):
         return way is not None and self.transfers.is_open(transfer)
 
     def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
-        """Whether the `other` program is asked for, or done earlier."""
+        """Whether the `other` program is asked for, or predicted to take less time."""
         if not self.is_weighed(moved):
             return True
-        # With all transfers beside work, as a cycle wants them.  Were they chosen for
-        # each of the two, that would be most of lowering: 30 of 40 s for four layers
-        # with marks over two axes.
+        # All transfers are put beside work, as a cycle wants them, instead of chosen
+        # for both programs.  The choice took most of lowering: 30 of 40 s for four
+        # layers with marks over two axes.
         every = dataclasses.replace(self.transfers, pipeline="p2p")
         ordered = (Weighed(every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
@@ -94,7 +94,7 @@ def _noted(program: Program, note: Note | None) -> Program:
 
 
 def _said_kept(loop: Scan | While, kept: Sequence[Communicate]) -> Note | None:
-    """Why transfers stay in their iteration, though they have nothing beside them."""
+    """Why exposed transfers stay in their iteration, in words."""
     if not kept:
         return None
     names = _names(loop.body, kept)

@@ -23,20 +23,21 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.streams.found import FoundStream
 
 _CLOSE = 0.98
-"""From this share of a time on, what could still be gained is not looked for."""
+"""If computations alone take this share of a time, no other candidate is tried."""
 
 _HOPELESS = 1.05
-"""From so many times the time without a loop on, a candidate is not varied."""
+"""A candidate that takes so many times the time without a loop is not varied."""
 
 Number: TypeAlias = tuple[int, ...]
-"""What tells a mark that was found from the others: its `numbers`."""
+"""The `numbers` of a found mark, which no other mark has."""
 
 
 class FoundStreamsChoice:
-    """What is best for streams that were found, one after another.
+    """The best choice for each found stream, one stream after another.
 
-    Each is evaluated with what was chosen for those before it, and without those behind
-    it.  Without a loop a section is laid out as it is best then.
+    A stream is evaluated with the choices for earlier streams, and without the later
+    ones.  `looped` has layouts for loops, and `plain` has layouts for none, because a
+    section without a loop may lie better in another way.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class FoundStreamsChoice:
                 break
             outcome = self.outcome(self.looped, stream, candidate)
             if outcome is None or outcome.seconds > _HOPELESS * plain.seconds:
-                break  # and so will the others be: they differ in little
+                break  # the other candidates differ too little to make up for that
             if all(outcome.seconds < each.seconds for each in outcomes[1:]):
                 kept = dict(self.chosen)
             outcomes.append(outcome)
@@ -77,7 +78,7 @@ class FoundStreamsChoice:
         self.gained += gains
 
     def candidates(self, stream: FoundStream) -> Iterator[StreamChoice]:
-        """What the marks may ask for, what wins most often first."""
+        """What the marks may ask for; what wins most often comes first."""
         first = stream.marks[0][0]
         yield first
         if first.spec.sums != "in chunks":
@@ -86,7 +87,7 @@ class FoundStreamsChoice:
         yield first.with_spec(zigzag=False)
 
     def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether another candidate could gain on the best one so far."""
+        """Whether another candidate could gain enough over the best one so far."""
         best = min(outcomes, key=lambda outcome: outcome.seconds)
         most = gain_of(self.rates) if len(outcomes) == 1 else _CLOSE
         return best.compute < most * best.seconds
@@ -97,7 +98,7 @@ class FoundStreamsChoice:
         stream: FoundStream,
         way: StreamChoice | None,
     ) -> Outcome | None:
-        """What a stream comes to whose marks all ask for that, or for no loop."""
+        """The outcome of a stream if all its marks ask for `way`; None is no loop."""
         self.chosen |= {mark.numbers: _as(mark, way) for mark in stream.every_mark}
         marks = self.marks(sections.program)
         numbers = numbers_of(marks, stream.marks[0])
@@ -122,7 +123,7 @@ class FoundStreamsChoice:
         chosen: Mapping[Number, StreamChoice],
         outcomes: Sequence[Outcome],
     ) -> dict[Number, StreamChoice]:
-        """The choices, with the predictions behind those of a stream."""
+        """The choices, with the predictions and the reason at the marks of `stream`."""
         ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
         predicted = tuple((each.text, each.seconds) for each in ranked)
         how = "estimated from data sheets" if self.rates.estimated else "predicted"
@@ -137,7 +138,7 @@ class FoundStreamsChoice:
 
 
 def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
-    """A mark that asks for what another does, or for no loop."""
+    """`mark` asking for what `way` asks for; None is no loop."""
     if way is None or way.unpipelined:
         return dataclasses.replace(mark.with_spec(pipeline=None), unpipelined=True)
     return dataclasses.replace(
@@ -146,7 +147,7 @@ def _as(mark: StreamChoice, way: StreamChoice | None) -> StreamChoice:
 
 
 def numbers_of(marks: Sequence[Mark], group: Sequence[StreamChoice]) -> list[int]:
-    """The places among a program's marks of those of a group."""
+    """The positions, among a program's marks, of the marks of a group."""
     own = {mark.numbers for mark in group}
     places = enumerate(marks)
     return [n for n, m in places if isinstance(m, StreamChoice) and m.numbers in own]

@@ -1,9 +1,9 @@
-"""Choose how the permutes of a program go: copied from peer to peer, or put by NCCL.
+"""Choose how a program's permutes move: by copies from peer to peer, or by NCCL's puts.
 
-XLA takes one way for a whole executable.  A put takes longer on the devices.  A peer
-copy keeps the hosts' threads, which meet for each one.  So puts win where launches are
-the limit.  Both are predicted for the whole program, and peer copies stay unless puts
-gain.
+XLA has one way for a whole executable.  A put takes longer on the devices.  A peer copy
+keeps the host's threads busy, because they meet for each one.  So puts win where
+launches are the limit.  Both ways are predicted for the whole program, and peer copies
+stay unless puts gain.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import PermuteKind, PermuteReport, Prediction
 
 _GAIN = 0.97
-"""What the time by puts must be below, as a share of that by peer copies."""
+"""The time with puts must be below this share of the time with peer copies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChoosePermutes:
-    """A finished program -> the same, with a remark that says how its permutes go.
+    """A finished program -> the same, with a remark that says how its permutes move.
 
-    Nothing is said where NCCL cannot put, by `rates`, and where no loop permutes.
+    There is no remark where no loop permutes, or where NCCL cannot put (by `rates`).
     """
 
     name: ClassVar[str] = "choose_permutes"
@@ -52,12 +52,12 @@ def _permutes(program: Program) -> bool:
 def by_permutes(
     program: Program, rates: Rates, **how: Any
 ) -> list[tuple[PermuteKind, Prediction]]:
-    """What `predict` says by each kind of permutes that there is, the better first."""
+    """The prediction for each kind of permutes that there is, the better one first."""
     copied: tuple[PermuteKind, Prediction]
     copied = ("peer copies", predict(program, rates, **how))
     if rates.put is None:
         return [copied]
-    # All or none: XLA takes the kind as an option of the whole program.
+    # All permutes or none: XLA has one option for the whole program.
     putting = dataclasses.replace(rates, permute=rates.put)
     put = predict(program, putting, **how)
     if put.total < _GAIN * copied[1].total:

@@ -1,9 +1,8 @@
-"""Choose what the user left open about streams: pipeline, chunk count, or neither.
+"""Choose what the user left open about streams: the pipeline, and the chunk count.
 
-If the program was tuned, the way that was measured fastest is taken.  Otherwise each
-candidate is lowered, and `simulate.py` predicts how long the program then takes.  Not
-to pipeline is one candidate.  Another must gain more than the simulation may be wrong
-by.
+If the program was tuned, the candidate that was measured fastest is taken.  Otherwise
+each candidate is lowered, and `simulate.py` predicts how long the program then takes.
+One candidate has no loop.  Any other must gain more than the error of the simulation.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from jhost.lowering.streams.plan import take_known
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChoosePipelines:
-    """Marks that leave something open -> marks that say it, with the reason.
+    """Marks that leave something open -> marks that leave nothing open, with a reason.
 
     Attributes:
         following: the passes up to the loops.
-        settings: what holds where a request says nothing.
+        settings: the defaults for what a request leaves out.
         rates: the rates of the devices, if they are known.
         device_kind: JAX's name for the kind of devices.
-        tuned: what was measured best, by program and mark.
+        tuned: the choice that was measured fastest, by program and mark.
     """
 
     name: ClassVar[str] = "choose_pipelines"
@@ -67,7 +66,7 @@ class ChoosePipelines:
                 choice = self.choice(sections, marks, others, following, predictions)
                 set_choice(marks, others, choice)
         chosen = with_marks(program, marks)
-        # Where a mark asked for all of it, its streams may be planned already.
+        # A program whose marks left nothing open may have its streams planned already.
         for before, after in zip(programs(program), programs(chosen), strict=True):
             take_known(after, [before])
         return chosen
@@ -99,14 +98,14 @@ class ChoosePipelines:
     def evaluation(
         self, program: Program, marks: Sequence[Mark], numbers: Sequence[int]
     ) -> Evaluation:
-        """All candidates for some marks of a resolved program, to be measured."""
+        """An evaluation of some marks of a resolved program, for measuring."""
         section = Section(program=with_marks(program, marks), numbers=numbers)
         return Evaluation(section, self.following, self.rates, to_measure=True)
 
     def nothing_to_gain(self, program: Program) -> str:
         """Why no pipeline could win here, if none could."""
         if program.mesh.size <= 1:  # an empty mesh has size 0
-            return "there is one device, and nothing moves"
+            return "there is one device, so nothing moves"
         if self.rates is None:
             return (
                 f"jhost has no rates of {self.device_kind} devices; python -m jhost "
@@ -125,7 +124,7 @@ class ChoosePipelines:
 
 
 def _left_open(mark: StreamChoice, why_not: str) -> str:
-    """The reason of a mark that asks for nothing; others keep theirs."""
+    """The reason of a mark that asks for nothing; other marks keep their reason."""
     if mark.spec.pipeline is None and mark.spec.chunks is None:
         asked = "" if mark.unmet else "; ask with chunks= or pipeline="
         return f"auto: {why_not}{asked}"

@@ -1,16 +1,17 @@
 """Choose how transfers outside of loops are made, and which stand beside other work.
 
-Three kinds qualify: shards of weights, which are there long before they are read, sums
-of gradients, which nothing reads for long, and what neighbours send each other, such as
-the stages of a pipeline.  The last is made of permutes already, and stays as it is.
+Three kinds of transfers qualify: gathers of weights, whose shards are there long before
+they are read; sums of gradients, which nothing reads for long; and values that
+neighbours send each other, such as the stages of a pipeline.  The third kind consists
+of permutes already, and stays as it is.
 
-- Within a process permutes run beside other work, but what they bring has to be put
-  together or added.  So all gathers of a program go by permutes if that is predicted to
-  gain, and so do all its sums.
-- Between processes a permute is a kernel of NCCL's like any other.  Such a kernel runs
-  beside work as well, if it is issued early and waited for late.  So there collectives
-  stay, and are put in order whatever is predicted: all processes have to write the same
-  program.
+- Within a process permutes run beside other work, but the pieces that they bring have
+  to be put together or added.  So all gathers of a program become permutes if that is
+  predicted to gain, and so do all its sums.
+- Between processes a permute is a kernel of NCCL's, like a collective.  Such a kernel
+  also runs beside work if it is issued early and waited for late.  So collectives stay
+  collectives there.  They are put in order whatever is predicted, because all processes
+  have to write the same program.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from jhost.lowering.schedule.schedule_loops import ScheduleLoops
 from jhost.lowering.units.segment import Segment
 
 _GAIN = 0.99
-"""What the time must be below, as a share of that with collectives."""
+"""The time with permutes must be below this share of the time with collectives."""
 
 _LEAST = 1 << 20
-"""Bytes below which any transfer takes its latency."""
+"""Transfers of fewer bytes than this take no longer than their latency."""
 
 
 _TURNS: Sequence[tuple[TransferForm, bool]] = [
@@ -49,9 +50,10 @@ _TURNS: Sequence[tuple[TransferForm, bool]] = [
     ("permutes", True),
     ("permutes", False),
 ]
-"""How transfers are made, and whether they are gathers, in the order of the choice.
+"""The kinds of transfers in the order of the choice: the form, and whether gathers.
 
-What is not weighed comes first, for the others are weighed beside it.
+Collectives come first.  Their order is never weighed, so they stand already where
+permutes are weighed beside them.
 """
 
 _HOW: Mapping[TransferForm, str] = {"permutes": " by permutes", "collective": ""}
@@ -59,10 +61,10 @@ _HOW: Mapping[TransferForm, str] = {"permutes": " by permutes", "collective": ""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChooseTransfers(EachProgram):
-    """Collectives with work before or behind them -> transfers beside it.
+    """Collectives with work before or behind them -> transfers beside that work.
 
-    Those within a process are weighed by `rates` where the function's `pipeline` is
-    open, and asked for where that is "p2p".
+    Within a process, `rates` decide if the function's `pipeline` is "auto"; "p2p" asks
+    for all of them.
     """
 
     name: ClassVar[str] = "choose_transfers"
@@ -92,8 +94,8 @@ class ChooseTransfers(EachProgram):
                 **ways,
                 **{stmt.name: way for stmt in stmts},
             }
-            # Beside what was decided: two that share one piece of work hide less than
-            # each would by itself.
+            # Weighed together with the kinds decided before: two transfers that share
+            # one piece of work hide less than each would by itself.
             other = Weighed(in_order(program, more))
             if self.is_better(way, made, other):
                 ways, made = more, other
@@ -103,17 +105,19 @@ class ChooseTransfers(EachProgram):
         return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
 
     def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> TransferForm | None:
-        """How a transfer is made that stands beside work, if there is a way."""
+        """The form of a transfer that stands beside work; None if there is none."""
         if not self.between.isdisjoint(stmt.axes):
             return "collective"
+        # `between` has the axes between processes of GPUs only: on CPUs no transfer
+        # runs beside anything.
         if self.rates is not None and between_processes(stmt.axes, self.rates.reach):
-            return None  # on CPUs nothing that moves runs beside anything
+            return None
         if stmt.kind == "CollectivePermute":
-            return "collective"  # it stays what it is
+            return "collective"  # it is a permute already
         return "permutes" if is_made_of_permutes(stmt, mesh) else None
 
     def is_open(self, stmt: Communicate) -> bool:
-        """Whether one may stand beside work, as far as it stands for itself."""
+        """Whether a transfer by itself qualifies: large enough, and hidden if moved."""
         if bytes_of(stmt.source) < _LEAST:
             return False
         if self.pipeline != "auto":
@@ -124,12 +128,12 @@ class ChooseTransfers(EachProgram):
             return False
         if stmt.kind == "CollectivePermute":
             return self.rates.permute.beside_compute
-        # Collectives that run beside matmuls need no permutes in their place.
+        # Collectives that run beside matmuls need no permutes to replace them.
         alone = not self.rates.link(stmt.kind, stmt.axes).beside_compute
         return alone and self.rates.permute.beside_compute
 
     def is_better(self, way: TransferForm, made: Weighed, other: Weighed) -> bool:
-        """Whether the `other` program's transfers, more by that `way`, should be so."""
+        """Whether to take the `other` program, which makes more transfers by `way`."""
         if way == "collective" or self.pipeline != "auto":
             return True
         return self.gains(made, other, _GAIN)
@@ -143,9 +147,9 @@ class ChooseTransfers(EachProgram):
 class Weighed:
     """A program, and how long it takes with collectives that run alone.
 
-    They do in bodies.  XLA has each set out right before a matmul, for whose end NCCL's
-    kernels then wait: four layers of Llama 8B with their weights sharded over two H100s
-    took 48.4 ms so, where computations and collectives one after another make 48.
+    In bodies they do.  XLA issues each right before a matmul, and NCCL's kernels then
+    wait for the end of that matmul.  Four layers of Llama 8B with weights sharded over
+    two H100s took 48.4 ms, and the sum of computations and collectives is 48 ms.
     """
 
     def __init__(self, program: Program) -> None:
@@ -164,13 +168,13 @@ def _said(
 ) -> Iterator[Note]:
     moved = [stmt for stmt in stmts if stmt.kind == "CollectivePermute"]
     others = [stmt for stmt in stmts if stmt.kind != "CollectivePermute"]
-    when = "before" if gathers else "next"
+    when = "before" if gathers else "after"
     for done, some in (("gathered" if gathers else "summed", others), ("sent", moved)):
         if not some:
             continue
         axes = " and ".join(dict.fromkeys(axis for stmt in some for axis in stmt.axes))
         text = f"{bytes_text(sum(map(larger_side, some)))} {done} over {axes}"
         yield Note(
-            form=f"{{}}: {text}{_HOW[way]}, beside what is computed {when}",
+            form=f"{{}}: {text}{_HOW[way]}, beside the work that comes {when}",
             values=tuple(stmt.out.name for stmt in some),
         )

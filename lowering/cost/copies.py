@@ -22,8 +22,8 @@ class Copies:
     """The copies of each statement; asked in the order in which a program runs.
 
     `writers` says who wrote what so far.  A value that is `in_pieces` never becomes one
-    array.  A value that is `copied` in any case, because a scan stacks it, say, is
-    taken from its pieces then.
+    array.  A value that is `copied` anyway, because a scan stacks it, for example, is
+    read from its pieces by that copy.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class Copies:
         self.copied = copied
 
     def of(self, stmt: ir.Compute) -> Iterator[Kernel]:
-        """Contractions neither write into a part of an array nor read one in place.
+        """The copies that contractions need: they cannot write or read parts in place.
 
-        A value that is read in the pieces it was written in never becomes one array.
-        Pieces at known places are put together when it is first read as one.
+        A value that is read in the pieces in which it was written never becomes one
+        array.  Pieces at known places are put together when the value is first read as
+        one array.
         """
         for heavy, buffer in zip(made_by_contraction(stmt), stmt.outs, strict=True):
             alias = self.alias(buffer)
@@ -51,10 +52,11 @@ class Copies:
                 yield copy_of(buffer)
 
     def is_part_by_rank(self, buffer: ir.Buffer) -> bool:
-        """Whether no transfer or copy reaches it in place.
+        """Whether a transfer needs a copy, because the part's place is not static.
 
-        Parts of an all-to-all's other dim, that is: those of the dim in chunks are in
-        the rates, which were fitted to what loops took that make and move them.
+        Parts of the dim in chunks do not count: their copies are in the rates, which
+        were fitted to the times of whole loops.  So this is about the other dim of an
+        all-to-all.
         """
         alias = self.alias(buffer)
         if alias is None or alias.source.dims[alias.dim].stream:
@@ -62,7 +64,7 @@ class Copies:
         return _by_rank(alias)
 
     def is_put_together(self, buffer: ir.Buffer) -> bool:
-        """Whether it is a piece, at a known place, of a value that is read as one."""
+        """Whether it is a piece, at a static place, of a value read as one array."""
         alias = self.alias(buffer)
         if alias is None or alias.drop or _by_rank(alias):
             return False
@@ -83,7 +85,7 @@ def written_in_pieces(program: Program) -> set[str]:
 
 
 def taken_from_pieces(program: Program) -> set[str]:
-    """The values that are read as a whole by readers that take them in pieces.
+    """The values whose readers of the whole can all read them in pieces.
 
     Such a reader is a fusion, or a copy that reorders dims for a contraction.
     """
@@ -101,8 +103,8 @@ def taken_from_pieces(program: Program) -> set[str]:
 def is_transposed(stmt: ir.Communicate) -> tuple[bool, bool]:
     """Whether XLA transposes what an all-to-all sends, and what it receives.
 
-    Parts that it sends lie one behind the other, and so do those that it receives:
-    those of another dim than the major one are brought there, or from there.
+    An all-to-all sends and receives parts that lie one behind the other in memory.
+    Only parts of the major dim do, so XLA transposes those of another dim.
     """
     if stmt.kind != "AllToAll":
         return False, False
@@ -115,7 +117,7 @@ def _is_major(buffer: ir.Buffer, dim: int | None) -> bool:
 
 
 def _by_rank(alias: ir.Select) -> bool:
-    """Whether a device's part is known only when it runs."""
+    """Whether the part depends on the device's number, so its place is not static."""
     return any(isinstance(leaf, Rank) for leaf in leaves(alias.index))
 
 

@@ -1,4 +1,4 @@
-"""How long each transfer of a program takes, and what of it nothing computes beside."""
+"""How long each transfer of a program takes, and how much of it is exposed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jhost.lowering.ir.derived import derived_with
 from jhost.lowering.ir.program import Program
 
 _NOTHING = 1e-9
-"""Seconds that come of rounding."""
+"""Fewer seconds than this are rounding errors of sums and differences."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferTime:
     """The predicted seconds of a communication, in all chunks of one run.
 
-    Of those, nothing computes on the device for the `exposed` ones.
+    The device computes nothing during the `exposed` seconds of them.
     """
 
     seconds: float = 0.0
@@ -37,9 +37,9 @@ class TransferTime:
 def transfer_times(
     program: Program, rates: Rates, *, in_body: bool
 ) -> Mapping[str, TransferTime]:
-    """The times of a program's communications by name; those in its bodies are apart.
+    """The times of a program's own communications by name, without those in its bodies.
 
-    A loop or branch with a body counts as computation all the while.
+    A loop or branch with a body counts as computation for all of its time.
     """
     inside = partial(predict_body, rates=rates)
     tasks = unrolled(program, rates, inside, in_body=in_body)
@@ -48,7 +48,7 @@ def transfer_times(
         for number, end in ends_of(tasks).items()
         if tasks[number].seconds
     }
-    # As moments: where two compute at once, a second counts once.
+    # A union of spans: a second in which two kernels compute counts once.
     busy = _union(span for n, span in spans.items() if not tasks[n].transfer)
     found: dict[str, TransferTime] = {}
     for number, span in spans.items():

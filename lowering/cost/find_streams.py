@@ -1,8 +1,9 @@
 """Find the streams that nobody marked, and pipeline those that gain.
 
-What moves where nothing is marked says where streams could be.  Those that could hide
-as much as a pipeline has to gain are put where marks would be, and layouts are solved
-again: what a loop hides may lie otherwise.  Then each stream is weighed against none.
+The transfers of a program without marks say where streams could be.  A stream that
+could hide as much as a pipeline has to gain gets marks.  Then layouts are solved again,
+because other layouts may be best where a loop hides transfers.  Then each stream is
+weighed against no stream.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from jhost.lowering.streams.found import FoundStream
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FindStreams:
-    """A program without marks of streams -> one with those that a loop gains by.
+    """A program without stream marks -> one with marks for the loops that gain.
 
     Attributes:
         layouts: the passes that lay out values, up to the communications.
-        following: those behind them, up to the loops.
-        rates: the rates of the devices; None where no stream is to be found.
+        following: the passes behind them, up to the loops.
+        rates: the rates of the devices; None looks for no streams.
     """
 
     name: ClassVar[str] = "find_streams"
@@ -75,7 +76,7 @@ class FindStreams:
         streams: Sequence[FoundStream],
         rates: Rates,
     ) -> Program:
-        """`program` with what is best for each stream; `plain` has layouts for none."""
+        """`program` with the best choice for each stream; `plain` is laid out."""
         looped, without = (
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
             for each in (self.laid_out(program), plain)
@@ -90,12 +91,12 @@ class FindStreams:
 
 
 def _noted(program: Program, looked_at: int, gained: int) -> Program:
-    """`program` with a remark on the streams that were looked at and left."""
+    """`program` with a remark on the streams that were weighed and not taken."""
     if gained == looked_at:
         return program
     left = looked_at - gained
     form = (
-        f"{counted(left, 'stream')} more could hide what moves, and "
+        f"{counted(left, 'more stream')} could hide transfers, but "
         f"{'is' if left == 1 else 'are'} predicted not to gain enough"
     )
     return dataclasses.replace(program, remarks=(*program.remarks, Note(form=form)))
@@ -147,7 +148,7 @@ def _with_more_marks(
 def _of_global_values(
     marks: Sequence[Sequence[StreamChoice]], local: Program, program: Program
 ) -> list[list[StreamChoice]]:
-    """The marks of values of a program laid out, for what these were before."""
+    """Marks of values in a laid-out program -> the same marks before layouts."""
     triples = zip(marks, programs(local), programs(program), strict=True)
     return [
         [dataclasses.replace(m, buffer=_named(m.buffer, inner, outer)) for m in own]
@@ -156,9 +157,9 @@ def _of_global_values(
 
 
 def _named(name: str, local: Program, program: Program) -> str:
-    """The value of a program that has a `local` name where it is laid out.
+    """The value of a program that is called `name` in the `local`, laid-out program.
 
-    A partial sum has a name of its own there, and is made by the same equation.
+    A partial sum has a name of its own there; the equation that makes it is the same.
     """
     makers = _computed(program)
     if name in makers.values():

@@ -1,9 +1,9 @@
 """Rates of a kind of device, fitted to measurements.
 
-A measurement is what one more operation adds to a chain of them: seconds on the device,
-and seconds on the host.  Rates are those of whole programs, which are slower.  Chains
-do not tell the delay of a transfer from its latency, or how long threads take to meet:
-those stay as in the rates that the fit starts from.
+A measurement is the time that one more operation adds to a chain of operations: seconds
+on the device, and seconds on the host.  Rates are for whole programs, which are slower
+than chains.  Chains cannot tell the delay of a transfer from its latency, or how long
+threads take to meet.  These stay as in the rates that the fit starts from.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from jhost.lowering.ir.transfers import received_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """What programs see, as a multiple of what chains of one operation show.
+    """Factors from chains of one operation to programs.
 
-    `memory` per second, and the seconds of a `launch` and `before` the first byte of a
-    permute: in programs kernels read in many orders, and streams wait for each other.
+    They differ because kernels in programs read in many orders, and streams wait for
+    each other.
+
+    Attributes:
+        memory: of the bytes per second that kernels read and write.
+        launch: of the seconds between two kernels.
+        before: of the seconds before the first byte of a permute.
     """
 
     memory: float
@@ -35,10 +40,13 @@ class Programs:
 
 
 PROGRAMS = Programs(memory=2.7 / 2.95, launch=3 / 1.27, before=34 / 17.3)
-"""The shipped rates, fitted to programs, by what two H100s showed on 2026-11-24."""
+"""The shipped rates, which were fitted to programs, over chains on two H100s.
+
+The chains were measured on 2026-11-24.
+"""
 
 HIDDEN = 0.5
-"""A link that hides this share of a transfer behind matmuls runs beside them."""
+"""Transfers run beside matmuls if matmuls hide at least this share of their time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +108,14 @@ class Measurements:
         multiprocessors: how many each device has.
         matmuls: of a few shapes, at the clocks of steady work.
         traffic: of kernels that only read and write memory.
-        launch: the seconds that one more kernel with next to nothing to do takes.
-        host: those that the host needs to launch it.
-        moved: permutes and collectives by size and number of devices; none, where there
+        launch: the seconds that one more kernel with almost no work takes.
+        host: the seconds that the host needs to launch it.
+        moved: permutes and collectives by size and number of devices; empty where there
             is one device.
         hidden: the share of a permute's time that matmuls beside it hide; None where
-            nothing can.
-        puts: permutes by size that NCCL puts; none, where it cannot.
-        between: what was measured between processes; None in one.
+            matmuls hide nothing.
+        puts: permutes by size that NCCL puts; empty where it cannot.
+        between: the measurements between processes; None in a job of one process.
     """
 
     multiprocessors: int
@@ -122,7 +130,7 @@ class Measurements:
 
 
 def fitted(measured: Measurements, start: Rates) -> Rates:
-    """The rates that were `measured`; what was not is as at the `start`."""
+    """The `measured` rates; a rate that was not measured is that of `start`."""
     rates = dataclasses.replace(
         start,
         multiprocessors=measured.multiprocessors,
@@ -130,7 +138,7 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
         launch=measured.launch * PROGRAMS.launch,
         host=measured.host,
     )
-    # Into how many waves of tiles a matmul falls goes by the multiprocessors.
+    # After the multiprocessors: they say how many waves of tiles a matmul has.
     rates = dataclasses.replace(rates, matmul=_matmul(measured.matmuls, rates))
     if measured.between is not None:
         between = _between(measured.between, start.network)
@@ -152,7 +160,7 @@ def fitted(measured: Measurements, start: Rates) -> Rates:
 
 
 def _matmul(matmuls: Sequence[Matmul], rates: Rates) -> float:
-    """FLOP/s on whole tiles, for matmuls to take what they took."""
+    """FLOP/s on whole tiles, by which matmuls take the measured seconds."""
     return statistics.median(
         rates.matmul * rates.matmul_seconds(1, each.m, each.n, each.k) / each.seconds
         for each in matmuls
@@ -160,13 +168,16 @@ def _matmul(matmuls: Sequence[Matmul], rates: Rates) -> float:
 
 
 def _bandwidth(traffic: Sequence[Traffic]) -> float:
-    """Bytes per second, from what more bytes took more of time."""
+    """Bytes per second: the slope of seconds over bytes."""
     _, bandwidth = _line([each.bytes for each in traffic], [t.seconds for t in traffic])
     return bandwidth
 
 
 def _permute(moved: Sequence[Transfer], start: Link) -> Link:
-    """Of what a permute takes before its first byte, the delay keeps its share."""
+    """The link of permutes; delay and latency keep their shares of the time before.
+
+    That is the time before the first byte.
+    """
     before, bandwidth = _line_of(moved)
     before *= PROGRAMS.before
     delay = before * start.delay / ((start.delay + start.latency) or 1.0)
@@ -181,7 +192,7 @@ def _permute(moved: Sequence[Transfer], start: Link) -> Link:
 
 
 def _put(moved: Sequence[Transfer], start: Link | None, permute: Link) -> Link | None:
-    """A copy engine puts as well, so matmuls hide as much of it as of a permute."""
+    """The link of puts; copy engines make them too, so they hide like permutes."""
     if not moved or start is None:
         return None
     put = _permute(moved, start)
@@ -189,7 +200,11 @@ def _put(moved: Sequence[Transfer], start: Link | None, permute: Link) -> Link |
 
 
 def _collective(moved: Sequence[Transfer], start: Link) -> Link:
-    """Two devices gather and scatter at a rate of their own, if that is less."""
+    """The link of collectives; two devices gather and scatter at a rate of their own.
+
+    That rate counts only if it is less: between two H100s NCCL gathers at 203 GB/s, and
+    reduces at 289.
+    """
     in_pairs = [m for m in moved if m.devices == 2 and m.kind != "AllReduce"]
     others = [m for m in moved if m not in in_pairs]
     latency, bandwidth = _line_of(others)
@@ -204,7 +219,7 @@ def _collective(moved: Sequence[Transfer], start: Link) -> Link:
 
 
 def _between(measured: BetweenProcesses, start: Link) -> Link:
-    """What all kinds have in common: NCCL's sums go as fast as its gathers there."""
+    """One link for all kinds of transfers: NCCL's sums are as fast as its gathers."""
     latency, bandwidth = _line_of(measured.moved)
     return dataclasses.replace(
         start,
@@ -220,14 +235,15 @@ def _line_of(moved: Sequence[Transfer]) -> tuple[float, float]:
 
 
 def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds at nothing and amount per second, by least squares of relative errors.
+    """Seconds for an amount of 0, and amount per second, neither of them negative.
 
-    Both at least nothing; where larger amounts took no longer, the rate is the highest
-    that was seen.
+    By least squares of relative errors.  Where larger amounts took no longer, the rate
+    is the highest that was measured.
     """
     weights = 1 / np.asarray(seconds)
     sides = np.stack([weights, np.asarray(amounts) * weights], axis=1)
-    scale = np.linalg.norm(sides, axis=0)  # of like size, or one is lost in rounding
+    # Bytes and ones differ by up to 1e9: unscaled, `nnls` loses one in rounding.
+    scale = np.linalg.norm(sides, axis=0)
     (before, each), _ = nnls(sides / scale, np.ones(len(seconds)))
     seen = max(a / s for a, s in zip(amounts, seconds, strict=True))
     return float(before / scale[0]), float(scale[1] / each) if each else seen

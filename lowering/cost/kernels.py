@@ -1,4 +1,4 @@
-"""The kernels that XLA will make of a computation, about, and their work.
+"""An estimate of the kernels that XLA makes of a computation, and of their work.
 
 A contraction is one kernel.  Everything else fuses with its neighbours, up to the next
 reduction.  The cost of a fusion is the memory that it reads and writes.
@@ -24,9 +24,13 @@ from jhost.lowering.units.evaluate import ChunkAt, EqnShard, Site
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch: a matmul of `batch` times m, n, k (or none), and memory traffic.
+    """One launch.
 
-    One of several products has more traffic `between` them, which nothing hides.
+    Attributes:
+        traffic: the bytes that it reads and writes.
+        matmul: batch, m, n and k of its product, if it has one.
+        between: for a kernel of several products, the bytes moved from one product to
+            the next.  Arithmetic does not hide them.
     """
 
     traffic: int
@@ -63,13 +67,14 @@ def steps_for(
     at: Mapping[Index, int],
     urgent: Set[int],
 ) -> list[Launch]:
-    """The kernels in an order in which they can run, what `urgent` needs first."""
+    """The kernels in a possible order, with those that `urgent` needs first."""
     steps = list(_UnitKernels(compute, mesh, at).steps())
     maker = {var: number for number, step in enumerate(steps) for var in step.writes}
     ordered: dict[int, Launch] = {}
 
     def place(number: int) -> None:
-        # Not by identity: every process has to predict the same.
+        # By number: identities come in another order in each process, and all processes
+        # have to predict the same.
         for before in sorted({maker[v] for v in steps[number].reads if v in maker}):
             if before not in ordered:
                 place(before)
@@ -82,7 +87,7 @@ def steps_for(
 
 
 def forwarded(unit: Unit) -> dict[int, int]:
-    """The values that barriers hand on, by the variables of their results."""
+    """The operands of barriers, each by the variable of the result that equals it."""
     found: dict[int, int] = {}
     for eqn in (e.eqn for e in unit.eqns if is_barrier(e.eqn)):
         for source, out in zip(eqn.invars, eqn.outvars, strict=True):
@@ -111,7 +116,7 @@ class _UnitKernels:
         given = set(map(id, self.invars))
 
         def ordered(eqn: JaxprEqn) -> set[int]:
-            """What has to be brought in order first: once, for all contractions."""
+            """The operands that are transposed first, once for all contractions."""
             found = {
                 self.value(eqn.invars[n]) for n in read_in_other_order(eqn)
             } & given
@@ -134,9 +139,10 @@ class _UnitKernels:
                 yield Launch(kernel, read, written)
 
     def fusions(self) -> list[list[int]]:
-        """The values that fusions write, by what must be complete before them.
+        """The values that each fusion writes.
 
-        A reduction or a contraction ends a fusion.  XLA makes cheap values again where
+        Fusions are told apart by the reductions and contractions that must be complete
+        before them, because these end a fusion.  XLA computes cheap values again where
         they are read.  It writes only values that end a fusion, that a contraction
         reads, or that the unit returns.
         """
@@ -157,11 +163,12 @@ class _UnitKernels:
     def connected(
         self, fusion: Sequence[int]
     ) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """What the parts of a fusion read and write that read nothing in common."""
+        """What each part of a fusion reads and writes; parts share no operand."""
         parts: list[tuple[frozenset[int], frozenset[int]]] = []
         for var in fusion:
             read, written = frozenset(self.sources[var]), frozenset({var})
-            # XLA has one kernel write several values that read something in common.
+            # XLA makes values that share an operand in one kernel with several results
+            # (multi-output fusion).
             joined = [part for part in parts if part[0] & read]
             parts = [part for part in parts if part not in joined]
             parts.append(
@@ -187,7 +194,7 @@ class _UnitKernels:
         return found
 
     def value(self, var: Var | Literal) -> int:
-        """A variable's value; that of a barrier's result is its operand's."""
+        """The identity of a variable's value; a barrier's result is its operand."""
         return self.forwarded.get(id(var), id(var))
 
     def traffic(self, values: Iterable[int]) -> int:
@@ -234,7 +241,7 @@ def _chunk_at(compute: Compute, at: Mapping[Index, int]) -> ChunkAt | None:
 
 
 def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
-    """For each result, whether a contraction writes it, which fuses with nothing."""
+    """For each result, whether a contraction writes it; contractions do not fuse."""
     heavy = {
         id(v) for e in compute.unit.eqns if e.rule.contracts for v in e.eqn.outvars
     }
@@ -242,9 +249,10 @@ def made_by_contraction(compute: Compute) -> tuple[bool, ...]:
 
 
 def read_in_place(compute: Compute) -> tuple[bool, ...]:
-    """For each operand, whether contractions read it as it lies: all of it, no slice.
+    """For each operand, whether a contraction reads the array as it lies in memory.
 
-    What one wants in another order of dims is copied for it, and counted there.
+    An operand that a contraction needs in another order of dims is copied for it, and
+    that copy is counted with the contraction's kernel.
     """
     read: set[int] = set()
     copied: set[int] = set()

@@ -1,13 +1,14 @@
 """Leave a program to XLA where jhost has little to add to it.
 
-Between processes no loop over chunks is chosen unasked, and what jhost orders are the
-transfers that have work to stand beside.  Where these are the smaller part of what
-moves, as for the activations of tensor parallelism, the program runs as in `jax.jit`.
+Between processes jhost chooses no loop over chunks by itself; it only orders the
+transfers that have work to stand beside.  Where these are less than half of the bytes
+that move, as for the activations of tensor parallelism, the program runs as in
+`jax.jit`.
 
-So does one in which nothing is to be ordered, as with `pipeline="off"`.  Where most of
-what moves has work to stand beside, XLA is told to begin collectives early, and to have
-several under way.  It is not told so of others: without work beside them each delays
-what computes.
+A program without transfers to order, as with `pipeline="off"`, runs as in `jax.jit`
+too.  If most of its bytes have work to stand beside, XLA gets options to begin
+collectives early and to have several under way.  In other programs these options would
+make collectives delay the computations that they have nothing to do with.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jhost.lowering.schedule.order import beside_work
 class LeaveToXla:
     """A program in order -> the same, with a remark if XLA is to partition it.
 
-    Along the axes `between` lie GPUs of several processes.
+    `between` has the axes along which GPUs of several processes lie.
     """
 
     name: ClassVar[str] = "leave_to_xla"
@@ -59,7 +60,11 @@ class LeaveToXla:
 class _Moved:
     """What each device receives from other processes by one communication.
 
-    It has work to stand `beside_work`; if it is `in_order`, jhost has placed it there.
+    Attributes:
+        axes: the axes between processes that it moves along.
+        bytes: the bytes received, in all iterations.
+        beside_work: whether there is work that it could stand beside.
+        in_order: whether jhost has put it beside that work.
     """
 
     axes: tuple[str, ...]
@@ -71,7 +76,7 @@ class _Moved:
 def _moved(
     program: Program, between: frozenset[str], times: int = 1
 ) -> Iterator[_Moved]:
-    """All of a program and its bodies, as often as these are run."""
+    """The communications between processes in a program and in its bodies."""
     mesh = dict(program.mesh.shape)
     could = {stmt.name for stmt in beside_work(program, lambda _: True)}
     stream = MAIN
@@ -95,7 +100,7 @@ def _moved(
 
 
 def _has_loops(program: Program) -> bool:
-    """Whether work is on other streams than those of transfers outside of loops."""
+    """Whether loops have put work on streams of their own."""
     return any(
         isinstance(stmt, ir.SetCurrentStream)
         and stmt.stream not in (MAIN, OWN, TRANSFERS)
@@ -104,7 +109,7 @@ def _has_loops(program: Program) -> bool:
 
 
 def _has_own_kernels(program: Program) -> bool:
-    """Whether jhost's own computations are in it, which XLA would not split."""
+    """Whether it has computations of jhost's own, which XLA cannot partition."""
     return any(
         is_own(eqn.eqn.primitive)
         for stmt in statements(program)

@@ -1,12 +1,11 @@
-"""What devices do per second: the numbers that the cost model reckons with.
+"""What devices do per second: the numbers of the cost model, for each kind of device.
 
-There is a row for each kind of device.
-
-- H200: measured on hosts with NVLink between all GPUs, JAX 0.11.2, one process for all.
-  `docs/benchmarks.md` compares predictions with measured times.
-- H100: matmuls and memory measured.  Links are the H200's, which two H100s confirm.
+- H200: measured on hosts with NVLink between all GPUs, with JAX 0.11.2 and one process
+  for all GPUs.  `docs/benchmarks.md` compares predictions with measured times.
+- H100: matmuls and memory are measured.  Links are the H200's, which measurements on
+  two H100s confirm.
 - CPU: XLA's devices on one host with two cores.  A transfer is work like any other
-  there, and nothing runs beside anything.
+  there, so nothing runs beside anything.
 - Other GPUs: estimated from the H200 and the makers' data sheets.
 """
 
@@ -25,17 +24,18 @@ class Link:
 
     Attributes:
         delay: seconds from when the operand is there to the transfer's start.
-        gap: seconds from the end of a transfer that it queued behind to its start.
+        gap: seconds from the end of the transfer before it on the queue to its start.
         meet: seconds on the host for each device, once in a program, until the threads
             of all devices have met.
         latency: seconds of each transfer, whatever its size.
         bandwidth: bytes received per second by each device.
-        between_two: the same where two devices gather or scatter, if that is less;
-            their all-reduces keep to `bandwidth`.
+        between_two: the bandwidth where two devices gather or scatter, if it is less;
+            all-reduces of two devices have `bandwidth`.
         host: seconds for which a transfer keeps the launching thread.
         beside_compute: whether it runs while matmuls fill the device.
-        network: whether it leaves the host, and takes no turns with what stays there.
-        taken: how much longer work beside it takes, as a share of its own time.
+        network: whether it leaves the host; then it does not queue behind transfers
+            that stay on the host.
+        taken: how much longer work beside it takes, as a share of the transfer's time.
     """
 
     delay: float = 0.0
@@ -55,7 +55,7 @@ class Link:
         return self.latency + received / (slower or self.bandwidth)
 
     def times(self, factor: float) -> Link:
-        """A link of so many times the bandwidth."""
+        """A link with `factor` times the bandwidth."""
         between_two = self.between_two and self.between_two * factor
         return dataclasses.replace(
             self, bandwidth=self.bandwidth * factor, between_two=between_two
@@ -67,24 +67,24 @@ class Rates:
     """The rates of one kind of device.
 
     Attributes:
-        matmul: FLOP/s of bfloat16 with a tile of the largest kind on each
-            multiprocessor.
+        matmul: FLOP/s in bfloat16 if each multiprocessor has a tile of the largest
+            kind.
         multiprocessors: how many a device has.
-        tiles: rows, columns and share of `matmul` of each kind of tile.
+        tiles: for each kind of tile, its rows, its columns, and its share of `matmul`.
         memory: bytes per second that kernels read and write.
         launch: seconds between two kernels on the device.
         host: seconds that the host needs to launch a kernel.
         permute: permutes between devices of one process, by peer copies.
         collective: collectives on one host.
         network: all transfers between hosts.
-        between: transfers between processes, where that was measured, in the place of
+        between: transfers between processes, if they were measured; it replaces
             `collective` and `network`.
-        put: permutes that NCCL puts, in the place of `permute`; None where it cannot.
+        put: permutes that NCCL puts, which replace `permute`; None where it cannot.
         source: where the rates come from, in words.
-        estimated: whether nothing was measured on such devices; only clear gains count
-            then.
-        reach: how far apart the devices along each mesh axis lie; an axis that is left
-            out lies within a process.
+        estimated: whether nothing was measured on such devices.  Then only clear gains
+            count.
+        reach: how far apart the devices along each mesh axis are; an axis that is not
+            in it is within a process.
     """
 
     matmul: float
@@ -103,10 +103,9 @@ class Rates:
     reach: Mapping[str, Reach] = dataclasses.field(default_factory=dict[str, Reach])
 
     def link(self, kind: CommunicationKind, axes: Iterable[str]) -> Link:
-        """What moves bytes among the devices along some axes of the mesh.
-
-        Between processes there is no copy engine: a permute is a collective's kernel.
-        """
+        """The link that moves bytes among the devices along some axes of the mesh."""
+        # XLA (of JAX 0.10 to 0.12) copies from peer to peer only within a process.  A
+        # permute between processes is a kernel of NCCL's, like any collective.
         reaches = {self.reach.get(axis, "process") for axis in axes}
         if self.between is not None and reaches != {"process"}:
             return self.between
@@ -116,13 +115,14 @@ class Rates:
         return self.permute if copied else self.collective
 
     def matmul_seconds(self, batch: int, m: int, n: int, k: int) -> float:
-        """A matmul by the tile that suits it best, in one wave of them or more.
+        """The seconds of a matmul with the tile that suits it best.
 
-        The last wave counts by as much as there is of it: near the power limit, tiles
-        that still multiply have what the others leave (1.7 waves took 83 us, and 3.4
-        took 168, where two and four would have taken 101 and 202).
+        Tiles run in waves of one on each multiprocessor.  At least one wave counts.
         """
         each = self.matmul / self.multiprocessors
+        # The last wave may count as less than one: near the power limit, tiles that
+        # still multiply get the power that idle multiprocessors leave.  1.7 waves took
+        # 83 us and 3.4 took 168, where two and four would have taken 101 and 202.
 
         def seconds(rows: int, columns: int, share: float) -> float:
             tiles = batch * -(-m // rows) * -(-n // columns)
@@ -132,18 +132,19 @@ class Rates:
         return min(seconds(*tile) for tile in self.tiles)
 
 
-# Fitted to four blocks in programs on four H200s, NCCL 2.32.3, p2p asked for, in ms
-# (measured, predicted; by peer copies): MLP of an 8B model on 8192 rows 0.873, 0.787
-# (0.866, 0.782), on 4096 0.451, 0.468 (0.410, 0.436), on 2048 0.343, 0.335 (0.422,
-# 0.377), queries, keys and values on 8192 0.321, 0.315 (0.289, 0.267).  The latency has
-# the two signals around each copy, and what is copied to where NCCL puts from.
+# Fitted to four blocks with p2p pipelines on four H200s with NCCL 2.32.3.  Milliseconds
+# by puts, measured and predicted, with those by peer copies in parentheses: the MLP of
+# an 8B model on 8192 rows 0.873, 0.787 (0.866, 0.782), on 4096 rows 0.451, 0.468
+# (0.410, 0.436), on 2048 rows 0.343, 0.335 (0.422, 0.377), and queries, keys and values
+# on 8192 rows 0.321, 0.315 (0.289, 0.267).  The latency includes the two signals around
+# each copy, and the copy to the memory that NCCL puts from.
 _PUT = Link(
     delay=20e-6,
     gap=12e-6,
     latency=30e-6,
     bandwidth=383e9,
-    # A launch like that of a collective: no thread waits for another.  Measured is only
-    # that it is no limit.
+    # As for a collective: no thread waits for another.  It was not measured by itself,
+    # only that it does not limit programs.
     host=10e-6,
     beside_compute=True,
 )
@@ -155,7 +156,7 @@ _H200 = Rates(
     memory=3.6e12,
     launch=3e-6,
     host=5e-6,
-    # A copy engine's; the host thread waits for those of the other devices.
+    # Copy engines move it, but each host thread waits for those of the other devices.
     permute=Link(
         delay=20e-6,
         gap=12e-6,
@@ -174,7 +175,7 @@ _H200 = Rates(
         host=10e-6,
         beside_compute=False,
     ),
-    # Not measured: 400 Gb/s of InfiniBand for each GPU, less a fifth.
+    # Not measured: 400 Gb/s of InfiniBand for each GPU, of which 80 % is assumed.
     network=Link(
         latency=40e-6,
         bandwidth=40e9,
@@ -184,9 +185,9 @@ _H200 = Rates(
     ),
 )
 
-# Five calibrations: 710 to 738 TFLOP/s, and 3.0 TB/s where an H200's give 4.0.  It has
-# the same NVLink: between two of them permutes go at 375 GB/s, and NCCL gathers and
-# scatters at 203 and reduces at 289, 21 us before the first byte.
+# Five calibrations of H100s gave 710 to 738 TFLOP/s, and 3.0 TB/s where H200s give 4.0.
+# Both have the same NVLink: between two H100s permutes move 375 GB/s, and NCCL gathers
+# and scatters 203 and reduces 289, after 21 us of latency.
 _H100 = dataclasses.replace(
     _H200,
     matmul=720e12,
@@ -212,7 +213,8 @@ _CPU = Rates(
 class _DataSheet:
     """What a GPU's maker says: FLOP/s of dense bfloat16, and bytes per second.
 
-    `link` is what a GPU receives from the others of its host, by NVLink or PCIe.
+    `link` is the bytes per second that a GPU receives from the other GPUs of its host,
+    by NVLink or PCIe.
     """
 
     matmul: float
@@ -221,7 +223,7 @@ class _DataSheet:
     link: float
 
     def rates(self) -> Rates:
-        """The H200's, as far as this GPU is faster or slower on paper."""
+        """The H200's rates times this GPU's data sheet divided by the H200's."""
         link = self.link / _SHEET_OF_H200.link
         return dataclasses.replace(
             _H200,

@@ -1,7 +1,7 @@
-"""Passes that do not make again what they made of a program for another candidate.
+"""Passes that remember what they made of a program, for the next candidate.
 
-Candidates differ in what is chosen for one mark, or for a few.  Most passes see nothing
-of that in most bodies, and what they made of those statements before they make again.
+Candidates differ in the choice for one mark or a few.  Most passes see nothing of that
+in most bodies, and would make the same result again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ class FollowingPass(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """What a pass made of a program, and what it saw of the stream marks there.
+    """What a pass made of a program.
 
-    `every` has what it made of those that ask for other streams, and are as good.
+    Attributes:
+        before: the program.
+        after: what the pass made of it.
+        seen: what the pass saw of the program's stream marks.
+        every: `after` with each choice of marks that was asked for since; the pass does
+            not see how they differ.
     """
 
     before: Program
@@ -40,21 +45,21 @@ class _Made:
     every: list[Program]
 
     def of(self, program: Program, sees: Callable[[], object]) -> Program | None:
-        """What the pass would make of another program, if that is known by this."""
+        """What the pass would make of another program, or None if this does not say."""
         remarks = self.remarks(program)
         if remarks is None or not is_alike(self.before, program):
             return None
-        # Marks first: what a pass sees of them takes time to find.
+        # Equal marks are compared first: finding what a pass sees of them takes time.
         if self.before.marks != program.marks and self.seen != sees():
             return None
-        # Its marks say something else, and stand in no statement.
+        # The pass changes nothing, and marks stand in no statement.
         if self.after is self.before:
             return program
         marks = _with_choices(self.after.marks, stream_choices(program))
         made = dataclasses.replace(
             self.after, marks=marks, remarks=remarks, streamed=program.streamed
         )
-        # What holds it is then the same as well.
+        # The same object as before, so that the programs around it can be the same too.
         for other in self.every:
             if other == made and other.streamed == made.streamed:
                 return other
@@ -64,7 +69,7 @@ class _Made:
         return made
 
     def remarks(self, program: Program) -> tuple[Remark, ...] | None:
-        """The remarks on a program, and those of the pass, unless it dropped some."""
+        """The program's remarks and those of the pass; None if it dropped some."""
         before, after = self.before.remarks, self.after.remarks
         if before == program.remarks:
             return after
@@ -73,10 +78,10 @@ class _Made:
 
 
 class Remembering:
-    """A pass, with what it made of each program and body as long as it lives itself.
+    """A pass that remembers what it made of each program and body.
 
-    A pass that is no `EachProgram` sees a whole program, with all bodies in it; what it
-    makes of one with stream marks it has to remember by itself.
+    A pass that is no `EachProgram` sees a whole program, with all bodies in it.  It has
+    to remember by itself what it makes of programs with stream marks.
     """
 
     def __init__(self, step: FollowingPass) -> None:
@@ -97,7 +102,7 @@ class Remembering:
         )
 
     def with_bodies(self, program: Program) -> Program:
-        """A program after the pass on its bodies: the same for bodies that are."""
+        """The program after the pass on its bodies; equal bodies give one object."""
         after = with_each_body(program, self.apply)
         if after is program:
             return program
@@ -127,9 +132,9 @@ class Remembering:
 
 
 def _keeps_choices(before: Program, after: Program) -> bool:
-    """Whether each stream mark is there still, once, or none is.
+    """Whether the pass kept each stream mark once, or removed all.
 
-    A pass puts at least one in the place of each, or takes all up.
+    Other passes make several marks of one, and then no mark says which it came from.
     """
     return len(stream_choices(after)) in (0, len(stream_choices(before)))
 
@@ -137,7 +142,7 @@ def _keeps_choices(before: Program, after: Program) -> bool:
 def _with_choices(
     marks: Sequence[Mark], said: Sequence[StreamChoice]
 ) -> tuple[Mark, ...]:
-    """`marks` where they are, of which those of streams say what others say."""
+    """`marks` on their values, with the stream marks' choices taken from `said`."""
     choices = iter(said)
     return tuple(
         dataclasses.replace(next(choices), buffer=mark.buffer, dim=mark.dim)

@@ -1,8 +1,9 @@
 """The section of a program in which a choice is evaluated.
 
-That is the body whose marks are open.  Layers written out one after another have one
-choice, so one of them stands for all.  Each candidate is then lowered for one layer,
-not for the whole model, and its gain is not lost in the time of the other layers.
+The section is the body whose marks are open.  Layers that are written out one after
+another get one choice, so one layer stands for all.  Each candidate is then lowered for
+one layer and not for the whole model, and its gain does not get lost in the time of the
+other layers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jhost.lowering.loops.stack_less import StackLess
 from jhost.lowering.schedule.compute_late import ComputeLate
 
 _LAYERS = 3
-"""From so many marks alike on, one in the middle speaks for all."""
+"""From so many marks alike on, a layer in the middle stands for all layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,9 @@ class Section:
         program: the program, with its border laid out as in the whole.
         numbers: which of its marks are evaluated.
         in_body: whether it stands in the body of a scan.
-        in_pieces: the values that layers hand on in the chunks they are made in.
-        carried: params that the layer before makes, each with the result in its stead.
+        in_pieces: the values that pass between layers in the chunks they are made in.
+        carried: for each param that the layer before makes, the name of the result by
+            which this layer makes it for the next one.
     """
 
     program: Program
@@ -50,7 +52,7 @@ class Section:
 
     @property
     def how(self) -> dict[str, Any]:
-        """How it stands in the whole, in the words of `predict`."""
+        """How it stands in the whole, as arguments of `predict`."""
         return {
             "in_body": self.in_body,
             "in_pieces": self.in_pieces,
@@ -65,10 +67,12 @@ def _border(program: Program) -> set[str]:
 class Sections:
     """A program, its bodies and their layers, each as a program of its own.
 
-    Cheap values stand in the section that will compute them, so that only kept values
-    cross the borders.  In a program that is laid out already it is said which marks are
-    `alike`.  Its borders stay as they are, and it is for the following passes to say
-    what is computed late.
+    Cheap values are computed in the section that reads them, so that only kept values
+    cross the borders.
+
+    `alike` is for a program that is laid out already, and says which of its marks are
+    alike.  Its borders stay as they are, and the following passes say what is computed
+    late.
     """
 
     def __init__(
@@ -87,9 +91,9 @@ class Sections:
         self.makers = [graph_of(each).makers for each in self.programs]
 
     def holding(self, numbers: Sequence[int], marks: Sequence[Mark]) -> Section:
-        """The section to evaluate some marks alike in, with `marks`.
+        """The section in which to evaluate some marks alike, with `marks`.
 
-        Crossing its border, values lie as they do in the whole.
+        Values that cross its border lie there as in the whole program.
         """
         holder = self.holder(numbers)
         first = self.firsts[holder]
@@ -109,12 +113,12 @@ class Sections:
         )
 
     def carried(self, holder: int, layer: range, own: Program) -> Mapping[str, str]:
-        """The params of a layer that the layer before it makes, if it is alike.
+        """The params of a layer that the layer before it makes, if both are alike.
 
-        Each with the result that the layer itself makes in its stead.
+        Each param has the name of the result that the layer itself makes in its stead.
         """
         body, start = self.programs[holder].body, layer.start - len(layer)
-        # What stands before it is no whole layer.
+        # The statements before it are not one whole layer.
         if start not in (0, *self.borders[holder]):
             return {}
         _, earlier = read_and_made(body[start : layer.start])
@@ -138,34 +142,36 @@ class Sections:
         return bisect.bisect_right(self.firsts, numbers[0]) - 1
 
     def layer(self, numbers: Sequence[int]) -> range | None:
-        """The statements of the layer in the middle of those that have marks alike."""
+        """The statements of the middle one of the layers that have marks alike."""
         holder, made = self.holder(numbers), self.made(numbers)
         if not made or not self.borders[holder]:
             return None
         borders = [0, *self.borders[holder], len(self.programs[holder].body)]
         layers = sorted({bisect.bisect_right(borders, number) for number in made})
-        # The first layer has nothing before it, and the last one nothing behind it.
+        # The middle one: the first layer has nothing before it, the last nothing behind
+        # it, and so they hide less.
         after = layers[len(layers) // 2]
         return range(borders[after - 1], borders[after])
 
     @functools.cached_property
     def borders(self) -> list[list[int]]:
-        """Where layers begin: behind marks alike, of which each layer has one.
+        """Where layers begin: behind marks alike, if each layer has one of them.
 
-        A backward pass has its own, behind the last layer of the forward one.
+        The layers of a backward pass have borders of their own, behind the last layer
+        of the forward pass.
         """
         found: list[list[int]] = [[] for _ in self.programs]
         for numbers in sorted(self.alike, key=len):
             made, borders = self.made(numbers), found[self.holder(numbers)]
             between = {bisect.bisect(borders, number) for number in made}
-            # All between the same borders: layers of one row.
+            # All stand between the same borders, so they are layers of one row.
             if len(made) >= _LAYERS and len(between) == 1:
                 behind = (self.behind(numbers, number) for number in made)
                 borders[:] = sorted([*borders, *behind])
         return found
 
     def behind(self, numbers: Sequence[int], number: int) -> int:
-        """The number behind a statement, and behind the wait for it."""
+        """The number of the statement behind a statement and its wait."""
         body = self.programs[self.holder(numbers)].body
         number += 1
         return number + (number < len(body) and isinstance(body[number], Wait))

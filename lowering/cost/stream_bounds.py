@@ -1,4 +1,4 @@
-"""Bounds of what a stream could hide, before anything is planned for it."""
+"""Bounds of what a stream could hide, found before any loop is planned for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jhost.lowering.streams.found import FoundStream, found_streams
 
 
 class StreamBounds:
-    """The streams that could hide enough, by what statements take at least."""
+    """The streams that could hide enough to gain, by lower bounds of all times."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
@@ -35,13 +35,13 @@ class StreamBounds:
         return [each for each in every if each.hidden > least]
 
     def may_hide(self, stmt: Stmt) -> bool:
-        """Whether it moves something that copy engines could move beside work."""
+        """Whether it is a transfer that copy engines could make beside work."""
         return isinstance(stmt, Communicate) and not between_processes(
             stmt.axes, self.rates.reach
         )
 
     def work(self, program: Program) -> float:
-        """What the contractions of a program take, those of bodies too."""
+        """The seconds of a program's contractions, in its bodies too."""
         mesh = dict(program.mesh.shape)
         return sum(self.work_of(stmt, mesh) for stmt in program.body)
 
@@ -59,9 +59,10 @@ class StreamBounds:
                 return 0.0
 
     def seconds(self, stmt: Stmt, mesh: dict[str, int]) -> float:
-        """What a contraction or a communication takes by itself; others nothing."""
+        """The seconds of a contraction or a communication by itself; 0 for others."""
         match stmt:
             case Compute() if has_contraction(stmt):
+                # The last device: under a causal mask no other has as much work.
                 at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in mesh.items()}
                 return sum(k.seconds(self.rates) for k in kernels(stmt, mesh, at))
             case Communicate(kind=kind, axes=axes, source=source):

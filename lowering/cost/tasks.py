@@ -1,7 +1,7 @@
 """The tasks of a Host IR program: its loops unrolled, a task for each statement.
 
-A task says how long it keeps a device and the host, and which tasks it waits for: those
-that made its operands, and those before it on its stream.
+A task says how long it keeps a device and the host busy, and which tasks it waits for:
+the ones that made its operands, and the ones before it on its stream.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Task:
     """One statement of one iteration, or a part of its work.
 
     Attributes:
-        seconds: on the device; 0 for another name of a value that is there.
+        seconds: on the device; 0 where it only gives a value another name.
         host: seconds on the launching thread.
         after: the numbers of the tasks that it waits for.
-        delay: seconds between its operands and its start; a link's.
-        gap: seconds after a transfer that it queued behind; a link's.
-        meet: seconds more for each device, once in a program; a link's.
+        delay: as in `Link`: seconds between its operands and its start.
+        gap: as in `Link`: seconds after the transfer that it queued behind.
+        meet: as in `Link`: seconds more for each device, once in a program.
         transfer: whether it moves bytes between devices.
         network: whether those bytes leave the host.
         copied: whether a copy engine moves them, and no kernel.
@@ -56,8 +56,8 @@ class Task:
         exclusive: whether nothing computes beside this transfer.
         copy: "cut" takes a part out of an array, as soon as it can; "put" puts a part
             in its place, when the array is read; None is no copy.
-        inside: what the bodies of a control flow statement come to.
-        name: the communication's that it is a part of.
+        inside: for a control flow statement, the prediction for its bodies.
+        name: the name of the communication that it is a part of.
     """
 
     seconds: float
@@ -79,9 +79,9 @@ class Task:
 _EXCLUSIVE = 0.25
 """The share of an all-to-all outside of loops beside which nothing runs.
 
-Of four of a layer of experts, forward and backward, on two H100s, XLA ran three alone.
-With a quarter, the backward behind a p2p forward is predicted to take 7.7 ms, and 6.5
-by p2p; measured were 7.2 and 6.4.
+A layer of experts has four all-to-alls, forward and backward, and XLA ran three of them
+alone on two H100s.  With a share of a quarter, a backward behind a p2p forward is
+predicted to take 7.7 ms, and 6.5 ms with p2p as well.  Measured were 7.2 and 6.4 ms.
 """
 
 Predict: TypeAlias = Callable[[Program], Prediction]
@@ -97,9 +97,10 @@ def unrolled(
     in_pieces: AbstractSet[str] = frozenset(),
     carried: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """The tasks of a program, in its order; a body in it is one.
+    """The tasks of a program, in its order; a body of control flow is one task.
 
-    If params are `carried` from results of those names, it is followed by itself.
+    With `carried` params, the program runs twice, and the second run reads its params
+    from results of the first.
     """
     walk = _Unrolled(program, rates, predict, in_body, in_pieces, carried or {})
     walk.run(program.body)
@@ -126,7 +127,8 @@ class _Unrolled(Machine):
         self.predict = predict
         self.rates = rates
         self.mesh = self.ranks.sizes
-        # No device does more than the last one, whose queries see most keys.
+        # The last device: under a causal mask its queries see most keys, so no other
+        # device has more to do.
         self.at: dict[Index, int] = {Rank(axis): n - 1 for axis, n in self.mesh.items()}
         self.tasks: list[Task] = []
         self.writers = Writers()
@@ -176,7 +178,8 @@ class _Unrolled(Machine):
 
     def loop(self, loop: ir.For) -> None:
         """The stages of the iterations, in the order in which they are issued."""
-        # Stages of an iteration are apart: what it has made waits here in between.
+        # Stages of other iterations run between the stages of one iteration, so each
+        # iteration keeps its own names here.
         own = [({}, {}, {}) for _ in range(loop.extent)]
         self.depth += 1
         for turn in turns(loop):
@@ -191,7 +194,7 @@ class _Unrolled(Machine):
         self.depth -= 1
 
     def control_flow(self, stmt: ir.ControlFlow) -> None:
-        """All iterations, when all operands are there; XLA overlaps inside of them."""
+        """One task for all iterations; nothing outside of the body overlaps with it."""
         predicted = [self.predict(body) for body in stmt.bodies]
         match stmt:
             case ir.Scan(length=length):
@@ -199,7 +202,7 @@ class _Unrolled(Machine):
             case ir.While():
                 inside = sum(predicted, Prediction()) * ITERATIONS
             case ir.Cond():
-                # Which branch runs is not known before.
+                # Nobody knows before which branch will run, so the slowest counts.
                 inside = max(predicted, key=lambda each: each.total)
         task = Task(
             seconds=inside.total,
@@ -211,7 +214,7 @@ class _Unrolled(Machine):
         self.add(task, stmt.outs)
 
     def meeting(self, body: Program) -> float:
-        """What the first of a body's transfers takes more than the others."""
+        """The seconds that the first transfer of a body takes more than the others."""
         links = (
             self.rates.link(stmt.kind, stmt.axes)
             for stmt in statements(body)
@@ -220,11 +223,11 @@ class _Unrolled(Machine):
         return max((link.meet for link in links), default=0.0)
 
     def static(self, index: Index, what: str = "index") -> int:
-        """Its value on the one device, and with it on all."""
+        """The value of an index on the device that is simulated."""
         return evaluate(index, self.at)
 
     def chain(self) -> frozenset[int]:
-        """What the current stream waits for."""
+        """The tasks that the current stream waits for."""
         return self.chains.get(self.current, frozenset())
 
     def join(self, tasks: AbstractSet[int]) -> None:
@@ -238,9 +241,10 @@ class _Unrolled(Machine):
             self.by_kernel(stmt)
 
     def by_kernel(self, stmt: ir.Compute) -> None:
-        """Each kernel as soon as it can run: outside of loops XLA orders them.
+        """A task for each kernel: outside of loops XLA orders kernels one by one.
 
-        First what is communicated, beside which the others then run.
+        The kernels that make operands of transfers come first, and the others then run
+        beside these transfers.
         """
         given = forwarded(stmt.unit)
         values = [given.get(id(var), id(var)) for var in stmt.unit.outvars]
@@ -250,7 +254,8 @@ class _Unrolled(Machine):
             id(var): self.writers.makers(buffer)
             for var, buffer in zip(stmt.unit.invars, stmt.ins, strict=True)
         }
-        # XLA's scheduler starts a transfer early, so its operands are made first.
+        # XLA's latency-hiding scheduler starts transfers early, so it first runs the
+        # kernels that make their operands.
         steps = steps_for(stmt, self.mesh, self.at, urgent)
         for step in steps:
             after = frozenset[int]().union(*(made.get(v, ()) for v in step.reads))
@@ -259,14 +264,15 @@ class _Unrolled(Machine):
             made |= dict.fromkeys(step.writes, frozenset({len(self.tasks)}))
             self.add(task, [buffer for var, buffer in outs if var in step.writes])
         for var, buffer in outs:
-            if all(var not in step.writes for step in steps):  # a barrier's
+            if all(var not in step.writes for step in steps):  # the result of a barrier
                 self.forward(buffer, frozenset(made.get(var, ())))
 
     def in_turn(self, stmt: ir.Compute) -> None:
-        """All of a step of a loop, when its stream gets there."""
+        """One task for all kernels of a step of a loop, in the order of its stream."""
         work = [*kernels(stmt, self.mesh, self.at), *self.copies.of(stmt)]
         sums = [stmt.outs[number] for number in accumulators(stmt)]
-        # A matmul adds in place, and reads what it adds to; a kernel does not.
+        # cuBLAS adds in place, so a matmul only reads its accumulator in addition.  A
+        # kernel of several products cannot: its result is read again to be added.
         times = 1 + any(each.rule.matmul is not None for each in stmt.unit.eqns)
         work += [Kernel(times * bytes_of(buffer)) for buffer in sums]
         read = [*stmt.ins, *sums]
@@ -281,7 +287,9 @@ class _Unrolled(Machine):
         after = self.chain() | self.writers.makers(stmt.source)
         after = self.cut(stmt.source, after, always=sent)
         if not self.depth:
-            self.join(after)  # what comes next on the stream comes after it was issued
+            # The next task on the stream runs after this transfer was issued, so after
+            # its operands are there.
+            self.join(after)
         self.transfer(stmt, after)
         self.in_flight[stmt.name] = number = len(self.tasks) - 1
         self.put(stmt.out, frozenset({number}), always=received)
@@ -295,7 +303,7 @@ class _Unrolled(Machine):
         in_loop = self.in_body or self.depth > 0
         if kind == "AllToAll" and not in_loop and not link.beside_compute:
             by_itself = _EXCLUSIVE * seconds
-            # The rest runs beside what XLA finds for it.
+            # XLA finds work to run beside the rest.
             seconds -= by_itself
             first = Task(
                 seconds=by_itself,
@@ -318,9 +326,9 @@ class _Unrolled(Machine):
             network=link.network,
             copied=link.beside_compute,
             between=bool(between_processes(axes, self.rates.reach)),
-            # Outside of loops XLA itself finds what a collective can run beside, but
-            # for sums: those of gradients, of 6.0 ms, cost two H100s 6.0 of a step.
-            # A stream there is for what is issued ahead, and waited for late.
+            # Outside of loops XLA finds work to run beside a collective, except beside
+            # sums: sums of gradients that take 6.0 ms made a step on two H100s 6.0 ms
+            # longer.  A stream outside of loops has transfers that jhost issued early.
             exclusive=(in_loop or kind == "AllReduce")
             and not link.beside_compute
             and (self.depth > 0 or self.on_default_stream),
@@ -333,7 +341,7 @@ class _Unrolled(Machine):
         self.tasks.append(task)
 
     def forward(self, out: ir.Buffer, makers: frozenset[int]) -> None:
-        """A copy costs nothing: values are immutable, and it is another name."""
+        """A `Set` costs nothing: values are immutable, so it only adds a name."""
         self.add(Task(seconds=0.0, host=0.0, after=makers), [out])
 
     # --- Copies --------------------------------------------------------------- #
@@ -341,7 +349,7 @@ class _Unrolled(Machine):
     def cut(
         self, source: ir.Buffer, after: frozenset[int], *, always: bool = False
     ) -> frozenset[int]:
-        """The tasks that make `source`; with a copy, if it is a device's part."""
+        """The tasks before a read of `source`; a copy is added if it is a part."""
         if not (always or self.copies.is_part_by_rank(source)):
             return after
         self.add(self.copy("cut", source, after), [])
@@ -350,7 +358,7 @@ class _Unrolled(Machine):
     def put(
         self, out: ir.Buffer, after: frozenset[int], *, always: bool = False
     ) -> None:
-        """A copy of what those tasks brought, if it has a place in an array."""
+        """Add a copy of what `after` brought, if it belongs into a larger array."""
         copies = self.copies
         if always or copies.is_part_by_rank(out) or copies.is_put_together(out):
             self.add(self.copy("put", out, after), [out])

@@ -1,4 +1,4 @@
-"""Which task wrote what: whole buffers, and the parts that aliases show."""
+"""Which task wrote what: whole buffers, and the parts that aliases name."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ PartPath: TypeAlias = tuple[object, ...]
 
 
 class Writers:
-    """The aliases by name, each with its place, and for each buffer who wrote where."""
+    """The path of each alias, and the tasks that wrote to the paths of each buffer."""
 
     def __init__(self) -> None:
         self.aliases: dict[str, tuple[PartPath, ir.Select]] = {}
         self.by_buffer: dict[object, dict[PartPath, int]] = {}
 
     def allocate(self, name: str) -> None:
-        """Nothing has been written to that buffer."""
+        """Forget who wrote to the buffer of that name, which is a new one now."""
         self.by_buffer[name] = {}
 
     def select(self, stmt: ir.Select, index: int) -> None:
-        """The part with that index has the name that the alias gives it."""
-        # By the number that the index has here, so equal parts are one place.
+        """Give part `index` of a buffer the name of its alias."""
+        # By the number and not the expression: two expressions may name one part.
         path = (*self.of(stmt.source.name), (stmt.dim, index))
         self.aliases[stmt.out.name] = path, stmt
 
     def write(self, buffers: Iterable[ir.Buffer], task: int) -> None:
-        """The task of that number writes them."""
+        """The task of that number writes the buffers."""
         for buffer in buffers:
             root, *_ = path = self.of(buffer.name)
-            # All of it is new: earlier writers of parts do not matter any more.
+            # The whole buffer is new, so earlier writers of its parts are forgotten.
             if len(path) == 1:
                 self.by_buffer[root] = {}
             self.by_buffer.setdefault(root, {})[path] = task
 
     def carry(self, results: Mapping[str, str]) -> None:
-        """Params hold what has been written to results, piece by piece."""
+        """Each param now holds what was written to its result, piece by piece."""
         for param, result in results.items():
             path = self.of(result)
             made = self.written(path).items()

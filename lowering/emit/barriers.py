@@ -15,10 +15,10 @@ TiedValues: TypeAlias = tuple[Any, ...]
 
 
 class EmittedBarriers:
-    """The barriers of a program so far: what each accumulator's value has become.
+    """The barriers of a program so far, and the current value of each accumulator.
 
-    By identity: that is the value itself, what a barrier made of it, or None once
-    something is added to it.
+    By the identity of the old value.  The current value is the old one itself, or the
+    result of a barrier, or None once something was added to it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EmittedBarriers:
             self.accumulators[id(old)] = old, None
 
     def latest(self, value: Any) -> Any:
-        """What an accumulator's value has become; any other value is itself."""
+        """The current value of an accumulator; any other value is itself."""
         while (found := self.accumulators.get(id(value))) and found[1] is not value:
             value = found[1]
         return value

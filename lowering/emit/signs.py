@@ -1,8 +1,8 @@
 """Signs of zero: a sum over devices is -0.0 where all of its terms are.
 
-So it is where NCCL adds up, which begins with a term, and where chunks and permutes do.
-XLA:CPU (of JAX 0.10 to 0.12) adds all terms to 0; there it is found out whether all of
-them are -0.0, by one more collective, unless the terms are sums from 0 themselves.
+NCCL gives this result, because its sums begin with a term, and so do chunks and
+permutes.  XLA:CPU (of JAX 0.10 to 0.12) adds all terms to 0.  There one more collective
+finds out whether all terms are -0.0, unless the terms are sums from 0 themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sums_begin_with_0(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def never_negative_zero(program: Program) -> frozenset[str]:
-    """The buffers that nothing but sums from 0 are written to by computations."""
+    """The buffers to which computations only write sums that begin with 0."""
     made: dict[str, bool] = {}
     for stmt in walk(program.body):
         if isinstance(stmt, Compute):

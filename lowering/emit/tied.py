@@ -1,4 +1,4 @@
-"""What is tied: operands of a step in a loop to the step before it, waits to work.
+"""Which operands of a loop's step wait for the step before it.
 
 An operand that waits goes through a barrier.  XLA copies a part of an array before a
 barrier, where a kernel could read it in place.  So only values that the loop makes or
@@ -43,9 +43,9 @@ def tied(
 
 
 def last_work(unit: Unit) -> int | None:
-    """The number of a result that is made of a unit's last contraction, if it has one.
+    """The number of a result that a unit's last contraction makes, if it has one.
 
-    It is there when all work of the unit is done.
+    Once it is there, all work of the unit is done.
     """
     made: set[int] = set()
     for unit_eqn in unit.eqns:

@@ -17,7 +17,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.properties import CONTROL_FLOW
 
 BuildBody: TypeAlias = Callable[[Any, str, Sequence[ir.Buffer]], Program]
-"""From a jaxpr, what body it is, and what its params are outside to its program."""
+"""Gives a body's program, from its jaxpr, its kind, and its params' values outside."""
 
 
 def has_programs(eqn: JaxprEqn) -> bool:
@@ -46,7 +46,7 @@ def asks_each(eqn: JaxprEqn) -> bool:
 
 
 def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What `asks_each`, with one condition: it goes on while any of the batch does."""
+    """A `while` that `asks_each`, with one condition: does any of the batch go on?"""
     counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = (
         jaxpr_as_fun(close(eqn.params[name])) for name in ("cond_jaxpr", "body_jaxpr")
@@ -62,7 +62,7 @@ def while_any(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
         def step(carry: Sequence[Any]) -> Sequence[Any]:
             (each,) = condition(*consts, *carry)
             new = body(*body_consts, *carry)
-            # Those of a batch that are done keep what they have, as JAX lowers it.
+            # Elements that are done keep their values, as in JAX's own lowering.
             return [_chosen(each, *pair) for pair in zip(new, carry, strict=True)]
 
         return lax.while_loop(go_on, step, [*start])

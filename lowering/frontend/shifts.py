@@ -1,8 +1,8 @@
 """Shifts along a dim as one equation each, where JAX has a chain of slices and pads.
 
-`jnp.pad(x, (1, 0))[:-1]` is 257 rows on the way from 256 to 256, which no mesh divides.
-It is one `pad` by 1 and by -1, and `jnp.roll` is one `rotate`.  XLA simplifies such
-chains as well, once all is whole.
+`jnp.pad(x, (1, 0))[:-1]` has 257 rows on the way from 256 to 256, and no mesh divides
+257.  Here it becomes one `pad` by 1 and by -1, and `jnp.roll` becomes one `rotate`.
+XLA simplifies such chains too, but only after layouts are decided.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands in a function that no program of jhost's can hold, and why."""
+"""The equations of a function that no Host IR program can hold, and why."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _check_shardings_in_bodies(name: str, eqns: Iterable[JaxprEqn]) -> None:
 
 
 def _of_manual_axes(eqn: JaxprEqn, mapped: ShardMap) -> str | None:
-    """What is wrong with a sharding in the body of a `shard_map`, if it is one."""
+    """The error of a sharding in the body of a `shard_map` that names a manual axis."""
     sharding = eqn.params.get("sharding")
     constrains = eqn.primitive.name == "sharding_constraint"
     if not constrains or not isinstance(sharding, NamedSharding):

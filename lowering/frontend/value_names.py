@@ -1,8 +1,8 @@
-"""What messages call the values that equations make: as the user's own lines do.
+"""The names of values in messages: those of the user's own lines.
 
-A line that assigns a value to a variable names it; any other is named by what made it,
-and where.  The buffers of a program have short names of their own, which tunings and
-processes know it by.
+A line that assigns a value to a variable names the value.  Any other value is named by
+its equation and its line.  The buffers of a program have other, short names, by which
+tunings and processes know it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _SAME_VALUE = IDENTITIES | {
     "squeeze",
     "transpose",
 }
-"""Equations behind which a value is called as before."""
+"""Equations whose result has the name of their operand."""
 
 
 def _handed_on(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[JaxprEqn, Var]]:

@@ -17,13 +17,13 @@ from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Buffer
 
 OnDevices: TypeAlias = list[np.ndarray]
-"""What each device holds of one buffer, in the order of their linear ranks."""
+"""The part of one buffer that each device holds, in the order of linear ranks."""
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """The values of an array; of keys their data, whose own dims come last."""
+    """The values of an array; for keys their data, whose own dims come last."""
     if isinstance(value, np.ndarray):
-        return value.copy()  # devices write into what they have
+        return value.copy()  # devices write into their arrays
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -38,17 +38,18 @@ def as_jax(value: np.ndarray, dtype: np.dtype) -> jax.Array:
     """The JAX array of `dtype` with these values."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.array(value), impl=_key_impl(dtype))
-    return jnp.array(value)  # for which `jnp.asarray` has XLA compile a program (0.12)
+    # Not `jnp.asarray`: in JAX 0.12 it has XLA compile a program for each shape.
+    return jnp.array(value)
 
 
 def as_operand(value: np.ndarray, dtype: np.dtype) -> Any:
-    """These values as an equation takes them: keys as JAX has them."""
+    """These values as operands of an equation; NumPy has no keys, so JAX's are made."""
     return as_jax(value, dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else value
 
 
 def split(value: np.ndarray, buffer: Buffer, ranks: Ranks) -> OnDevices:
-    """What each device holds of the global `value` of a param."""
-    # Devices write into what they have.
+    """The part of a param's global `value` that each device holds."""
+    # Copies, because devices write into their arrays.
     return [value[part].copy() for part in _parts(buffer, ranks)]
 
 
@@ -75,7 +76,7 @@ def joined(values: OnDevices, buffer: Buffer, ranks: Ranks, mesh: Mesh) -> jax.A
 
 
 def undefined(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Memory without contents, filled so that a read of it shows."""
+    """Memory without contents, filled with values that show when they are read."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return as_numpy(lax.empty(tuple(shape), dtype))
     return np.full(shape, _poison(dtype), dtype)

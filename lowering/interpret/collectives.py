@@ -1,4 +1,4 @@
-"""Communications between NumPy arrays: every device sees what all have, and takes."""
+"""Communications between NumPy arrays: each device takes from all devices' arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _UFUNCS: Mapping[Reducer, Callable[[Any, Any], Any]] = {
 
 
 def reduced(reducer: Reducer, values: Sequence[np.ndarray]) -> np.ndarray:
-    """All of `values` in one, in their order, rounded after each."""
-    # What is narrower than a byte, NumPy makes wider.
+    """All `values` combined in their order, with a rounding after each."""
+    # NumPy returns a wider dtype for dtypes that are narrower than a byte.
     dtype, combine = values[0].dtype, _UFUNCS[reducer]
     return functools.reduce(lambda a, b: np.asarray(combine(a, b), dtype), values)
 
@@ -34,7 +34,7 @@ def reduced(reducer: Reducer, values: Sequence[np.ndarray]) -> np.ndarray:
 def communicate(
     stmt: Communicate, values: OnDevices, ranks: Ranks, shift: AtRanks
 ) -> OnDevices:
-    """What each device has in `stmt.out` when it has `values` in `stmt.source`."""
+    """Each device's value of `stmt.out`, from each device's value of `stmt.source`."""
     numbers = np.arange(ranks.count).reshape(ranks.shape)
     groups = ranks.in_rows(stmt.axes, numbers).T.tolist()
     targets = ranks.targets(stmt.axes, shift).T.tolist()
@@ -47,7 +47,7 @@ def communicate(
 
 
 def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnDevices:
-    """What each of a group has, of which the devices have `every`."""
+    """The results of the devices of one group, from `every` source of the group."""
     count, dim = len(every), stmt.dim or 0
     match stmt.kind:
         case "AllGather":
@@ -62,7 +62,7 @@ def _results(stmt: Communicate, every: OnDevices, targets: Sequence[int]) -> OnD
             return [np.concatenate(each, stmt.source_dim or 0) for each in there]
         case "CollectivePermute":
             assert sorted(targets) == list(range(count)), stmt.name
-            # What a device has is from the one whose target it is.
+            # A device receives from the device whose target it is.
             return [every[targets.index(device)] for device in range(count)]
         case "SwapAxes":
             size = math.isqrt(count)

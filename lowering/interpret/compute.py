@@ -1,4 +1,4 @@
-"""Units of equations, on one device after the other."""
+"""Runs the equations of a unit on one device after another."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def compute(
     ranks: Ranks,
     mesh: Mesh,
 ) -> list[OnDevices]:
-    """What the unit of `stmt` gives; its chunk is `size` from `starts` on."""
-    # Devices meet in there, so that one cannot run after the other.
+    """The results of `stmt` on each device; a chunk has `size` steps from `starts`."""
+    # Devices wait for each other in such a unit, so all have to run at once.
     if mesh.axis_names and _communicates(stmt.unit):
         return _on_mesh(stmt, ins, starts, size, mesh)
     dtypes = [buffer.dtype for buffer in stmt.ins]
@@ -46,11 +46,11 @@ def compute(
 def combined(
     stmt: Compute, held: Sequence[np.ndarray], new: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """What accumulators that `held` so much on a device hold with `new`."""
+    """The new values of a device's accumulators: `held` combined with `new`."""
     assert stmt.reducer is not None
     if stmt.reducer != "softmax":
         pairs = zip(held, new, strict=True)
-        # Accumulators are wider than the chunks of narrow floats that go into them.
+        # An accumulator of narrow floats is wider than the chunks that go into it.
         return [reduced(stmt.reducer, (a, b.astype(a.dtype))) for a, b in pairs]
     (unit_eqn,) = stmt.unit.eqns
     assert unit_eqn.rule.combine is not None
@@ -58,7 +58,7 @@ def combined(
 
 
 def _by_device(ins: Sequence[OnDevices], count: int) -> list[tuple[np.ndarray, ...]]:
-    # A fill reads nothing, and runs on each device as well.
+    # A fill has no operands to zip, but it runs on each device too.
     return list(zip(*ins, strict=True)) if ins else [()] * count
 
 
@@ -85,7 +85,7 @@ def _on_device(
 
 
 def _communicates(unit: Unit) -> bool:
-    """Whether devices speak to each other in an equation, or one for all."""
+    """Whether an equation communicates, or calls the host once for all devices."""
     return any(
         each.eqn.primitive.name == "shard_map" or has_callback(each.eqn)
         for each in unit.eqns

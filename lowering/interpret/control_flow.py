@@ -1,4 +1,4 @@
-"""Control flow of the user's, in Python; its bodies are programs."""
+"""The user's control flow, run in Python; its bodies are programs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.statements import Cond, ControlFlow, Scan, While
 
 RunOnDevices: TypeAlias = Callable[[Program, Sequence[OnDevices]], list[OnDevices]]
-"""Gives the results of a body for what devices have of its params."""
+"""Gives the results of a body, from each device's values of its params."""
 
 
 def control_flow(
     stmt: ControlFlow, ins: Sequence[OnDevices], run: RunOnDevices, devices: int
 ) -> list[OnDevices]:
-    """The results of `stmt` for what devices have of its `ins`."""
+    """The results of `stmt`, from each device's values of its `ins`."""
     match stmt:
         case Scan():
             return _scan(stmt, ins, run, devices)
@@ -41,7 +41,7 @@ def _scan(
         rows = [[value[number] for value in values] for values in xs]
         results = run(stmt.body, [*consts, *carry, *rows])
         carry, ys[number] = scan_outs(stmt, results)
-    # A scan of length 0 has no part to tell the type of a stack by.
+    # A scan of length 0 has no results to stack, so shapes come from the buffers.
     if not ys:
         empty = [undefined(buffer.shape, buffer.dtype) for buffer in stmt.ys]
         return [*carry, *([value] * devices for value in empty)]
@@ -63,7 +63,7 @@ def _stacked(rows: Sequence[OnDevices]) -> OnDevices:
 
 
 def _agreed(values: OnDevices) -> int:
-    """The number that decides where control goes, which all devices have."""
-    # On devices that differed here, some would wait for others for ever.
+    """The number that decides where control goes; all devices must have the same."""
+    # If devices took different branches, a collective in one would wait forever.
     (number,) = {int(value) for value in values}
     return number

@@ -1,7 +1,8 @@
-"""Equations that NumPy runs as well: they compile nothing, and are a second opinion.
+"""Equations that NumPy can run too: it compiles nothing, and is a second opinion.
 
-Those in which the two may differ are left to JAX: narrow floats, whose sums XLA makes
-in wider ones, extrema of zeros, and functions that each approximates in its own way.
+JAX runs the equations whose results may differ between the two: narrow floats, whose
+sums XLA makes in wider dtypes; maxima and minima of zeros; and functions that each of
+them approximates in its own way.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Run: TypeAlias = Callable[..., Any]
 
 
 def by_numpy(eqn: JaxprEqn, args: Sequence[Any], params: Params) -> list[Any] | None:
-    """The results of `eqn` for NumPy's `args`, or None where they are JAX's to find."""
+    """The results of `eqn` for NumPy's `args`, or None where JAX has to run it."""
+    # Under these settings JAX raises where a NaN appears, and NumPy does not.
     if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
-        return None  # NumPy would not raise
+        return None
     operands = _arrays(eqn, args)
     if operands is None:
         return None
@@ -33,13 +35,13 @@ def by_numpy(eqn: JaxprEqn, args: Sequence[Any], params: Params) -> list[Any] | 
         run = _EXACT.get(eqn.primitive.name)
     if run is None:
         return None
-    with np.errstate(all="ignore"):  # as XLA, which overflows in silence
+    with np.errstate(all="ignore"):  # XLA overflows in silence
         out = run(*operands, **params)
     return out if eqn.primitive.multiple_results else [np.asarray(out)]
 
 
 def _arrays(eqn: JaxprEqn, args: Sequence[Any]) -> list[np.ndarray] | None:
-    """The operands, if NumPy has them; a Python number has its variable's type."""
+    """The operands as NumPy arrays, or None; Python numbers get a variable's dtype."""
     if len(args) != len(eqn.invars) or not all(map(_is_known, args)):
         return None
     pairs = zip(eqn.invars, args, strict=True)
@@ -54,7 +56,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _is_exact(name: str, operands: Sequence[np.ndarray], params: Params) -> bool:
-    """Whether NumPy's numbers are XLA's, but for the order in which sums are added."""
+    """Whether NumPy gives XLA's numbers, up to the order of additions in a sum."""
     dtypes = {x.dtype for x in operands}
     wanted = params.get("preferred_element_type")
     if len(dtypes) != 1 or (wanted is not None and {np.dtype(wanted)} != dtypes):
@@ -65,7 +67,7 @@ def _is_exact(name: str, operands: Sequence[np.ndarray], params: Params) -> bool
     return dtype.isbuiltin == 1 and dtype.kind in "biu"
 
 
-# --- What moves elements ------------------------------------------------------------ #
+# --- Primitives that move elements -------------------------------------------------- #
 
 
 def _broadcast(
@@ -95,7 +97,7 @@ def _slice(
 def _window(
     x: np.ndarray, sizes: Sequence[int], starts: Sequence[Any]
 ) -> tuple[slice, ...]:
-    """Where a window is, which XLA moves until it lies inside."""
+    """Where a window is; XLA clamps its start so that it lies inside."""
     firsts = [
         min(max(int(start), 0), whole - size)
         for start, whole, size in zip(starts, x.shape, sizes, strict=True)
@@ -128,7 +130,7 @@ _MOVES: dict[str, Run] = {
 }
 
 
-# --- What computes ------------------------------------------------------------------ #
+# --- Primitives that compute -------------------------------------------------------- #
 
 
 def _dot_general(
@@ -151,7 +153,7 @@ def _dot_general(
 
 
 def _rows(x: np.ndarray, contracted: Sequence[int], batch: Sequence[int]) -> np.ndarray:
-    """`x` as [*batch, what is free, what is contracted]."""
+    """`x` with dims [*batch, free, contracted], the last two merged."""
     free = [dim for dim in range(x.ndim) if dim not in {*contracted, *batch}]
     sizes = [int(np.prod([x.shape[d] for d in dims])) for dims in (free, contracted)]
     ordered = x.transpose([*batch, *free, *contracted])
@@ -163,7 +165,10 @@ def _elementwise(function: Run) -> Run:
 
 
 _OF_INTEGERS = ("and", "max", "min", "not", "or", "xor")
-"""Which zero is the larger, and so on, is for XLA to say."""
+"""Primitives that NumPy runs on integers only.
+
+For floats, NumPy and XLA differ in which of 0.0 and -0.0 is the larger, for example.
+"""
 
 _EXACT: dict[str, Run] = {
     "add": _elementwise(np.add),

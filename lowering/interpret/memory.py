@@ -47,27 +47,27 @@ class ArrayView:
             (*at[:dim], _cut(at[dim], start, size, stmt.groups), *at[dim + 1 :])
             for at, start in zip(self.indices, starts, strict=True)
         ]
-        # A dim that is dropped is still one of the buffer's, with one index.
+        # The buffer still has a dim that the alias drops; it gets a single index.
         kept = tuple(d for d in self.kept if not (stmt.drop and d == dim))
         return ArrayView(self.owner, tuple(indices), kept)
 
     def read(self, arrays: OnDevices) -> OnDevices:
-        """What is there, of arrays as large as the buffer."""
+        """The elements of this part, out of arrays as large as the buffer."""
         return [
             np.reshape(array[np.ix_(*at)], self.shape(at) + array.shape[len(at) :])
             for array, at in zip(arrays, self.indices, strict=True)
         ]
 
     def write(self, arrays: OnDevices, values: OnDevices) -> None:
-        """Put `values` there."""
+        """Put `values` into this part of `arrays`."""
         for array, at, value in zip(arrays, self.indices, values, strict=True):
             assert value.shape[: len(self.kept)] == self.shape(at), self.owner
             shape = (*map(len, at), *array.shape[len(at) :])
-            # By indices: in groups an alias is no one slice of its buffer.
+            # By indices, because an alias with groups is not one slice of its buffer.
             array[np.ix_(*at)] = np.reshape(value, shape)
 
     def mark(self, written: OnDevices) -> None:
-        """Note that something was written there."""
+        """Note that this part was written."""
         for array, at in zip(written, self.indices, strict=True):
             array[np.ix_(*at)] = True
 

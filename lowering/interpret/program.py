@@ -1,8 +1,8 @@
-"""A Host IR program statement by statement: for debugging, and to check emission.
+"""Runs a Host IR program statement by statement, for debugging and to check emission.
 
-Each device has NumPy arrays of its own, an alias reads and writes its source at once,
-and nothing is ordered but by the program.  It shares nothing with `emit`: what either
-does wrong, the other does not.
+Each device has NumPy arrays of its own.  An alias reads and writes its source at once.
+Statements run in the order of the program.  This module shares no code with `emit`, so
+a mistake in one of them is not repeated in the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jhost.lowering.ir.stages import set_aside, turns
 class Record:
     """One statement as it ran: its stream, text, loop indices, and the memory after.
 
-    `live_bytes` is what one device holds in buffers, params included.
+    `live_bytes` is the bytes of all buffers of one device, params included.
     """
 
     stream: str
@@ -51,14 +51,15 @@ class Record:
 def interpret(
     program: Program, mesh: Mesh, args: Sequence[Any]
 ) -> tuple[tuple[jax.Array, ...], list[Record]]:
-    """The results of `program` on the global `args`, and what ran, in order.
+    """The results of `program` on the global `args`, and the statements as they ran.
 
     The program must be valid; see `verify`.
     """
     interpreter = _Interpreter(program, mesh)
     ranks, params = interpreter.ranks, program.params
     with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),  # devices work alone
+        # Each device computes by itself: a mesh around it would change types.
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
         np.errstate(all="ignore"),
     ):
         values = [
@@ -71,7 +72,7 @@ def interpret(
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Iteration:
-    """What an iteration of a loop has made so far."""
+    """The memory and aliases that an iteration of a loop has made so far."""
 
     memories: dict[str, ArrayMemory] = dataclasses.field(
         default_factory=dict[str, ArrayMemory]
@@ -92,7 +93,7 @@ class _Interpreter(Machine):
         self.trace: list[Record] = []
 
     def run(self, args: Sequence[OnDevices]) -> list[OnDevices]:
-        """The results for what each device has of the params."""
+        """The results, from each device's values of the params."""
         for buffer, values in zip(self.program.params, args, strict=True):
             self.memories[buffer.name] = ArrayMemory.of(values, len(buffer.shape))
         self.body(self.program.body)
@@ -106,7 +107,7 @@ class _Interpreter(Machine):
                 self.record(text)
 
     def record(self, text: str) -> None:
-        # Iterations that were begun hold memory while others have their turn.
+        # Iterations that have begun hold memory while stages of others run.
         held = (self.memories, *(each.memories for each in self.iterations))
         self.trace.append(
             Record(
@@ -135,7 +136,7 @@ class _Interpreter(Machine):
             case ir.Communicate():
                 self.communicate(stmt)
             case ir.Wait():
-                pass  # what a communication writes is there at once
+                pass  # a communication writes its result at once
             case ir.GetCurrentStream() | ir.SetCurrentStream():
                 self.switch(stmt)
             case ir.Synchronize():
@@ -166,7 +167,7 @@ class _Interpreter(Machine):
         return view.read(self.memories[view.owner].values)
 
     def write(self, buffer: ir.Buffer, values: OnDevices) -> None:
-        """Write into memory; a name that is no alias gets what is written."""
+        """Write into memory; a name that is no alias becomes a copy of the values."""
         view = self.aliases.get(buffer.name)
         if view is None:
             copies = list(map(np.copy, values))
@@ -177,7 +178,10 @@ class _Interpreter(Machine):
         view.mark(memory.written)
 
     def is_written(self, buffer: ir.Buffer) -> list[bool]:
-        """Whether a device has written there: else it takes the first result as is."""
+        """Whether each device has written the buffer.
+
+        An accumulator that is not written yet takes the first result as it is.
+        """
         if buffer.name not in self.aliases and buffer.name not in self.memories:
             return [False] * self.ranks.count
         view = self.view(buffer.name)
@@ -200,7 +204,7 @@ class _Interpreter(Machine):
             self.write(buffer, values)
 
     def accumulate(self, stmt: ir.Compute, outs: Sequence[OnDevices]) -> None:
-        """Combine `outs` with what accumulators hold."""
+        """Combine `outs` with the values of accumulators."""
         written = {n: self.is_written(stmt.outs[n]) for n in accumulators(stmt)}
         for device in range(self.ranks.count):
             used = [number for number, there in written.items() if there[device]]
@@ -218,7 +222,7 @@ class _Interpreter(Machine):
     # --- Control -------------------------------------------------------------- #
 
     def loop(self, stmt: ir.For) -> None:
-        """The stages of all iterations; what an iteration defines ends with it."""
+        """Run the stages of all iterations; an iteration's names end with it."""
         own = [_Iteration() for _ in range(stmt.extent)]
         self.iterations += own
         for turn in turns(stmt):

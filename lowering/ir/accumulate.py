@@ -1,4 +1,4 @@
-"""Accumulators: what a loop over a reduced factor combines its chunks' results in."""
+"""Accumulators: the buffers in which a loop over a reduced factor combines results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jhost.lowering.rules.reducers import COMBINE
 
 
 def accumulators(stmt: Compute) -> list[int]:
-    """The results of `stmt` that go into accumulators: those without the factor."""
+    """The results of `stmt` that go into accumulators: they lack the loop's factor."""
     if stmt.reducer is None:
         return []
-    # What follows the factor has a place for each chunk, and adds nothing up.
+    # A result that follows the factor has a place for each chunk, so nothing is added.
     cut = {
         id(var)
         for each in stmt.unit.eqns
@@ -29,9 +29,9 @@ def accumulators(stmt: Compute) -> list[int]:
 def combine(
     stmt: Compute, held: Sequence[Any | None], new: Sequence[Any]
 ) -> Sequence[Any]:
-    """What accumulators that `held` so much, or None, hold with the `new` results.
+    """The values of accumulators after the `new` results; `held` is None before any.
 
-    Of either as wide as the accumulators; what comes first stays as narrow as it is.
+    Both are made as wide as the accumulators, but a first result stays as it is.
     """
     reducer = stmt.reducer
     if reducer is None or all(old is None for old in held):

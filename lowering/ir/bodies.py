@@ -15,7 +15,7 @@ from jhost.lowering.ir.remarks import Remark
 CONTROL_FLOW = (ir.Scan, ir.While, ir.Cond)
 
 ITERATIONS = 8
-"""How often a `while` is taken to go round, which nothing says beforehand."""
+"""The number of iterations that is assumed for a `while`, which does not say it."""
 
 
 def programs(program: Program) -> Iterator[Program]:
@@ -79,8 +79,8 @@ def with_each_body(program: Program, change: Callable[[Program], Program]) -> Pr
         else stmt
         for stmt in program.body
     )
-    # What is known of a program is known by its identity (`ir/derived.py`,
-    # `cost/remembering.py`), so one that nothing changed stays itself.
+    # The same object if nothing changed: facts about a program are remembered by its
+    # identity (`ir/derived.py`, `cost/remembering.py`).
     if all(map(operator.is_, body, program.body)):
         return program
     return dataclasses.replace(program, body=body)
@@ -96,10 +96,10 @@ class EachProgram(abc.ABC):
         return rebuilt(program, self.change)
 
     def sees(self, program: Program) -> object:
-        """What the pass goes by of stream marks, but for the values and dims they name.
+        """What the pass uses of stream marks, besides their values and dims.
 
-        Programs that are otherwise alike, and that it sees alike, it changes alike, but
-        for these marks.
+        If programs differ only in their marks, and this is equal, the pass makes the
+        same change in them, except for the marks themselves.
         """
         return [mark for mark in program.marks if isinstance(mark, StreamChoice)]
 
@@ -154,7 +154,7 @@ def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
 
 
 def is_alike(one: Program, other: Program) -> bool:
-    """Whether two programs are the same ones, but for what stream marks say."""
+    """Whether two programs only differ in the fields of stream marks."""
     return (
         # By identity, as what is known of statements is.
         one.body is other.body

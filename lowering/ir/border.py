@@ -27,9 +27,8 @@ class Crossing(NamedTuple):
 class ScanBorder:
     """What enters the body of a scan, and what leaves it.
 
-    The body sees `consts` as they are, and of `xs` a slice at a time.  What it is given
-    as `carry` is, in another iteration, what left it as `carried`.  A slice at a time
-    it makes `ys`.
+    The body reads `consts` as they are, and slices of `xs`.  Its values `carry` are the
+    values `carried` of the iteration before.  It makes slices of `ys`.
     """
 
     consts: tuple[Crossing, ...]
@@ -66,7 +65,7 @@ def scan_border(scan: Scan) -> ScanBorder:
 
 
 def with_scan_border(scan: Scan, body: Program, border: ScanBorder) -> Scan:
-    """`scan` with another body, and with what `border` has around it and in it."""
+    """`scan` with another body, and with the values of `border` outside and inside."""
     return dataclasses.replace(
         scan,
         body=dataclasses.replace(
@@ -97,9 +96,9 @@ def while_border(stmt: While) -> WhileBorder:
 def with_values(
     stmt: ControlFlow, ins: Sequence[Sequence[Buffer]], outs: tuple[Buffer, ...]
 ) -> ControlFlow:
-    """`stmt` on other operands, those of each of its bodies, and with other results.
+    """`stmt` on other operands, given for each of its bodies, and with other results.
 
-    To each of its branches a `cond` gives the same, behind its index.
+    A `cond` gives the same operands to each branch; its index comes before them.
     """
     match stmt:
         case Scan():

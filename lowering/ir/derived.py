@@ -1,7 +1,7 @@
-"""What is found out about a program once, and kept.
+"""Facts about a program that are found once, and kept.
 
-That is as long as the program lives, or, where other programs share it, as long as what
-keeps it does: the candidates for one choice have most statements in common.
+They are kept as long as the program lives.  Facts that several programs share, such as
+the candidates for one choice, are kept as long as the object that holds them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def derived(find: Callable[[Program], _R]) -> Callable[[Program], _R]:
 def derived_with(
     find: Callable[Concatenate[Program, _P], _R],
 ) -> Callable[Concatenate[Program, _P], _R]:
-    """`find`, which is called once for each program and all else that it is given."""
+    """`find`, which is called once for each program and its other arguments."""
 
     @functools.wraps(find)
     def found(program: Program, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -54,10 +54,10 @@ def derived_with(
 
 
 class Shared(Generic[_R]):
-    """What was found out about programs, for others that have the same statements.
+    """Facts about programs, kept for other programs that have the same statements.
 
-    Those are the same objects: of equal ones nobody asks.  All empty bodies are one
-    tuple in Python, so whoever finds something here compares the rest of the programs.
+    The statements must be the same objects, and not only equal.  All empty bodies are
+    one tuple in Python, so users of a fact also compare the rest of the programs.
     """
 
     def __init__(self) -> None:

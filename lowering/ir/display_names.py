@@ -1,4 +1,4 @@
-"""What a program says to the user: of values by the names that those have for him."""
+"""A program's statements and remarks with the user's names for values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jhost.lowering.ir.remarks import LayoutReport, Note, Remark, ReplicationRep
 
 
 def display_name(program: Program, name: str) -> str:
-    """What a message calls a buffer: what the value is called that it is made of.
+    """The name of a buffer in messages: the user's name of the value it comes from.
 
-    A pass that makes a buffer of another's value puts a word behind that one's name.
+    A pass that makes a buffer from another one adds a word to that one's name.
     """
     base = name
     # Word by word from the end: users' names have underscores as well.

@@ -16,15 +16,14 @@ def reads_writes(stmt: ir.Stmt) -> tuple[list[ir.Buffer], list[ir.Buffer]]:
     """The buffers that `stmt` reads, and those that it writes or makes."""
     if isinstance(stmt, ir.Compute):  # most statements are, and passes ask often
         outs = stmt.outs
-        # To add to a sum is to read it: who does so follows all that wrote there
-        # before.
+        # Adding to a sum reads it: such a statement must follow all earlier writes.
         added = [outs[number] for number in accumulators(stmt)] if stmt.reducer else []
         return [*stmt.ins, *added], [*outs]
     match stmt:
         case ir.Scan() | ir.While() | ir.Cond():
             return [*stmt.ins], [*stmt.outs]
-        # A `Select` moves nothing, but stands behind its source and before who reads
-        # it.
+        # A `Select` moves nothing, but it must stay behind its source and before its
+        # readers.
         case ir.Set() | ir.Reshard() | ir.Neighbours() | ir.Select() | ir.Communicate():
             return [stmt.source], [stmt.out]
         case ir.Allocate(buffer=buffer):
@@ -57,7 +56,7 @@ def _reads_writes_of_body(
 def read_and_made(
     body: Sequence[ir.Stmt],
 ) -> tuple[dict[str, ir.Buffer], dict[str, ir.Buffer]]:
-    """What statements read of others, and what they make, by name and in order."""
+    """The buffers that statements read from others, and those they make, in order."""
     read: dict[str, ir.Buffer] = {}
     made: dict[str, ir.Buffer] = {}
     for stmt in body:
@@ -76,7 +75,7 @@ def read_whole(program: Program) -> frozenset[str]:
     """The buffers that something reads by their own names, not by an alias."""
     names = {buffer.name for buffer in program.results}
     for stmt in ir.walk(program.body):
-        # A loop's statements come by themselves; to name a part is to read nothing.
+        # A loop's statements come by themselves, and naming a part reads nothing.
         if not isinstance(stmt, ir.Select | ir.Deallocate | ir.For):
             names |= {buffer.name for buffer in reads_writes(stmt)[0]}
     return frozenset(names)

@@ -36,7 +36,7 @@ def fingerprint_lines(program: Program) -> list[str]:
 
     The name of the program is not among them.
     """
-    # Under another name a function is tuned as it was.
+    # A tuning must still hold if the function is renamed.
     _, *statements = str(program).splitlines()
     lines = [line.strip() for line in statements if line.strip()]
     for stmt in (s for each in programs(program) for s in walk(each.body)):
@@ -62,9 +62,9 @@ def _atom_text(atom: Atom, numbers: Mapping[Var, int]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A parameter; of what has no order, sorted, and of arrays a digest.
+    """A parameter as text: sets are sorted, and arrays become digests.
 
-    An array of which other processes have parts is told by its type.
+    An array that is spread over processes becomes its type.
     """
     match value:
         case Mapping():

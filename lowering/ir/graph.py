@@ -39,7 +39,7 @@ from jhost.lowering.rules.properties import is_barrier
 class Node:
     """A statement, or a communication with its wait, and the buffers it touches.
 
-    Where it is a piece of a barrier, `barrier` names the operands of all pieces.
+    If it is a piece of a barrier, `barrier` has the names of all pieces' operands.
     """
 
     stmts: tuple[Stmt, ...]
@@ -83,7 +83,7 @@ The predicate need not ask whether the result is convex.
 """
 
 KindOf: TypeAlias = Callable[[Node], Hashable]
-"""What nodes of one group have alike; None for a node that merges with no other."""
+"""A key that is equal for nodes that may merge; None for a node that never merges."""
 
 
 def nodes(
@@ -113,13 +113,13 @@ def nodes(
 
 def graph_of(program: Program) -> Graph:
     """The nodes of a program, each piece of a barrier with the operands of all."""
-    # Not `derived`: `take_known` hands that on to programs with other bodies in them.
+    # Not `derived`: `take_known` passes derived facts to programs with other bodies.
     barriers = (mark for mark in program.marks if isinstance(mark, BarrierMark))
     return nodes(program.body, {mark.buffer: mark.operands for mark in barriers})
 
 
 def _forwards(stmt: Stmt) -> bool:
-    """Whether it is a barrier, and does not only cut padding off what one hands on."""
+    """Whether it is a barrier, and not a cut of padding behind a barrier."""
     return isinstance(stmt, Compute) and all(is_barrier(e.eqn) for e in stmt.unit.eqns)
 
 
@@ -133,7 +133,7 @@ def dependencies(graph: Sequence[Node]) -> list[set[int]]:
 
     def names(node: Node, buffers: Sequence[Buffer]) -> set[str]:
         found = {buffer.name for buffer in buffers}
-        # To make an alias is no access: what it is a part of may be written later.
+        # Making an alias is no access: its memory may be written later.
         if not isinstance(node.stmt, Select):
             found |= {aliases.memory(buffer).name for buffer in buffers}
         return found

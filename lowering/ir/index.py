@@ -184,8 +184,8 @@ def leaves(index: Index) -> frozenset[Index]:
 
 def _binary(op: str, left: IndexLike, right: IndexLike) -> Index:
     left, right = as_index(left), as_index(right)
-    # Folded as it is built: texts have no `* 1`, and what has one value is more often
-    # equal, by which `schedule/stages.py` compares places.
+    # Folded while it is built, so that texts have no `* 1`.  Expressions of one value
+    # are then equal more often, and `schedule/stages.py` compares places by equality.
     if isinstance(left, Constant) and isinstance(right, Constant):
         return Constant(int(_OPERATORS[op](left.value, right.value)))
     match op, left, right:

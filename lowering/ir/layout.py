@@ -14,7 +14,7 @@ Layout: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim, the mesh axes that shard it, major first."""
 
 Partial: TypeAlias = tuple[tuple[str, Reducer], ...]
-"""The mesh axes over which a value has still to be reduced, each with its reducer."""
+"""The mesh axes over which a value still has to be reduced, each with its reducer."""
 
 
 def axes_size(axes: Sequence[str], mesh: Mapping[str, int]) -> int:

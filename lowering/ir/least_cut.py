@@ -30,11 +30,11 @@ def least_cut(
     made_of: Mapping[T, Sequence[T]],
     size: Callable[[T], int],
 ) -> set[T]:
-    """The values of the least sizes in all from which `wanted` can be computed again.
+    """The values of the smallest total size from which `wanted` can be computed again.
 
-    `made_of` has the operands of what can be computed again.  Every value is an edge
-    from its making to its reading.  Of the least cuts it is the one with the least to
-    compute.
+    `made_of` has the operands of each value that can be computed again.  In the graph a
+    value is an edge, from its maker to its readers.  Among the smallest cuts it is the
+    one that leaves the least to compute.
     """
     values = needed(wanted, made_of)
     sizes = {value: size(value) for value in values}
@@ -45,7 +45,7 @@ def least_cut(
         # Rounded up: nothing that has a size is free to keep.
         edges[made[value], made[value] + 1] = math.ceil(sizes[value] * scale)
         if value not in made_of:
-            # It can only be kept: every way from it is cut at it, or behind it.
+            # It cannot be computed again, so paths from it are cut at it or behind it.
             edges[_SOURCE, made[value]] = _UNBOUNDED
         for operand in made_of.get(value, ()):
             # To read costs nothing: only what is kept does, however many read it.
@@ -60,8 +60,8 @@ def needed(
     wanted: Iterable[T], made_of: Mapping[T, Sequence[T]], kept: Collection[T] = ()
 ) -> list[T]:
     """`wanted`, and all that it can be computed again from, back to what is `kept`."""
-    # A dict for its order: that of a set of strings differs from process to process,
-    # and of equal cuts each would take another.
+    # A dict for its order.  A set of strings has another order in each process, and
+    # processes would choose different cuts among equal ones.
     found: dict[T, None] = {}
     waiting = list(wanted)
     while waiting:

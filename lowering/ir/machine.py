@@ -1,7 +1,7 @@
-"""The machine that programs run on: mesh, loops and streams, as far as all agree.
+"""The machine that programs run on: mesh, loops and streams.
 
-The verifier, emission, interpretation and prediction each walk through a program; what
-an index is worth there, and which stream is which, they have from here.
+The verifier, emission, interpretation and prediction all walk through a program.  They
+share this state, which has the values of indices and the identities of streams.
 """
 
 from __future__ import annotations

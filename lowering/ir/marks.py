@@ -1,4 +1,4 @@
-"""What a user asks of the values of a program, and what was chosen for it."""
+"""Marks: what a user asks for values of a program, and what jhost chose."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class OnLines:
 class StreamRequest(OnLines):
     """`jhost.stream` on a buffer's dim, as it was written.
 
-    What it leaves open (None) the settings of the function say; `"auto"` leaves it to
-    jhost whatever they say, for which a `PipelineSpec` has no word.  What is `wished`
-    a function that was called says, and not the mark.
+    A field that it leaves open (None) comes from the settings of the function.  "auto"
+    leaves it to jhost whatever the settings say, which a `PipelineSpec` cannot express.
+    `wished` has the fields that come from a called function and not from the mark.
     """
 
     buffer: str
@@ -47,18 +47,18 @@ class StreamChoice(OnLines):
         lines: the user's lines, as `model.py:12 (mlp)`.
         buffer: the name of the marked value.
         dim: the dim of it that is cut.
-        spec: how its stream is pipelined; a value of which that says no pipeline takes
-            part in a stream that reaches it.
+        spec: how its stream is pipelined; without a pipeline, the value joins a stream
+            that reaches it.
         unpipelined: whether its loop is not made, whatever stream reaches it, because
-            that was found better.
-        by_name: whether the user named the pipeline, which then stands even where it
+            no loop is predicted to be better.
+        by_name: whether the user named the pipeline, which is then kept even where it
             gains nothing.
         reason: why this was chosen.
         predicted: each candidate with its predicted seconds, the chosen one first.
         measured: each candidate with its measured seconds, the chosen one first.
-        wished: which of `chunks` and `pipeline` a function's settings say, and not the
-            mark; what cannot be is left open.
-        unmet: what was wished for and cannot be, with the reason.
+        wished: which of `chunks` and `pipeline` come from a function's settings, and
+            not from the mark; a wish that cannot be met is left open.
+        unmet: the wishes that cannot be met, with the reasons.
         numbers: the places of the marks among those of the program and its bodies.
         found: whether jhost found the stream, and nobody marked it.
     """
@@ -103,8 +103,9 @@ class ShardMark:
 class BarrierMark:
     """A buffer that one barrier hands on, together with its other operands.
 
-    None is handed on before all `operands` are there: what `jax.checkpoint` computes
-    again is computed when its cotangent has come, and not kept until then.
+    The barrier passes on none of its `operands` before all are there.  So a value that
+    `jax.checkpoint` computes again is computed when its cotangent has come, and is not
+    kept until then.
     """
 
     buffer: str

@@ -34,15 +34,15 @@ class OperandWindow:
 class Operation:
     """A `Set` or a one-equation `Compute`: buffer names in and out, and their dims.
 
-    Or a value that crosses the border of control flow `stmt`, from or to a body.  If
-    it `forwards`, its one operand is moved to where its result rests.  `taking` says
-    that its operand's layout decides, whatever is wished for, and `like` names a value
-    whose layout does.  `reduces` says that it works on each step of a reduced factor.
+    Or it is a value that crosses the border of control flow `stmt`, from or to a body.
+    If it `forwards`, its operand is moved to where its result rests.  With `taking` its
+    operand's layout decides, whatever its readers prefer, and `like` names another
+    value whose layout decides.  `reduces` says that it works on each step of a reduced
+    factor.
 
-    `pinned` is the one assignment that it can have, where its rule says so.  `cut` are
-    the dims of each operand that only loops cut, `windows` those that are read in
-    windows.  `flops` are those of what `reduces`,
-    on whole arrays.
+    `pinned` is its only possible assignment, if its rule says so.  `cut` has the dims
+    of each operand that only loops cut, and `windows` those that are read in windows.
+    `flops` is the work on whole arrays, if it `reduces`.
     """
 
     stmt: Compute | Set | ControlFlow
@@ -77,7 +77,7 @@ class Operation:
         return _induced(self.results[result], assignment), partial
 
     def forwarded(self, rest: Layout) -> Layout:
-        """The layout of the operand that is handed on to rest in that layout."""
+        """The layout of the operand of a forwarding operation whose result rests so."""
         spread = list(nowhere(self))
         for dim, axes in zip(self.results[0], rest, strict=True):
             if dim is not None:
@@ -99,7 +99,7 @@ class Operation:
 
     @property
     def makes_any_part(self) -> bool:
-        """Whether every device can make any part of its result out of nothing."""
+        """Whether every device can make any part of its result without operands."""
         made = not self.ins and len(self.outs) == 1
         return made and None not in self.results[0] and self.pinned is None
 
@@ -133,7 +133,7 @@ def has_contraction(stmt: Stmt) -> bool:
 
 
 def operation(stmt: Compute | Set, prefix: str = "") -> Operation:
-    """What `stmt` reads and writes, under names with a prefix, and factors between."""
+    """The operation of `stmt`; a prefix is added to the names of its values."""
     flops = 0
     if isinstance(stmt, Set):
         factors = Factors()

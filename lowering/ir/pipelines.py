@@ -1,4 +1,4 @@
-"""How the loop of a stream is made: what marks ask for, tunings keep and loops get."""
+"""The spec of a stream's loop, which marks, tunings and loops all hold."""
 
 from __future__ import annotations
 

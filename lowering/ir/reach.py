@@ -1,8 +1,8 @@
 """How far apart the devices along an axis of the mesh lie, and what that means.
 
-Only GPUs that one process owns copy from one to another by copy engine, beside
-whatever runs.  All else is a kernel of NCCL's.  A matmul leaves it no multiprocessors:
-it starts when that matmul ends, and then runs beside the next ones.
+Only GPUs of one process copy to each other by copy engines, which run beside any
+kernel.  All other transfers are kernels of NCCL's.  A matmul leaves them no
+multiprocessors, so they start when that matmul ends, and run beside the next ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Lane: TypeAlias = Literal["copies", "collectives", "network"]
 def lane_of(stmt: ir.Communicate, reach: Mapping[str, Reach]) -> Lane:
     """The lane of a transfer between GPUs that lie so far apart."""
     reaches = {reach.get(axis, "process") for axis in stmt.axes}
-    # One axis is enough: a ring is as slow as its slowest link.
+    # The farthest axis decides, because a ring is as slow as its slowest link.
     if "hosts" in reaches:
         return "network"
     # An engine copies; what adds up, or brings several parts, is a kernel.
@@ -55,7 +55,7 @@ def between_processes(axes: Iterable[str], reach: Mapping[str, Reach]) -> list[s
 def why_not_hidden(
     axes: Iterable[str], reach: Mapping[str, Reach], mesh: Mapping[str, int]
 ) -> str:
-    """Why no loop moves chunks along such axes of a mesh unasked, and what helps."""
+    """Why jhost chooses no loop that moves chunks along these axes, and what helps."""
     names = between_processes(axes, reach)
     farthest: Reach = "hosts" if "hosts" in map(reach.get, names) else "host"
     helps = laid_better(names, reach, mesh) or _WHAT_HELPS[farthest]

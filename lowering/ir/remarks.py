@@ -1,4 +1,4 @@
-"""What is said of a program: by its passes for `jhost.explain`, and by prediction."""
+"""Remarks on a program, by its passes for `jhost.explain`, and predictions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StreamReport(OnLines):
 
 @node
 class UnmetWish:
-    """That the marks of some `numbers` cannot have what a function's settings say.
+    """Says that the marks of some `numbers` cannot follow a function's setting.
 
     The program is lowered again without that wish: no finished one has such a remark.
     """
@@ -107,10 +107,10 @@ class UnmetWish:
 
 @node
 class ReplicationReport:
-    """Work that every device repeats, on what was spread over the devices before.
+    """Work that every device repeats, on operands that were spread over the devices.
 
-    `bytes` is what each of them receives for it, of all operands, and `flops` is what
-    it computes.
+    `bytes` is what each device receives of all operands, and `flops` is what each
+    device computes.
     """
 
     primitive: str

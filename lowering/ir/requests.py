@@ -1,4 +1,4 @@
-"""What `jhost.stream` marks ask for, with the function's settings and together."""
+"""What `jhost.stream` marks ask for: with the function's settings, and in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jhost.lowering.ir.remarks import UnmetWish
 from jhost.lowering.ir.statements import Compute, PipelineKind
 
 REFUSALS = (errors.StreamDimError, errors.ChunksError, errors.PipelineError)
-"""What says that a mark cannot be followed."""
+"""The errors that say that a mark cannot be followed."""
 
 WISHES: tuple[Wish, ...] = ("chunks", "pipeline")
 
@@ -164,13 +164,13 @@ def merge_choices(one: StreamChoice, other: StreamChoice) -> StreamChoice | None
             said, buffer=one.buffer, dim=one.dim, numbers=numbers
         )
     merged = merge_marks(one, other)
-    # Of two that differ, the one that was chosen: it is not what holds unasked.
+    # If the two differ, the one that is not the default was chosen.
     sums = one.spec.sums if other.spec.sums == "in chunks" else other.spec.sums
     return merged and dataclasses.replace(merged.with_spec(sums=sums), numbers=numbers)
 
 
 def asked_of_streams(program: Program) -> list[tuple[object, ...]]:
-    """All that streams go by of a program's choices, which reasons and such are not."""
+    """The fields of a program's choices that streams depend on; reasons are none."""
     return [
         (m.buffer, m.dim, m.spec.pipeline, m.spec.chunks, m.unpipelined)
         for m in stream_choices(program)
@@ -235,7 +235,7 @@ def set_choice(marks: list[Mark], numbers: Sequence[int], choice: StreamChoice) 
     for number in numbers:
         mark = marks[number]
         assert isinstance(mark, StreamChoice)
-        # What a mark cannot have is said of its own line alone.
+        # A wish that a mark cannot follow is reported for the mark's own line only.
         marks[number] = dataclasses.replace(
             choice, buffer=mark.buffer, unmet=mark.unmet, numbers=mark.numbers
         )

@@ -1,4 +1,4 @@
-"""Names by which what XLA runs is found again in the Host IR program.
+"""Names by which XLA's instructions are traced back to the Host IR program.
 
 Each statement that works is emitted under a `jax.named_scope`, which XLA keeps in the
 metadata of the instructions that it makes of it, and profilers show.

@@ -12,7 +12,7 @@ ScheduledKind: TypeAlias = CommunicationKind | Literal["Broadcast"]
 
 
 def larger_side(stmt: Communicate) -> int:
-    """The bytes of what a gather brings, or of what a sum is made of, on a device."""
+    """The bytes of a gather's result, or of a sum's terms, on a device."""
     return max(bytes_of(stmt.source), bytes_of(stmt.out))
 
 
@@ -27,7 +27,7 @@ def received_bytes(kind: ScheduledKind, held: int, devices: int) -> int:
             return held * (devices - 1)
         case "AllReduce":
             return 2 * held * (devices - 1) // devices
-        # Its own part of what a device holds stays where it is.
+        # A device does not move its own part.
         case "ReduceScatter" | "AllToAll":
             return held * (devices - 1) // devices
         case "CollectivePermute" | "SwapAxes" | "Broadcast":

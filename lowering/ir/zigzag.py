@@ -1,9 +1,9 @@
 """Zigzag order: of 2 D equal parts of a sequence, device r has parts r and 2 D - 1 - r.
 
-Where each position attends to those up to its own, all devices have as much to do in
-this order, at every step of a ring (as in Megatron-LM's context parallelism).  In order
-of position device r has parts 2 r and 2 r + 1, so that two permutations lead from one
-order to the other: of the even parts, and of the odd ones.
+Under a causal mask all devices have equal work in this order, at every step of a ring
+(as in Megatron-LM's context parallelism).  In order of position device r has parts 2 r
+and 2 r + 1.  So two permutations lead from one order to the other: one of the even
+parts, and one of the odd parts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Sums that a scan carries stay partial in it, and are reduced once behind it.
 
-Gradients of microbatches are such sums.  They need one reduction a step over the axes
-of data parallelism, instead of one a microbatch.  That is legal where the carry is only
-added to.  It costs no memory where the reduction leaves the layout as it is.
+Gradients of microbatches are such sums.  They then need one reduction a step over the
+axes of data parallelism, instead of one a microbatch.  This is legal where the carry is
+only added to.  It takes no more memory where the reduction leaves the layout as it is.
 
-Small sums that a scan stacks are reduced once as well, such as the gradients of all
-layers' gains: one of them takes little but latency.  Larger ones stay in the body,
-where XLA may run them beside other work.
+Small sums that a scan stacks, such as the gradients of all layers' gains, are also
+reduced once: each of them takes little more than its latency.  Larger sums stay in the
+body, where XLA may run them beside other work.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from jhost.lowering.rules.reducers import identity
 from jhost.lowering.units.make import computes_of
 
 _LATENCY_BYTES = 2**18
-"""An all-reduce of so few bytes takes its latency, on any GPU with NVLink.
+"""An all-reduce of so few bytes takes only its latency, on any GPU with NVLink.
 
-On H200s it takes 20 us in the body of a scan, beside nothing, and as much again until
-the last device is there.
+On H200s it takes 20 us in the body of a scan, where it runs alone, and 20 us more until
+the last device has come to it.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CarryPartialSums(EachProgram):
-    """Scans that reduce in each iteration what they add up -> that reduce it behind."""
+    """Scans that reduce a sum in each iteration -> scans that reduce it behind."""
 
     name: ClassVar[str] = "carry_partial_sums"
 
@@ -73,7 +73,7 @@ class CarryPartialSums(EachProgram):
                 body += new
                 continue
             body.append(stmt)
-            # A sum that begins with zeros may begin with partial zeros.
+            # A sum that begins with zeros may begin with zeros on each device.
             if isinstance(stmt, Compute) and (zero := zero_of(stmt)) is not None:
                 zeros[stmt.outs[0].name] = zero
         remarks = [*program.remarks, *remarks]
@@ -83,7 +83,7 @@ class CarryPartialSums(EachProgram):
 def _summed_behind(
     stmt: Scan, zeros: Mapping[str, Any], names: FreshNames
 ) -> list[Stmt]:
-    """A scan, and behind it the reductions of what need not be reduced in it."""
+    """A scan, and behind it the reductions that need not be made in it."""
     result: list[Stmt] = []
     carrying = _with_partial_carry(stmt, zeros)
     for each in _reduced_behind(*carrying, zeros, names) if carrying else [stmt]:
@@ -98,7 +98,7 @@ def _summed_behind(
 
 
 def _is_small(stacked: Buffer) -> bool:
-    """Whether the part of an iteration is reduced in no less time than a scalar."""
+    """Whether reducing the part of one iteration takes as long as reducing a scalar."""
     size = size_in_bytes(stacked.shape[1:], stacked.dtype.itemsize)
     return size <= _LATENCY_BYTES
 
@@ -106,10 +106,10 @@ def _is_small(stacked: Buffer) -> bool:
 def _with_partial_carry(
     stmt: Scan, zeros: Container[str]
 ) -> tuple[Scan, dict[int, Partial]] | None:
-    """The scan with sums partial in its carry, and over what each is; None without.
+    """The scan with partial sums in its carry, and the axes of each; None without any.
 
-    What a scan inside gives for each of its iterations may be reduced behind that one,
-    where it is then carried on.
+    A scan inside may stack the terms of such a sum.  They are then reduced behind the
+    inner scan, if this reduction can move out of the outer one.
     """
     chosen: set[str] | None = None  # at first, all that scans inside stack
     while True:
@@ -121,8 +121,8 @@ def _with_partial_carry(
         reduced = {each.out.name for each in scan.body.body if is_reduction(each)}
         if not put_off & reduced:
             return carrying
-        # These are still reduced in each iteration, so to put them off gained nothing.
-        # They stay in the scan inside, and the fewer others are tried again.
+        # These are still reduced in each iteration of the outer scan, so moving them
+        # out of the inner one gained nothing.  They stay; the rest is tried again.
         chosen = put_off - reduced
 
 
@@ -132,10 +132,10 @@ def _with_partial_carry(
 def _reducing_behind(
     program: Program, chosen: Container[str] | None
 ) -> tuple[Program, set[str]]:
-    """A program whose scans leave the reduction of what they stack to it.
+    """A program that reduces the stacks of its scans behind them.
 
     Returns:
-        The program, and the names of the stacked values, of all or of those `chosen`.
+        The program, and the names of these stacks, which are among `chosen` if given.
     """
     names, behind = FreshNames.of(program), set[str]()
     body: list[Stmt] = []
@@ -189,16 +189,16 @@ def _reduced_behind(
     zeros: Mapping[str, Any],
     names: FreshNames,
 ) -> list[Stmt]:
-    """Sums begin with nothing on each device: what they begin with is added behind.
+    """A scan whose sums begin with zeros; their first values are added behind it.
 
-    What begins with a zero does so on each device, and nothing is added.
+    If the first value is zeros itself, nothing is added.
     """
     before: list[Stmt] = []
     behind: list[Stmt] = []
     carry, carried = list(stmt.carry), list(stmt.carried)
     for number, partial in found.items():
         begin, out = carry[number], carried[number]
-        # Each device would add what the sum began with.
+        # Not with the first value: each device would add it once.
         name = names.fresh(f"{out.name}_zeros")
         start = dataclasses.replace(begin, name=name, partial=partial)
         name = names.fresh(f"{out.name}_partial")
@@ -218,12 +218,18 @@ def _reduced_behind(
 
 
 def _added(begin: jax.Array, total: jax.Array) -> jax.Array:
-    """Their sum; XLA takes 0 + x for x, also where x is -0.0, if it knows the 0."""
+    """The sum of both, with a barrier around the first.
+
+    XLA simplifies 0 + x to x if it knows the 0, which is wrong where x is -0.0.
+    """
     return lax.add(lax.optimization_barrier(begin), total)
 
 
 def _filled(buffer: Buffer, value: Any) -> jax.Array:
-    """The value everywhere, by one equation; of a scalar `lax.full` makes a literal."""
+    """The value everywhere, by one equation.
+
+    For a scalar `lax.full` makes a literal and no equation, so a transpose does it.
+    """
     if buffer.shape:
         return lax.full(buffer.shape, value, buffer.dtype)
     value = np.asarray(value, buffer.dtype)

@@ -1,4 +1,4 @@
-"""Carry a reduction behind a computation: reduce(C(x)) in the place of C(reduce(x))."""
+"""Carry a reduction behind a computation: C(reduce(x)) becomes reduce(C(x))."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from jhost.lowering.rules.reducers import Reducer
 from jhost.lowering.rules.table import distributes
 
 Change: TypeAlias = tuple[Stmt, Sequence[Stmt]]
-"""A statement, and what is to stand in its slot."""
+"""A statement, and the statements that take its slot."""
 
 
 class Rewrite:
-    """Statements that are changed, with who makes and reads each buffer, and an undo.
+    """Statements that can be changed and changed back, with the users of each buffer.
 
-    Each statement has a slot, in which others may come to stand.  `needed` are the
-    results, and `marked` what the user said something about.
+    Each statement has a slot, and other statements may take the slot.  `needed` has the
+    names of the results, and `marked` the names of values that the user marked.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Rewrite:
         self.makers: dict[str, Stmt] = {}
         self.readers: dict[str, dict[int, Stmt]] = {}  # by identity
         self.changed: list[tuple[int, tuple[Stmt, ...]]] = []
-        """Each slot that was filled otherwise, in order, and what stood there."""
+        """Each slot that was changed, in order, with the statements it had before."""
         for slot, stmt in enumerate(stmts):
             self.slots.append(())
             self._fill(slot, (stmt,))
@@ -70,7 +70,7 @@ class Rewrite:
         return readers[0] if isinstance(readers[0], Set | Reshard) else None
 
     def replace(self, changes: Sequence[Change]) -> None:
-        """Put others in the slots of some statements; copies then unread go."""
+        """Replace some statements, and remove copies that nothing reads any more."""
         for old, new in changes:
             slot = self.slot_of[id(old)]
             self.changed.append((slot, self.slots[slot]))
@@ -84,7 +84,7 @@ class Rewrite:
                     self.replace([(copy, ())])
 
     def replaced(self, count: int) -> dict[int, tuple[Stmt, ...]]:
-        """By slot, what the changes after the first `count` have replaced."""
+        """By slot, the statements that the changes after the first `count` replaced."""
         return dict(reversed(self.changed[count:]))
 
     def take_back(self, count: int) -> None:
@@ -113,7 +113,7 @@ class Rewrite:
 
 
 def zero_of(stmt: Stmt) -> Any:
-    """What a statement fills an array with, if it is a zero: 0.0 or -0.0 of floats."""
+    """The zero that a statement fills an array with (0.0 or -0.0), or None."""
     if not isinstance(stmt, Compute) or stmt.ins:
         return None
     (unit_eqn,) = stmt.unit.eqns
@@ -137,15 +137,15 @@ def commuted(
 ) -> list[Change] | None:
     """The changes that carry the reductions of some operands behind `stmt`.
 
-    None where it does not distribute over them, where another operand is not there in
-    the layout that is needed then, or where a value is `fixed` by the user.
+    None where it does not distribute over them, where another operand does not exist in
+    the layout that is then needed, or where the user `fixed` the layout of a value.
     """
     for positions in _groups(stmt, body):
         reductions = [body.reduction(stmt.ins[position]) for position in positions]
         partials = {frozenset(s.source.partial) for s in reductions if s is not None}
         if None in reductions or len(partials) != 1:
             continue
-        # The user constrains the reduced value, so that one has to be there.
+        # The user constrains the reduced value, so it has to exist.
         if fixed & {stmt.ins[position].name for position in positions}:
             continue
         (partial,) = partials
@@ -171,9 +171,9 @@ def _groups(stmt: Compute, body: Rewrite) -> list[frozenset[int]]:
 
 
 def _terms(stmt: Compute, body: Rewrite, reducer: Reducer) -> Iterator[list[int]]:
-    """The groups of operands over whose reduction together `stmt` distributes.
+    """The groups of operands such that `stmt` distributes over reducing a whole group.
 
-    Zeros add nothing to a sum on any device, so they are not among them.
+    Zeros are left out, because they add nothing to a sum on any device.
     """
     (unit_eqn,) = stmt.unit.eqns
     position = {id(var): number for number, var in enumerate(stmt.unit.invars)}
@@ -181,7 +181,7 @@ def _terms(stmt: Compute, body: Rewrite, reducer: Reducer) -> Iterator[list[int]
     for group in distributes(unit_eqn.eqn, reducer):
         found = [position.get(id(atoms[number])) for number in sorted(group)]
         if None in found:
-            # A literal is the same on all devices, and would be added once by each.
+            # A literal is the same on all devices, so each device would add it once.
             continue
         numbers = [number for number in found if number is not None]
         if reducer == "sum":
@@ -197,20 +197,20 @@ def reduced_last(
     mesh: Mapping[str, int],
     names: FreshNames,
 ) -> Reshard | None:
-    """The reduction of a sum that is the last thing done to make a value, if it can be.
+    """The reduction that makes a value, once it is the last step of making it.
 
-    Reductions of what the value is made of are carried behind all that is done to them,
-    whatever that costs; where it cannot be, some of them may have been.
+    Reductions of the value's terms are carried behind all computations up to it,
+    whatever that costs.  None if that cannot be done; some may then be carried already.
     """
     maker = body.makers.get(name)
-    # Another reader wants the reduced value.
+    # Another reader needs the reduced value.
     if maker is None or len(body.readers.get(name, ())) > 1:
         return None
     if isinstance(maker, Compute):
         for positions in _terms(maker, body, "sum"):
             operands = [maker.ins[position].name for position in positions]
             if len(set(operands)) < len(operands):
-                continue  # both would be one reader, and it is read twice
+                continue  # one value twice: carrying it for one place changes both
             parts = [reduced_last(n, body, fixed, mesh, names) for n in operands]
             changes = commuted(maker, body, fixed, mesh, names) if all(parts) else None
             if changes is not None:
@@ -248,7 +248,7 @@ class _Carrier:
 
     def changes(self) -> list[Change] | None:
         if self.axes != self.unit_eqn.axes and self.unit_eqn.rule.contracts:
-            return None  # devices would repeat one another's work
+            return None  # several devices would do the same work
         ins = [self.operand(position) for position in range(len(self.stmt.ins))]
         made = [self.result(position) for position in range(len(self.stmt.outs))]
         if None in ins or None in made:
@@ -261,8 +261,8 @@ class _Carrier:
             copy = self.body.only_copy(out)
             outs.append(partial)
             if copy is not None:
-                # Its only reader moves it anyway, and reduces it in the same step; one
-                # that copied the sum as it lies (`jhost.serial`) makes it now.
+                # The only reader moves the value anyway, and can reduce it in the same
+                # step.  A plain copy (`jhost.serial`) becomes the reduction.
                 changes.append((copy, (Reshard(out=copy.out, source=partial),)))
             else:
                 after.append(Reshard(out=out, source=partial))
@@ -277,7 +277,7 @@ class _Carrier:
         return [*changes, (self.stmt, (compute, *after))]
 
     def operand(self, position: int) -> Buffer | None:
-        """The operand then: a partial value, or one that all devices have alike."""
+        """The new operand: a partial value, or a whole one in the layout needed."""
         buffer, want = self.stmt.ins[position], self.op.required(position, self.axes)
         maker = self.body.makers.get(buffer.name)
         if position in self.positions:
@@ -290,12 +290,13 @@ class _Carrier:
         return None
 
     def result(self, position: int) -> Buffer | None:
-        """The partial value that is made then."""
+        """The partial value that the computation then makes."""
         out = self.stmt.outs[position]
         layout, partial = self.op.produced(position, self.axes)
         reducers = {reducer for _, reducer in (*partial, *self.partial)}
         copy = self.body.only_copy(out)
-        # A sum over one axis and a maximum over another cannot both be put off.
+        # A sum over one axis and a maximum over another do not commute, so only one of
+        # them can be put off.
         if len(reducers) > 1 or (out.partial and copy is None):
             return None
         shards = [axes_size(dim.axes, self.mesh) for dim in out.dims]

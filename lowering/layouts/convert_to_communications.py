@@ -1,7 +1,7 @@
 """Turn every `Reshard` into communications.
 
-The table is in `docs/design.md`, "Communications".  nvFuser lowers its resharding
-expressions in a pass of its own as well.
+The table is in `docs/design.md`, "Communications".  nvFuser also has a pass of its own
+that lowers resharding expressions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Converter:
             return [stmt]
         source, out = stmt.source, stmt.out
         have, want = layout_of(source), layout_of(out)
-        # The same plan as the one that the solver counted.
+        # The solver counted the bytes of the same plan.
         plan = plan_reshard(have, want, source.partial, self.mesh)
         statements: list[ir.Stmt] = [] if plan else [ir.Set(out=out, source=source)]
         for number, step in enumerate(plan):
@@ -58,7 +58,7 @@ class _Converter:
         return statements
 
     def after(self, step: ReshardStep, source: ir.Buffer, out: ir.Buffer) -> ir.Buffer:
-        """A buffer for what `step` makes of `source`, on the way to `out`."""
+        """A buffer for the result of `step` on `source`, on the way to `out`."""
         shape = list(source.shape)
         devices = axes_size(step.axes, self.mesh)
         if step.dim is not None:
@@ -83,7 +83,7 @@ class _Converter:
             size = out.shape[step.dim]
             alias = out
             if out.name in self.results:
-                # A result has memory of its own.
+                # A result of the program needs memory of its own; an alias has none.
                 alias = dataclasses.replace(
                     out, name=self.names.fresh(f"{out.name}_part")
                 )
@@ -105,5 +105,5 @@ class _Converter:
             source_dim=step.source_dim,
             reducer=step.reducer,
         )
-        # Waited for at once: what may come between is later passes' business.
+        # Waited for at once: later passes put work between the two.
         return [communicate, ir.Wait(communication=communicate.name)]

@@ -1,7 +1,7 @@
 """The layouts decided so far for a program's values, and what they move.
 
-Decisions can change one at a time, in any order.  A change adds up again only the
-values that it bears on.
+Decisions can change one at a time, in any order.  A change only recounts the values
+that it affects.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jhost.lowering.layouts.transfer_bytes import (
 )
 
 WantedLayout: TypeAlias = tuple[str, Layout]
-"""A value, and a layout that some operation wants it in."""
+"""A value, and a layout in which some operation wants it."""
 
 _NO_MOVES = frozenset[WantedLayout]()
 
 
 class Decisions:
-    """Layouts and assignments, and the bytes that they move and the work, in all.
+    """Layouts and assignments, with the sum of the bytes that they move and the work.
 
-    A value is brought to another layout once, however many operations read it there,
-    from the nearest one that it is in by then.
+    A value is brought to another layout once, however many operations read it there.
+    It comes from the nearest layout that it is in by then.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Decisions:
         self.moving: dict[str, TransferBytes] = {}
 
     def decide(self, number: int, assignment: Assignment) -> set[str]:
-        """Assign an operation so; the results whose layout is another than before."""
+        """Assign an operation; return the results whose layouts change with that."""
         op = self.operations[number]
         old = self.assignments.get(number)
         if old is not None:
@@ -79,7 +79,7 @@ class Decisions:
         return tuple(self.assignments[n] for n in range(len(self.operations)))
 
     def same_as(self, other: Decisions) -> bool:
-        """Whether all is decided as there."""
+        """Whether all decisions are the same."""
         mine, others = (
             (self.layouts, self.assignments),
             (other.layouts, other.assignments),
@@ -87,7 +87,7 @@ class Decisions:
         return mine == others
 
     def moved(self) -> set[str]:
-        """The values that some operation wants otherwise than they are laid out."""
+        """The values that some operation wants in another layout than they rest in."""
         return {
             name
             for name, wanted in self.moves_of.items()
@@ -95,7 +95,7 @@ class Decisions:
         }
 
     def known(self, number: int) -> frozenset[WantedLayout]:
-        """The moves of an operation's operands that others before it make."""
+        """The moves of an operation's operands that earlier operations make."""
         known = [
             (name, want)
             for name in self.operations[number].ins
@@ -103,7 +103,7 @@ class Decisions:
             # Later operations find the value moved, so only the first pays.
             if self.movers[name, want][0] < number
         ]
-        return frozenset(known) if known else _NO_MOVES  # as most often
+        return frozenset(known) if known else _NO_MOVES  # most often there are none
 
     def _add(self, move: WantedLayout, number: int) -> None:
         movers = self.movers.setdefault(move, [])
@@ -112,7 +112,7 @@ class Decisions:
         # In the order of the operations: the first that wants a move makes it, and the
         # others find it there (`known`).
         place = bisect.bisect_left(movers, number)
-        if movers[place : place + 1] != [number]:  # it may want a value twice
+        if movers[place : place + 1] != [number]:  # an operation may read a value twice
             movers.insert(place, number)
             if place == 0:
                 self._count(move[0])
@@ -128,7 +128,7 @@ class Decisions:
                 self._count(move[0])
 
     def _lay_out(self, name: str, layout: Layout) -> bool:
-        """Lay out a value, and move it from there; whether that is new."""
+        """Lay out a value, and recount its moves; whether the layout changed."""
         old = self.layouts.get(name)
         if old == layout:
             return False
@@ -138,7 +138,7 @@ class Decisions:
         return True
 
     def _count(self, name: str) -> None:
-        """Count the moves of a value anew, each from the nearest place then."""
+        """Recount the moves of a value, each from the nearest layout it is in."""
         wanted = self.moves_of[name]
         if len(wanted) > 1:
             wanted = sorted(wanted, key=lambda want: (self.movers[name, want][0], want))

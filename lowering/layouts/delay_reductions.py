@@ -1,8 +1,8 @@
 """Keep partial sums partial through linear operations where that saves communication.
 
 `x @ w + y @ v` of two partial sums needs one reduction, of their sum.  A reduction
-moves behind the operations that distribute over it (`rules/linear.py`).  It moves as
-far as bytes received or the number of communications fall, and neither grows.
+moves behind the operations that distribute over it (`rules/linear.py`).  It stops where
+the bytes received, or the number of communications, are least and neither has grown.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes, moved_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DelayReductions(EachProgram):
-    """Reductions of partial values -> fewer or smaller ones, behind what is linear.
+    """Reductions of partial values -> fewer or smaller ones, behind linear operations.
 
-    What a pipeline hides does not give way to what it does not.
+    A transfer that a pipeline hides is not replaced by one that it does not hide.
     """
 
     name: ClassVar[str] = "delay_reductions"
@@ -77,7 +77,7 @@ class _ReductionCost:
         return _ReductionCost(self.moved - other.moved, count)
 
     def improves(self, other: _ReductionCost) -> bool:
-        """Whether something falls and nothing grows."""
+        """Whether one of the terms is less, and none is more."""
         mine, others = self.terms(), other.terms()
         return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
@@ -101,18 +101,19 @@ class _Delayer:
         self.remarks: dict[str, LayoutReport] = {}
 
     def delay(self) -> Program:
-        """Carry each reduction on, and those again for which that changed something."""
+        """Carry each reduction on, and try those again that a change may have freed."""
         waiting = self.starts(self.program.body)
         queued = set(waiting)
         ended: dict[str, set[tuple[int, str]]] = {}
         while waiting:
             start = heapq.heappop(waiting)
             queued.remove(start)
-            # It was carried on, or went, since it was queued.
+            # Since it was queued, another step has carried it on or removed it.
             if start not in self.starts([self.body.makers.get(start[1])]):
                 continue
             seen = self.carry(start[1])
-            # What had a say may change later.  Then this one is tried again.
+            # The values that kept it from moving may change later.  Then it is tried
+            # again.
             if not self.body.changed:
                 for name in seen:
                     ended.setdefault(name, set()).add(start)
@@ -134,9 +135,9 @@ class _Delayer:
         ]
 
     def carry(self, start: str) -> set[str]:
-        """Carry one reduction, and those that it meets, as far on as is best.
+        """Carry one reduction, and those that it meets, to where that costs least.
 
-        Returns the values that had a say in it.
+        Returns the values that this depended on.
         """
         body, seen, reached = self.body, {start}, {start}
         waiting = self.readers(start)
@@ -149,13 +150,13 @@ class _Delayer:
             last = slot
             stmt = next(s for s in body.slots[slot] if isinstance(s, Compute))
             seen.update(buffer.name for buffer in (*stmt.ins, *stmt.outs))
-            # Tried whatever it costs: it may pay only behind several operations.
+            # Tried whatever it costs: the gain may come only behind several operations.
             changes = commuted(stmt, body, self.fixed, self.mesh, self.names)
             if changes is None:
                 continue
             count = len(body.changed)
             body.replace(changes)
-            # Only the changed slots are counted again.
+            # Only the changed slots are recounted: programs have thousands.
             cost += self.added_cost(count)
             for name in self.made(count).keys() - reached:
                 reached.add(name)
@@ -214,7 +215,7 @@ class _Delayer:
         }
 
     def commit(self) -> set[str]:
-        """Keep what is changed, and say so; the values that it bears on."""
+        """Keep the changes, with remarks on them; return the values they affect."""
         before, made = self.body.replaced(0), self.made(0)
         old = list(itertools.chain(*(before[slot] for slot in sorted(before))))
         new = itertools.chain(*(self.body.slots[slot] for slot in before))
@@ -236,7 +237,7 @@ class _Delayer:
         return {buffer.name for buffer in buffers}
 
     def rewritten(self) -> Program:
-        """The program with what is changed; marks and remarks follow."""
+        """The program with the changes; marks and remarks follow them."""
         if not self.stale:
             return self.program
         remarks = [
@@ -252,7 +253,7 @@ class _Delayer:
         )
 
     def followed(self, mark: Mark) -> Mark:
-        """A stream or barrier mark on what has taken the place of its value."""
+        """A stream or barrier mark, moved to the value that replaced its own."""
         moves = StreamRequest | StreamChoice | BarrierMark
         while isinstance(mark, moves) and mark.buffer in self.gone:
             mark = dataclasses.replace(mark, buffer=self.gone[mark.buffer].source.name)

@@ -1,4 +1,4 @@
-"""What an assignment of an operation asks of its operands and makes of its results."""
+"""What an operation's assignment asks of its operands and makes of its results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ from jhost.lowering.layouts.transfer_bytes import (
 class AssignmentEffect:
     """What an assignment asks of the operands, and makes of the results.
 
-    `cost` is of bringing the results to where they rest, `more` of the way from there
-    to what their consumers prefer.  `flops` are those of each device.
+    Attributes:
+        wants: the layout in which it reads each operand.
+        rests: the layout in which each result rests.
+        cost: the bytes that bring results to where they rest.
+        more: the bytes from there to the layouts that their consumers prefer.
+        at_rest: whether results are made where they rest, and nothing moves.
+        flops: the work of each device.
     """
 
     wants: tuple[tuple[str, Layout], ...]
@@ -39,12 +44,12 @@ class AssignmentEffect:
 
 
 class AssignmentEffects:
-    """The effects of assignments, each found out once while the preferences stay."""
+    """The effects of assignments, each computed once for the same preferences."""
 
     def __init__(self, preferences: Preferences, costs: ReshardCosts) -> None:
         self.preferences = preferences
         self.costs = costs
-        # By the operation itself: an id may be another's after it.
+        # By the operation itself, because its id may be reused once it is gone.
         self.known: dict[tuple[Operation, Assignment, Hashable], AssignmentEffect] = {}
 
     def of(self, op: Operation, assignment: Assignment) -> AssignmentEffect:
@@ -68,7 +73,8 @@ class AssignmentEffects:
             rests.append((name, rest))
         wants = [(n, self.wanted(op, i, assignment)) for i, n in enumerate(op.ins)]
         if op.forwards:
-            # Its source is moved, once for the copy and for those that want it so.
+            # A forwarded value is not moved itself.  Its source is, and once for all
+            # that want it in that layout.
             wants, cost = [(op.ins[0], op.forwarded(rests[0][1]))], NOTHING
         halo = self.halo(op, assignment)
         cost, at_rest = cost + halo, at_rest and halo == NOTHING
@@ -76,7 +82,7 @@ class AssignmentEffects:
         return AssignmentEffect(tuple(wants), tuple(rests), cost, more, at_rest, flops)
 
     def halo(self, op: Operation, assignment: Assignment) -> TransferBytes:
-        """What comes from neighbours, where dims are read in windows."""
+        """The bytes from neighbours, where dims are read in windows."""
         total = NOTHING
         shapes: dict[int, list[int]] = {}
         seen: set[tuple[str, int, HaloPiece]] = set()
@@ -87,12 +93,13 @@ class AssignmentEffects:
                 continue
             buffer = self.costs.buffers[name]
             layout = op.required(window.operand, assignment)
-            # Behind the first dim, a window of windows is what comes.
+            # A second dim is exchanged after the first, so its pieces are as long as
+            # the first dim's window.
             held = local_shape(buffer.shape, layout, self.costs.mesh)
             shape = shapes.setdefault(window.operand, list(held))
             count, part = op.sizes[window.factor] // devices, shape[window.dim]
             plan = plan_halo(window.reads, count, part, devices)
-            # What two windows of one value need is sent once.
+            # A piece that two windows of one value need is sent once.
             moved = {(name, window.dim, piece) for piece in plan.pieces} - seen
             seen |= moved
             sizes = [piece.size for _, _, piece in moved if not piece.stays]
@@ -103,7 +110,7 @@ class AssignmentEffects:
         return total
 
     def flops(self, op: Operation, assignment: Assignment) -> int:
-        """The work of a device, as often as it is done."""
+        """The work of a device, in all iterations."""
         if not op.flops:
             return 0
         axes = [axis for axes in assignment for axis in axes]
@@ -113,8 +120,8 @@ class AssignmentEffects:
     def wanted(self, op: Operation, position: int, assignment: Assignment) -> Layout:
         """The layout wanted of an operand.
 
-        A loop takes the dim that it cuts as it lies: the value need never be whole, and
-        a reshard would save nothing.
+        A loop reads the dim that it cuts in any layout: the value need never be whole,
+        and a reshard would save nothing.
         """
         want = op.required(position, assignment)
         streamed = self.costs.streamed.get(op.ins[position])

@@ -1,4 +1,4 @@
-"""Turn a `Neighbours` into permutes of what is needed, and put windows together."""
+"""Turn a `Neighbours` into permutes of the pieces needed, and assemble windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jhost.lowering.units.make import unit_of
 
 
 class HaloWriter:
-    """Writes the statements of one program; what was sent once is not sent again."""
+    """Writes the statements of one program, and sends no piece twice."""
 
     def __init__(self, mesh: dict[str, int], names: FreshNames) -> None:
         self.mesh = mesh
@@ -30,7 +30,8 @@ class HaloWriter:
         halo = plan_halo(stmt.reads, stmt.count, part, devices)
         made: list[ir.Stmt] = []
         pieces = [self.piece(stmt, piece, made) for piece in halo.pieces]
-        if not pieces:  # nothing is read: any part will do
+        # No step reads anything, so any values of the right shape will do.
+        if not pieces:
             first = (0,) * devices
             size = min(part, halo.window)
             own = HaloPiece(
@@ -57,7 +58,7 @@ class HaloWriter:
     def piece(
         self, stmt: ir.Neighbours, piece: HaloPiece, made: list[ir.Stmt]
     ) -> ir.Buffer:
-        """What a device has of a piece, its own or received."""
+        """The buffer of a piece: the device's own, or received."""
         key = stmt.source.name, stmt.dim, stmt.axes, piece.distance, piece.mirrored
         key = (*key, piece.size, piece.starts)
         # Windows of one value may share a piece, which then moves once.
@@ -71,7 +72,7 @@ class HaloWriter:
     def edge(
         self, stmt: ir.Neighbours, piece: HaloPiece, made: list[ir.Stmt]
     ) -> ir.Buffer:
-        """The part of a device's part that it sends, or keeps."""
+        """The stretch of a device's part that it sends, or keeps as a piece."""
         source = stmt.source
         if piece.size == source.shape[stmt.dim]:
             return source
@@ -115,7 +116,8 @@ class HaloWriter:
         return out
 
     def shift(self, stmt: ir.Neighbours, piece: HaloPiece) -> Index:
-        """How much further on the device is that a device sends to."""
+        """The distance from a device to the one that it sends to."""
+        # A mirrored piece goes from device s to device `distance - s`.
         if piece.mirrored:
             return Constant(piece.distance) - linear_rank(stmt.axes, self.mesh) * 2
         return Constant(axes_size(stmt.axes, self.mesh) - piece.distance)
@@ -135,7 +137,7 @@ class HaloWriter:
             *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins),
         )
         (unit_eqn,) = unit.eqns
-        # Its one factor are the devices, whatever its operands' layouts say.
+        # Its one factor is the devices, whatever layouts its operands have.
         unit_eqn = dataclasses.replace(unit_eqn, axes=(stmt.axes,))
         unit = dataclasses.replace(unit, eqns=(unit_eqn,))
         return ir.Compute(unit=unit, ins=tuple(ins), outs=(out,))

@@ -1,8 +1,8 @@
-"""A program and the bodies in it as one list of operations, so one solver lays out all.
+"""A program and its bodies as one list of operations, so that one solver lays out all.
 
-An operation stands wherever a value enters a body or leaves it.  So a layout outside
-bears on the inside, and the other way round.  The name of a value in a body begins with
-the way to that body.
+There is an operation wherever a value enters a body or leaves it.  So layouts outside
+of a body influence those inside, and the other way round.  The name of a value in a
+body begins with the path to that body.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.rules.dim_rule import FactorDim
 
 SEPARATOR = "/"
-"""Ends each part of the way to a value in a body; no name of a buffer has it."""
+"""Ends each part of the path to a value in a body; no buffer's name has it."""
 
 
 def local_name(name: str) -> str:
@@ -31,8 +31,8 @@ def local_name(name: str) -> str:
 class FlatBorder:
     """The border of one control flow statement, around each of its bodies.
 
-    By body, the operations by which a value enters it for each of its params, and those
-    by which each of its results leaves it.
+    `enters` has, for each body, the operation for each of its params.  `leaves` has the
+    operation for each of its results.
     """
 
     bodies: tuple[FlatBody, ...]
@@ -54,7 +54,7 @@ class FlatBody:
     steps: tuple[FlatStep, ...]
 
     def walk(self) -> Iterator[FlatBody]:
-        """This one and all that are in it."""
+        """This body and all bodies in it."""
         yield self
         for step in self.steps:
             for body in step.bodies if isinstance(step, FlatBorder) else ():
@@ -62,7 +62,7 @@ class FlatBody:
 
 
 Flattened: TypeAlias = tuple[tuple[Operation, ...], FlatBody]
-"""All operations of a program in order, and which of them are whose."""
+"""All operations of a program in order, and the bodies that say which are whose."""
 
 
 def flattened(program: Program) -> Flattened:
@@ -88,7 +88,7 @@ class _Flattener:
         return FlatBody(program, prefix, repeats, tuple(steps))
 
     def step(self, stmt: ir.Stmt, inner: str, prefix: str, repeats: int) -> FlatStep:
-        """One statement; `inner` is the way into it, and `prefix` the way to it."""
+        """One statement; `inner` is the path into it, and `prefix` the path to it."""
         if isinstance(stmt, ir.Compute | ir.Set):
             return self.add(operation(stmt, prefix))
         match stmt:
@@ -106,8 +106,8 @@ class _Flattener:
         return len(self.operations) - 1
 
     # --- Control flow ---------------------------------------------------------- #
-    # The solver breaks ties by the order of operations: what enters a body comes before
-    # what is in it, and what leaves it comes after.
+    # The solver breaks ties by the order of operations, so the ones that enter a body
+    # come before its own, and the ones that leave it come after.
 
     def cross(
         self,
@@ -117,9 +117,10 @@ class _Flattener:
         likes: Sequence[str] | None = None,
         **how: bool,
     ) -> tuple[int, ...]:
-        """The operations by which values cross a border; `how`, see `crossing`.
+        """The operations by which values cross a border.
 
-        `outs` are their names behind it, and `likes` the values that they lie like.
+        `outs` are the names behind it.  A value with an entry in `likes` gets the
+        layout of that value.  `crossing` explains `how`.
         """
         rows = zip(values, outs, likes or [None] * len(values), strict=True)
         return tuple(
@@ -135,7 +136,7 @@ class _Flattener:
         likes: Sequence[str] | None = None,
         **how: bool,
     ) -> tuple[int, ...]:
-        """Into a body; `ways` are the way to the statement, and that into the body."""
+        """Operations into a body; `ways` are the paths to the statement and into it."""
         prefix, inner = ways
         values = _named(prefix, [each.outside for each in crossings])
         return self.cross(stmt, values, _inside(inner, crossings), likes, **how)
@@ -148,14 +149,14 @@ class _Flattener:
         likes: Sequence[str] | None = None,
         **how: bool,
     ) -> tuple[int, ...]:
-        """Out of a body, as they lie there: what moves them stands behind `stmt`."""
+        """Operations out of a body; reshards of these values come behind `stmt`."""
         prefix, inner = ways
         values = _named(inner, [each.inside for each in crossings])
         outs = _names(prefix, [each.outside for each in crossings])
         return self.cross(stmt, values, outs, likes, forwards=False, **how)
 
     def scan(self, stmt: ir.Scan, inner: str, prefix: str, repeats: int) -> FlatBorder:
-        """Constants and slices come as they are outside, so that no weight is whole.
+        """Constants and slices keep their layouts from outside, so no weight is whole.
 
         A carried value has one layout at the start of an iteration and at its end.
         """
@@ -166,7 +167,7 @@ class _Flattener:
             *self.enter(stmt, ways, border.carry),
             *self.enter(stmt, ways, border.xs, taking=True, stacked_in=True),
         )
-        # A scan of length 0 is laid out, too.
+        # A scan of length 0 is laid out too, as if it ran once.
         body = self.body(stmt.body, inner, repeats * max(1, stmt.length))
         carried = _inside(inner, border.carry)
         leaves = (
@@ -178,7 +179,7 @@ class _Flattener:
     def while_loop(
         self, stmt: ir.While, inner: str, prefix: str, repeats: int
     ) -> FlatBorder:
-        """The condition reads what is carried as the body does."""
+        """The condition reads carried values in the layouts that the body has."""
         way, to_condition = f"{inner}body{SEPARATOR}", f"{inner}condition{SEPARATOR}"
         border, ways, asking = while_border(stmt), (prefix, way), (prefix, to_condition)
         carried = _inside(way, border.carry)
@@ -190,7 +191,7 @@ class _Flattener:
             *self.enter(stmt, asking, border.condition_consts, taking=True),
             *self.enter(stmt, asking, border.asked, carried, taking=True),
         )
-        # Nothing says how often a `while` goes round.
+        # A `while` does not say how often it runs, so an assumed number counts.
         repeats *= ITERATIONS
         condition = self.body(stmt.condition, to_condition, repeats)
         answer = self.cross(stmt, _named(to_condition, stmt.condition.results), [None])
@@ -201,11 +202,11 @@ class _Flattener:
         )
 
     def cond(self, stmt: ir.Cond, inner: str, prefix: str, repeats: int) -> FlatBorder:
-        """The results of all branches lie as the first branch's do."""
+        """All branches give their results in the layouts of the first branch."""
         bodies: list[FlatBody] = []
         enters: list[tuple[int, ...]] = []
         leaves: list[tuple[int, ...]] = []
-        # Every device takes the same branch, so each has to have the index.
+        # All devices take one branch, so each device needs the whole index.
         chosen_by = self.cross(stmt, _named(prefix, [stmt.index]), [None])
         operands, outs = _named(prefix, stmt.operands), _names(prefix, stmt.outs)
         for number, branch in enumerate(stmt.branches):
@@ -216,7 +217,7 @@ class _Flattener:
             enters.append((*chosen_by, *entering))
             bodies.append(self.body(branch, way, repeats))
             results = _named(way, branch.results)
-            # The results of the first branch are what readers outside read.
+            # Readers outside see the layouts of the first branch's results.
             leaves.append(
                 self.cross(stmt, results, [None] * len(outs), outs)
                 if number
@@ -248,10 +249,11 @@ def crossing(
     like: str | None = None,
     forwards: bool = True,
 ) -> Operation:
-    """A value that enters a body or leaves it, under another name if it has one there.
+    """The operation by which a value enters a body or leaves it.
 
-    A value that is `stacked_in` loses its leading dim, and one that is `stacked_out`
-    gains one.  That dim is whole on every device.
+    `out` is its name behind the border, if it has one.  A value that is `stacked_in`
+    loses its leading dim, and a value that is `stacked_out` gains one.  That dim is
+    whole on every device.
     """
     name, buffer = source
     shape = buffer.shape[1:] if stacked_in else buffer.shape
@@ -272,7 +274,7 @@ def crossing(
 
 
 def repeats_of(flat: FlatBody) -> dict[str, int]:
-    """How often each value is made that is made more than once."""
+    """For each value that is made more than once, how often."""
     return {
         name: each.repeats
         for each in flat.walk()

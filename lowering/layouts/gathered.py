@@ -1,7 +1,7 @@
 """Where a value was gathered for an operation that needs one of its dims whole.
 
-That need not be beside the operation: a cast or a transpose that stands between makes
-the same on every device then, of fewer bytes, say.
+The gather may be several operations earlier.  It may gather the operand of a cast, for
+example, because that has fewer bytes, and then every device makes the whole cast.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jhost.lowering.layouts.solve import Solution
 from jhost.lowering.layouts.transfer_bytes import NOTHING, TransferBytes
 
 _STEPS = 16
-"""How many operations are looked at on the way back; casts and the like are few."""
+"""The most operations that are followed backward; there are few casts in a row."""
 
 
 class Gathered(NamedTuple):
-    """A value that moves because a dim of it has to be whole, and what moves."""
+    """A value that is gathered because a dim of it has to be whole, and its bytes."""
 
     name: str
     moved: TransferBytes
 
 
 class Gathers:
-    """The gathers of one solution, found from what needs them."""
+    """The gathers of one solution, found from the operations that need them."""
 
     def __init__(self, solution: Solution) -> None:
         self.solution = solution
@@ -37,14 +37,15 @@ class Gathers:
         }
 
     def of(self, number: int) -> Iterator[tuple[int, int, Gathered]]:
-        """By operand and dim, what is gathered because the dim has to be whole."""
+        """The gathers for an operation's whole dims, with operand and dim of each."""
         op = self.solution.operations[number]
         spread = self._spread(number)
         for position, name in enumerate(op.ins):
             for dim, mapped in enumerate(op.operands[position]):
                 if mapped is not None:
                     continue
-                # An axis on another dim still leaves each device a part of the work.
+                # If the axis is on another dim of the operation, each device still has
+                # its own part of the work.
                 if {*self.solution.layouts[name][dim]} - spread:
                     yield position, dim, self._gathered(number, position)
                 else:
@@ -52,14 +53,14 @@ class Gathers:
                         yield position, dim, found
 
     def _before(self, name: str, dim: int, spread: set[str]) -> Iterator[Gathered]:
-        """What was gathered for a dim of a value, of what it is made of."""
+        """The gathers of the values that a value is made of, for one dim of it."""
         waiting, steps = [(name, dim)], _STEPS
         while waiting and steps:
             steps -= 1
             (name, dim) = waiting.pop()
             number, position = self.makers.get(name, (-1, 0))
             op = self.solution.operations[number]
-            # A contraction has reasons of its own, and so has what crosses a border.
+            # A contraction has reasons of its own, and so has a border of a body.
             if number < 0 or op.reduces or not isinstance(op.stmt, Compute):
                 continue
             mapped = op.results[position][dim]
@@ -81,7 +82,7 @@ class Gathers:
 
 
 def moved_in_all(gathers: set[Gathered]) -> TransferBytes:
-    """What all of them take."""
+    """The bytes of all these gathers."""
     return sum((each.moved for each in gathers), NOTHING)
 
 

@@ -1,8 +1,8 @@
-"""What each device needs of its neighbours' parts of a dim that is read in windows.
+"""The elements that each device needs of other devices' parts, for windows of a dim.
 
-Whatever the windows are, device r needs some elements of device s.  Pairs that are as
-far from each other make one permute.  Where windows are as far apart as parts are, all
-devices need the same elements of the neighbour at that distance.
+Device r may need some elements of device s, for any kind of window.  All pairs with one
+distance between r and s make one permute.  If windows are as far apart as parts are,
+all devices need the same elements of the neighbour at one distance.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from jhost.lowering.rules.reads import WindowReads
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HaloPiece:
-    """A stretch of a device's part that others need, of `size` elements.
+    """A stretch of a device's part that other devices need.
 
-    Device r gets it from the device at `distance`: `r + distance`, or `distance - r` if
-    it is `mirrored`, modulo the number of devices.  `starts` has for each device where
-    its stretch begins that it sends, and `places` where in its window it puts what it
-    gets.  A device that needs nothing puts it behind the window.
+    Attributes:
+        distance: device r gets it from device `r + distance`, or from `distance - r` if
+            it is mirrored, modulo the number of devices.
+        mirrored: whether the dim is reversed.
+        size: the number of elements.
+        starts: for each device, where the stretch that it sends begins in its part.
+        places: for each device, where it puts the elements in its window.  A device
+            that needs none puts them behind the window.
     """
 
     distance: int
@@ -32,13 +36,13 @@ class HaloPiece:
 
     @property
     def stays(self) -> bool:
-        """Whether it is a device's own."""
+        """Whether each device takes it from its own part."""
         return self.distance == 0 and not self.mirrored
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Halo:
-    """The pieces of which windows of `window` elements are made."""
+    """The pieces that make windows of `window` elements."""
 
     window: int
     pieces: tuple[HaloPiece, ...]
@@ -53,7 +57,7 @@ class Halo:
 
 @functools.lru_cache(maxsize=1024)
 def plan_halo(reads: WindowReads, count: int, part: int, devices: int) -> Halo:
-    """How each of `devices` gets the window of its `count` steps, out of such parts."""
+    """How each device gets the window of its `count` steps, from parts of that size."""
     found: dict[int, dict[int, range]] = {}
     for device in range(devices):
         needed = reads.needed(device * count, count)
@@ -78,7 +82,7 @@ def _piece(
     part: int,
     devices: int,
 ) -> HaloPiece:
-    """What moves over one distance, where these elements are shared by receiver."""
+    """The piece for one distance; `shared` has the elements by receiver."""
     mirrored, window = reads.stride < 0, reads.window(count)
     size = max(map(len, shared.values()))
 
@@ -96,8 +100,9 @@ def _piece(
     if alike:
         sent = dict.fromkeys(range(devices), start)
     placed = {d: place(d, sent[sender(d)]) for d in shared}
-    # As far apart as parts are, no two pieces have a place in common.  Those that need
-    # nothing then get as much as others, and never read it.
+    # If windows are as far apart as parts are, pieces never overlap.  Devices that need
+    # nothing then put the elements in the same place as others, and never read them:
+    # one static place for all devices.
     regular = abs(reads.stride) * count == part * reads.dilation
     others = window
     if alike and regular and len(set(placed.values())) == 1:

@@ -1,8 +1,8 @@
-"""Which dims the user's streams will cut, planned before layouts are decided.
+"""The dims that the user's streams will cut, planned before layouts are decided.
 
-The plan says what a loop could take in.  Only a pipeline that the user named counts:
-whether another one is made depends on the layouts.  `Program.streamed` hands the dims
-on.  Streams are planned again for the loops, once the communications are there.
+The plan says which transfers a loop could hide.  Only a pipeline that the user named
+counts, because any other depends on the layouts.  `Program.streamed` passes the dims to
+later passes.  Streams are planned again for the loops, once communications are there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _HIDING = ("collective", "p2p")
 class StreamedDim:
     """A dim that a pipeline works on in chunks.
 
-    `axes` are the mesh axes over which the user sharded it, here or elsewhere in the
-    stream; `along` is that which a p2p pipeline moves chunks along, where it is one of
-    several.  `where` the user asked for it is only said.
+    Attributes:
+        dim: the dim.
+        pipeline: the kind of pipeline.
+        axes: the mesh axes over which the user sharded it, anywhere in the stream.
+        along: the one of several axes along which a p2p pipeline moves chunks.
+        where: the user's line, for messages only.
     """
 
     dim: int
@@ -39,21 +42,21 @@ class StreamedDim:
     where: str = dataclasses.field(default="", compare=False)
 
     def hides(self, step: ReshardStep) -> bool:
-        """Whether the loop can take in `step`, so that chunks are computed meanwhile.
+        """Whether the loop can hide `step`, because it computes other chunks meanwhile.
 
-        A collective pipeline takes in any communication of its chunks.  A p2p pipeline
-        takes in those that move shards of the dim: gathers, scatters, all-to-alls, and
-        all-reduces, which `SplitAllReduces` turns into the first two.  It takes in
-        collectives over other axes as well, but these run alone: each would be waited
-        for by its own chunk.  With marks over tp, weights sharded over fsdp would stay
-        so, and chunks of their products be summed.
+        A collective pipeline hides any communication of its chunks.  A p2p pipeline
+        hides those that move shards of the dim: gathers, scatters, all-to-alls, and
+        all-reduces, which `SplitAllReduces` turns into the first two.  Its loop may
+        also contain collectives over other axes.  They do not count as hidden, as each
+        chunk waits for its own.  If they counted, weights sharded over fsdp would stay
+        sharded under marks over tp, and each chunk of their products would be summed.
         """
         if self.pipeline == "collective":
             return True
         # `SplitAllReduces` makes permutes of it, on whatever dim the stream is.
         if step.kind == "AllReduce":
             return self.moves(step)
-        # Shards of the dim that is cut: each chunk is one, or a piece of one.
+        # Each chunk is a shard of the streamed dim, or a piece of one.
         return self.dim in (step.dim, step.source_dim) and self.moves(step)
 
     def moves(self, step: ReshardStep) -> bool:
@@ -64,10 +67,10 @@ class StreamedDim:
 def one_way_each(
     streamed: Mapping[str, StreamedDim], mesh: Sequence[str]
 ) -> list[Mapping[str, StreamedDim]]:
-    """The dims as p2p pipelines along each axis would hide them, the innermost first.
+    """The dims with each axis as the one of p2p pipelines, the innermost axis first.
 
-    The axes of a `mesh` over which one dim is sharded may each be that along which its
-    chunks move, but only one can be: what moves along the others is not hidden.
+    A dim may be sharded over several axes of the `mesh`.  Chunks can move along any one
+    of them, and transfers along the others are then not hidden.
     """
     several = {name: d for name, d in streamed.items() if len(d.axes) > 1}
     several = {name: d for name, d in several.items() if d.pipeline == "p2p"}
@@ -86,9 +89,10 @@ def one_way_each(
 
 @derived
 def streamed_dims(program: Program) -> Mapping[str, StreamedDim]:
-    """The dims of values that pipelines chosen or asked for will cut, by value."""
+    """The dims that pipelines, chosen or asked for, will cut; by value."""
     asked = stream_choices(program)
-    # Nothing is cut unasked: with `auto` each candidate comes with its own choice.
+    # An open mark cuts nothing yet: with `auto`, each candidate is a program with a
+    # choice of its own.
     if not any(map(_hides, asked)):
         return {}
     graph, plan = plan_program(program)
@@ -112,16 +116,14 @@ def _hides(mark: StreamChoice) -> bool:
 def streamed_where_moved(
     program: Program, stmt: Reshard | Communicate
 ) -> StreamedDim | None:
-    """The dim that a pipeline will cut of what a statement moves.
-
-    It was planned before values had layouts, when one name stood for all copies.
-    """
+    """The dim that a pipeline will cut of the value that a statement moves."""
+    # Dims were planned before values had layouts, under the name of one of the two.
     streamed = program.streamed
     return streamed.get(stmt.out.name) or streamed.get(stmt.source.name)
 
 
 def reached_by_streams(program: Program) -> Mapping[str, tuple[str, StreamChoice]]:
-    """The stream that reaches each value, and the mark that would say so of it."""
+    """The stream that reaches each value, and the mark that asks for it there."""
     graph, plan = plan_program(program)
     return {
         name: (stream, dataclasses.replace(mark, buffer=name, dim=dim))

@@ -1,4 +1,4 @@
-"""Change decisions while the whole program then receives fewer bytes."""
+"""Change decisions as long as the whole program then receives fewer bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from jhost.lowering.layouts.solver import Solver
 from jhost.lowering.rules.dim_rule import factors_of
 
 _TRIALS = 256
-"""How many decisions are tried otherwise, at most: each costs a walk of the program."""
+"""The most changes of a decision that are tried; each may walk the whole program."""
 
 _ROUNDS = 4
-"""How often all decisions are tried alone, at most; one round mostly finds nothing."""
+"""The most rounds over all decisions by themselves; mostly the first finds nothing."""
 
 _RESTARTS = 8
-"""How many contractions are spread otherwise from the start, at most: each has to pay
-for that part of all bytes."""
+"""The most contractions for which all is decided again from the start.
+
+Each of them has to move at least this part (an eighth) of all bytes.
+"""
 
 _DECISIONS = 2048
-"""How many operations are decided anew for that, about: long programs wait for it."""
+"""About how many operations restarts decide again; it bounds their time."""
 
 
 def improved(solver: Solver, made: Decisions) -> Decisions:
@@ -37,16 +39,16 @@ def improved(solver: Solver, made: Decisions) -> Decisions:
         if not better:
             number += 1
         else:
-            # A change may let earlier ones pay, so all are asked again.
+            # After a change, an earlier decision may gain too, so all are tried again.
             numbers, number = solver.paying(made), 0
     return _refined(solver, made)
 
 
 def _refined(solver: Solver, made: Decisions) -> Decisions:
-    """`made`, with single decisions changed that pay while all others stay.
+    """`made`, with changes of single decisions that gain while all others stay.
 
-    A weight is so gathered behind its cast to a narrower dtype, whatever its readers
-    would have preferred.  Such a trial is quick, so all are made.
+    In this way a weight is gathered behind its cast to a narrower dtype, even if its
+    readers preferred otherwise.  Such a trial is quick, so all are made.
     """
     for _ in range(_ROUNDS):
         better = False
@@ -59,12 +61,10 @@ def _refined(solver: Solver, made: Decisions) -> Decisions:
 
 
 def others(solver: Solver, number: int, made: Decisions) -> list[Assignment]:
-    """The other assignments that the operation could have.
-
-    No reduction is repeated on more devices for fewer bytes.
-    """
+    """The other assignments that the operation could have."""
     op, current = solver.operations[number], made.assignments[number]
-    # A reduction stays spread over as many axes.  Other work is cheap to repeat.
+    # A reduction stays spread over as many axes: fewer bytes do not pay for repeating
+    # it on more devices.  Other work is cheap to repeat.
     least = sum(map(len, current)) if op.reduces else 0
     return [
         candidate
@@ -80,9 +80,9 @@ def tried(
     made: Decisions,
     alone: bool = False,
 ) -> bool:
-    """Change a decision, and those after it that it bears on, if that is better.
+    """Change a decision, and later ones that it affects, if that is better.
 
-    If it is changed `alone`, only what has to follow other values does.
+    With `alone`, only operations that have to follow other values change with it.
     """
     before, undo = made.price, list[tuple[int, Assignment]]()
     waiting = {number}
@@ -94,8 +94,8 @@ def tried(
         if new == old:
             continue
         undo.append((other, old))
-        # Others that read the same values may now share a move.
-        # Readers of the results, and others that read the same operands.
+        # Readers of the results are affected.  Other readers of the same operands may
+        # now share a move with this operation.
         changed = {*made.decide(other, new), *solver.operations[other].ins}
         for reader in itertools.chain(*(solver.readers.get(n, ()) for n in changed)):
             if alone and not solver.is_bound(solver.operations[reader]):
@@ -115,10 +115,11 @@ def tried(
 
 
 def restarted(solver: Solver, best: Decisions) -> Decisions:
-    """`best`, or what comes of a contraction that is spread otherwise, if less.
+    """`best`, or better decisions that begin with another assignment of a contraction.
 
-    All that leads to it then has to be laid out for it.  No change of single decisions
-    finds that: tokens that go whole to their experts, say, and not as partial sums.
+    All values that lead to the contraction are then laid out for it, which no change of
+    single decisions finds.  An example are tokens that go whole to their experts, and
+    not as partial sums.
     """
     for number, assignment in _restarts(solver, best):
         # Preferences are the solver's state: a restart that does not win is undone.
@@ -132,10 +133,11 @@ def restarted(solver: Solver, best: Decisions) -> Decisions:
 
 
 def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> bool:
-    """Whether half of the bytes move, of the same parameters, and no work is repeated.
+    """Whether `other` moves at most half of the bytes, and repeats no more work.
 
-    For a smaller gain, a program laid out differently throughout would surprise: one
-    that exchanges weights, say, instead of summing over the devices.
+    The parameters must have the same layouts.  A smaller gain does not count, because
+    a program with all layouts changed surprises its user.  It may exchange weights, for
+    example, instead of summing over the devices.
     """
     return (
         2 * other.total.all <= best.total.all
@@ -146,13 +148,13 @@ def _is_clearly_better(solver: Solver, other: Decisions, best: Decisions) -> boo
 
 
 def _restarts(solver: Solver, best: Decisions) -> list[tuple[int, Assignment]]:
-    """Contractions that pay for much of it, and how else they could be spread.
+    """Contractions that move much, with other assignments, the most promising first.
 
-    First those that then move the fewest bytes of their results and of what the program
-    is given, which lies as it lies.
+    Those come first that then move the fewest bytes of their results and of params,
+    whose layouts are given.
     """
     if not best.total.all:
-        return []  # nothing moves, in a body without any operation, say
+        return []  # nothing moves, so nothing can be gained
     given = {param.name for param in solver.params}
     found: list[tuple[int, int, Assignment]] = []
     for number in solver.paying(best):
@@ -191,7 +193,7 @@ def _moved(
     best: Decisions,
     operands: Container[str],
 ) -> int:
-    """The bytes that it takes to move an operation's results, and those operands."""
+    """The bytes that an operation's results move, and those of the `operands`."""
     effect = solver.effects.of(op, assignment)
     moves = [
         solver.costs.reshard(name, best.layouts[name], want)

@@ -1,4 +1,4 @@
-"""What solutions for one program have in common is written once."""
+"""Bodies and fills that several solutions for one program share are written once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jhost.lowering.layouts.flat_bodies import FlatBody
 
 
 class Interned:
-    """What was written by solutions for one program, of which others may be part."""
+    """The bodies and fills written so far for one program."""
 
     def __init__(self) -> None:
         self.bodies: dict[tuple[str, int], list[Program]] = {}
         self.fills: dict[tuple[int, Layout], Compute] = {}
 
     def body(self, flat: FlatBody, program: Program) -> Program:
-        """A rewritten body, or an equal one that stands in its place already.
+        """A rewritten body, or an equal one from before.
 
-        What passes know of that one they need not find out again.
+        Passes remember what they found out about a body by its identity.
         """
         known = self.bodies.setdefault((flat.prefix, id(flat.program.body)), [])
         for other in known:

@@ -1,4 +1,4 @@
-"""A scan whose carry stays partial: no iteration reduces what is added up in it."""
+"""A scan whose carry stays partial: no iteration reduces the sum that it carries."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jhost.lowering.layouts.commute import Rewrite, is_reduction, reduced_last
 def carrying_partial(
     stmt: Scan, zeros: Container[str]
 ) -> tuple[Scan, dict[int, Partial]] | None:
-    """The scan with each carry partial that can stay so, over what is summed in it."""
+    """The scan with every carry partial that can be, and the axes of each."""
     kept: dict[int, Partial] = {}
     partials = [
         tuple(sorted(each.source.partial))
         for each in stmt.body.body
         if is_reduction(each)
     ]
-    # One after another: a carry is partial over one set of axes.
+    # One set of axes after another: a carry is partial over a single set.
     for partial in dict.fromkeys(partials):
         carry = _PartialCarry(stmt, partial, zeros)
         numbers = [number for number in carry.begun if carry.stays_partial(number)]
@@ -38,11 +38,11 @@ def carrying_partial(
 
 
 class _PartialCarry:
-    """A scan whose body begins with the reduction of partial sums that it carries.
+    """A scan whose body begins with reductions of the partial sums that it carries.
 
-    Where that can be done as well behind all that is added, it need not be done in each
-    iteration.  What a sum begins with is added behind, so that it must be added to and
-    nothing else, unless that is one of `zeros`.
+    If such a reduction can be carried behind all additions to the sum, no iteration has
+    to make it.  The first value of the sum is added behind the scan.  So the carry must
+    only be added to, unless its first value is one of `zeros`.
     """
 
     def __init__(self, stmt: Scan, partial: Partial, zeros: Container[str]) -> None:
@@ -51,22 +51,22 @@ class _PartialCarry:
         self.begun = {
             number: self.reduction(param)
             for number, (begin, param) in enumerate(self.border.carry)
-            # What a carry begins with may be added behind, or is nothing.
+            # The first value can be added behind the scan, or it is zeros.
             if not param.partial
             and (begin.name in zeros or _is_added_to(stmt.body, param, number))
         }
-        # A constraint of the user's is met in the iteration that it stands in.
+        # A user's constraint must hold in the iteration that it stands in.
         self.fixed = {m.buffer for m in stmt.body.marks if isinstance(m, ShardMark)}
         self.body = self.beginning_with_reductions()
 
     def reduction(self, param: Buffer) -> Reshard:
-        """The reduction of a partial param, to stand in the place of the param."""
+        """The reduction of a partial param, whose result replaces the param."""
         name = self.names.fresh(f"{param.name}_reduced")
         out = dataclasses.replace(param, name=name)
         return Reshard(out=out, source=dataclasses.replace(param, partial=self.partial))
 
     def beginning_with_reductions(self) -> Rewrite:
-        """The body on the reduced params: it is right, even if nothing is put off."""
+        """The body on the reduced params, which is right even if no reduction moves."""
         body = self.stmt.body
         reduced = {each.source.name: each.out for each in self.begun.values()}
         stmts = (replace_buffers(each, reduced) for each in body.body)
@@ -79,7 +79,8 @@ class _PartialCarry:
         count, begun = len(self.body.changed), self.begun[number]
         result = self.border.carried[number].inside.name
         mesh = dict(self.stmt.body.mesh.shape)
-        # The undo is by count: `reduced_last` may have changed some statements in vain.
+        # `reduced_last` may have changed some statements before it failed, so they are
+        # counted to be undone.
         last = reduced_last(result, self.body, self.fixed, mesh, self.names)
         if (
             last is not None
@@ -92,10 +93,10 @@ class _PartialCarry:
         return False
 
     def scan(self, kept: Sequence[int]) -> Scan:
-        """The scan with what is `kept` partial, and all else as it was."""
+        """The scan with the carries `kept` partial, and all others as they were."""
         carry, carried = list(self.border.carry), list(self.border.carried)
         whole = {each.out.name: carry[n].inside for n, each in self.begun.items()}
-        # These go in any case: what is not kept is carried whole, as it was.
+        # All reductions at the start go: a carry that is not kept is whole, as before.
         dropped = [each.out.name for each in self.begun.values()]
         for number in kept:
             last = self.body.makers[carried[number].inside.name]
@@ -116,7 +117,7 @@ class _PartialCarry:
 
 
 def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
-    """Whether that result is a param with something added to it, and nothing else."""
+    """Whether a result is the param plus other values, and nothing else reads it."""
     readers: dict[str, list[Stmt]] = {}
     for stmt in body.body:
         for buffer in reads_writes(stmt)[0]:
@@ -124,7 +125,7 @@ def _is_added_to(body: Program, param: Buffer, number: int) -> bool:
     value = param
     while reading := readers.get(value.name, []):
         (stmt, *others) = reading
-        # What anything else reads is needed whole in each iteration.
+        # Another reader needs the whole sum in each iteration.
         if others or not isinstance(stmt, Compute):
             return False
         (unit_eqn,), (out,) = stmt.unit.eqns, stmt.outs

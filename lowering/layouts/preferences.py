@@ -1,7 +1,7 @@
 """The layouts that values should have: users' constraints, and consumers' preferences.
 
 Constraints are fixed.  Preferences flow backward through the factors of the operations,
-from the constraints and from what operations are assigned to.
+from the constraints and from the assignments of operations.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Preferences:
         self.mesh = mesh
         self.barriers = barriers
         self.through_borders = False
-        """Whether what follows a whole value prefers for it what its readers prefer."""
+        """Whether operations that follow a whole value pass on readers' preferences."""
         self.specs = {name: mark.spec for name, mark in marks.items()}
         self.known: dict[tuple[Operation, Assignment], Sequence[_Preferred]] = {}
         self.targets: dict[str, Layout] = {}
         self.free_axes: dict[str, frozenset[str]] = {}
-        """Axes of which a target says nothing: its value may be sharded over them."""
+        """Axes that a target leaves open: its value may be sharded over them."""
         self.restart()
         self.fixed = {
             name: self.targets[name]
@@ -61,7 +61,7 @@ class Preferences:
         }
 
     def restart(self) -> None:
-        """Go back to what the user gave."""
+        """Forget all preferences but the user's constraints."""
         self.targets = {
             name: tuple(axes or () for axes in spec)
             for name, spec in self.specs.items()
@@ -78,7 +78,7 @@ class Preferences:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to the preferences of a snapshot."""
-        # Both: with targets alone the axes that others left free would be taken over.
+        # Both together: the free axes belong to the targets of the same snapshot.
         targets, free_axes = snapshot
         self.targets, self.free_axes = dict(targets), dict(free_axes)
 
@@ -96,15 +96,16 @@ class Preferences:
             if assignment is None or self._is_as_read(op, assignment):
                 assignment = self.suggested(op)
             for name, wanted, used in self.preferred(op, assignment):
-                # A factor on no axis prefers nothing, a whole dim does.
+                # A layout that uses no axis is no reason to gather a value, so it does
+                # not replace another preference.
                 if used or name not in self.targets:
                     self.targets[name] = wanted
-                    # At first only what the constraints suggest is known.
+                    # In the first round only axes that constraints suggest are known.
                     known = self.mesh if assignments else used_axes(assignment)
                     self.free_axes[name] = self._axes_beside(known)
 
     def follows(self, op: Operation) -> bool:
-        """Whether its operand's layout decides: a barrier, too, binds no layouts."""
+        """Whether its operand's layout decides, as for a barrier."""
         return op.taking or not self.barriers.isdisjoint(op.outs)
 
     def is_wished_otherwise(self, op: Operation, assignment: Assignment) -> bool:
@@ -114,18 +115,19 @@ class Preferences:
         return any(used_axes(self.targets.get(name, ())) for name in op.outs)
 
     def _is_as_read(self, op: Operation, assignment: Assignment) -> bool:
-        """Whether its operand is preferred as readers prefer its result.
+        """Whether its operand should have the layout that readers of its result prefer.
 
-        What only follows is assigned as the operand was made.  But a sum is stacked
-        where that is preferred, and what every device has whole need not be made so.
+        An operation that only follows is assigned as its operand was made.  There are
+        two exceptions.  A sum is stacked in the layout that readers prefer.  And a
+        value that every device has whole need not be made whole.
         """
         whole = self.through_borders and self.follows(op) and not any(assignment)
         return op.stacks or whole
 
     def preferred(self, op: Operation, assignment: Assignment) -> Sequence[_Preferred]:
-        """What an operation so assigned may prefer, and whether that uses axes.
+        """The layouts that an operation, so assigned, prefers for its operands.
 
-        Where it does not, a whole dim is all that the operand has.
+        A layout without axes is only a preference if the operand has no factors.
         """
         case = op, assignment
         if case not in self.known:
@@ -139,7 +141,7 @@ class Preferences:
         return self.known[case]
 
     def suggested(self, op: Operation) -> Assignment:
-        """The assignment that constraints around `op` suggest, its operands' first."""
+        """The assignment that constraints around `op` suggest, operands' ones first."""
         if op.pinned is not None:
             return op.pinned
         claims = claims_of(op, self.fixed, self.targets)
@@ -151,7 +153,7 @@ class Preferences:
         return assignment if op.fits(assignment, self.mesh) else nowhere(op)
 
     def target(self, name: str, rest: Layout) -> Layout:
-        """The layout preferred for a value in `rest`, which is `rest` where none is."""
+        """The layout preferred for a value that rests in `rest`, or else `rest`."""
         wanted = self.targets.get(name)
         if wanted is None:
             return rest
@@ -172,10 +174,10 @@ class Preferences:
     # --- Where values stay ---------------------------------------------------- #
 
     def rest(self, name: str, produced: Layout, partial: Partial) -> Layout:
-        """Where a value stays: its constraint, or what it is produced as, reduced.
+        """The layout in which a value rests: its constraint, or as it is produced.
 
-        A partial axis is scattered onto the dim that prefers it, else reduced
-        everywhere.
+        A partial axis is scattered onto the dim that prefers it.  If none does, the
+        value is reduced on all devices.
         """
         if name in self.fixed:
             return self.fixed[name]
@@ -192,7 +194,7 @@ class Preferences:
         return self.constrained(name, rest if self.is_legal(name, rest) else produced)
 
     def constrained(self, name: str, layout: Layout) -> Layout:
-        """`layout` in the dims that the user left free, elsewhere what was given."""
+        """The user's constraint, with `layout` in the dims that it leaves free."""
         spec = self.specs.get(name)
         if spec is None:
             return layout

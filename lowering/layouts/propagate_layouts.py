@@ -32,9 +32,9 @@ Solutions: TypeAlias = dict[Hashable, Solution]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """A program before and after, with the dims that streams would cut in it.
+    """A program before and after layouts, with the dims that its streams would cut.
 
-    `every` has those that ask for other streams, which cut the same.
+    `every` has the programs with other stream marks that cut the same dims.
     """
 
     before: Program
@@ -44,14 +44,14 @@ class _LaidOut:
     every: list[Program]
 
     def is_of(self, program: Program) -> bool:
-        """Whether another program, alike but for marks of streams, is cut the same."""
+        """Whether another program, which only has other stream marks, is cut alike."""
         if self.streamed != streamed_dims(program):
             return False
         self.every.append(program)
         return True
 
     def of(self, program: Program) -> Program:
-        """Another program laid out: this one, but for marks of streams."""
+        """Another program laid out as this one, with its own stream marks."""
         added = self.after.remarks[len(self.before.remarks) :]
         return dataclasses.replace(
             self.after,
@@ -62,7 +62,7 @@ class _LaidOut:
 
 @dataclasses.dataclass(slots=True)
 class _SharedLayouts:
-    """What candidates share: solutions, and what was written by them."""
+    """What candidates share: solutions, and the bodies written for them."""
 
     solutions: Solutions = dataclasses.field(default_factory=dict[Hashable, Solution])
     written: Interned = dataclasses.field(default_factory=Interned)
@@ -71,9 +71,10 @@ class _SharedLayouts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PropagateLayouts:
-    """A program with global shapes -> what one device of the mesh runs.
+    """A program with global shapes -> the program of one device of the mesh.
 
-    What a pipeline that was chosen can hide counts after what it cannot.
+    Of two layouts, the one that leaves fewer bytes to hide wins.  Bytes that the chosen
+    pipelines can hide only break ties.
     """
 
     name: ClassVar[str] = "propagate_layouts"
@@ -105,7 +106,7 @@ class PropagateLayouts:
 
 
 def solve_program(program: Program, known: Solutions | None = None) -> Solution:
-    """The solution for a program with its marks; `known` ones are not found again."""
+    """The solution for a program with its marks, which may be among the `known`."""
     known = {} if known is None else known
     operations, flat = whole = flattened(program)
     streamed = {
@@ -114,16 +115,18 @@ def solve_program(program: Program, known: Solutions | None = None) -> Solution:
         for name, dim in streamed_dims(each.program).items()
     }
     shardings = shardings_of(flat)
-    # The cost model's candidates share statements, and most have equal solutions.
+    # Candidates of the cost model share statements, and most have equal solutions.
     key = (
         tuple(id(op.stmt) for op in operations if isinstance(op.stmt, Compute | Set)),
         tuple(shardings.items()),
         tuple(streamed.items()),
     )
-    if key not in known:  # which keeps the statements, so that no others get their ids
+    # A known solution keeps its statements alive, so ids in keys stay theirs.
+    if key not in known:
         ways = one_way_each(streamed, program.mesh.axis_names)
         solved = [solve_layouts(whole, shardings, way) for way in ways]
-        # The first of equals: chunks then move along the innermost axis.
+        # `min` takes the first of equals: chunks then move along the innermost axis,
+        # whose devices usually are nearest to each other.
         known[key] = min(solved, key=lambda solution: solution.price.in_bytes.all)
     return dataclasses.replace(known[key], flat=flat)
 

@@ -1,4 +1,4 @@
-"""Why a value changes its layout: what was given, what does not divide, what lost."""
+"""Why a value changes its layout: constraints, sizes that do not divide, and costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jhost.lowering.streams.participation import whole_reason
 
 
 class Reason(NamedTuple):
-    """What to say; some is to be said even where every device has its part already."""
+    """A reason; some are worth saying even where every device has its part already."""
 
     text: str
     though_nothing_moves: bool = False
@@ -38,11 +38,11 @@ class Reasons:
         have: Layout,
         want: Layout,
     ) -> Iterator[Reason]:
-        """Why the operand's dims lose the axes that they are over."""
+        """Why the operand's dims lose axes that shard them."""
         for dim, axes in enumerate(have):
             lost = [axis for axis in axes if axis not in want[dim]]
             mapped = op.operands[position][dim]
-            # A `shard_map`: no cost was weighed.
+            # A `shard_map`: its specs decided, and no cost was weighed.
             if lost and op.pinned is not None:
                 yield Reason("as its specs say")
             elif lost and op.like is not None:
@@ -58,7 +58,7 @@ class Reasons:
     def losing_reason(
         self, op: Operation, alternatives: Alternatives, claim: Claim, dim: int
     ) -> Reason:
-        """What it would take to leave a dim over the axis that it is over."""
+        """What it would cost to leave a dim sharded over an axis."""
         rank, (axis, factor) = alternatives.losing.get(claim), claim
         if rank is None:
             return self.undivisible(op, factor, axis)
@@ -75,7 +75,8 @@ class Reasons:
         read = [window.size for window in op.windows if window.factor == factor]
         sizes = [op.sizes[factor], *read]
         size = next((size for size in sizes if size % devices), sizes[0])
-        # What only cuts or pads a dim repeats no work that would be worth a word.
+        # If only a window's dim does not divide, the equation cuts or pads it, and that
+        # repeats no work worth a remark.
         repeats = op.sizes[factor] % devices != 0
         return Reason(
             f"{size} does not divide over {axis} ({devices})",
@@ -93,10 +94,10 @@ class Reasons:
 
 
 def _like_reason(op: Operation) -> str:
-    """Why a value lies as another does where it crosses the border of a body."""
+    """Why a value takes another value's layout at the border of a body."""
     if isinstance(op.stmt, Cond):
-        return "all branches give it in one layout"
-    return "what is carried has one layout in all iterations"
+        return "all branches return it in one layout"
+    return "a carried value has one layout in all iterations"
 
 
 def joined(reasons: Sequence[Reason]) -> str:
@@ -105,7 +106,7 @@ def joined(reasons: Sequence[Reason]) -> str:
 
 
 def _losing_text(losing: AssignmentRank, chosen: AssignmentRank) -> str:
-    """What would be worse: more bytes, or as many and something else, or work."""
+    """What would be worse: more bytes, or equal bytes and more of something else."""
     moved, instead = chosen.moved, losing.moved
     if losing.cost < chosen.cost:
         return "the whole program would move more bytes"
@@ -119,7 +120,7 @@ def _losing_text(losing: AssignmentRank, chosen: AssignmentRank) -> str:
 
 
 def _tie_text(losing: AssignmentRank, chosen: AssignmentRank) -> str:
-    """What decides between assignments that move as many bytes."""
+    """What decides between assignments that move equally many bytes."""
     if losing.cost.exposed > chosen.cost.exposed or losing.shared > chosen.shared:
         return ", and devices would repeat more work"
     if losing.moved.communications > chosen.moved.communications:

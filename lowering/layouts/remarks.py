@@ -43,7 +43,7 @@ class LayoutRemarks:
     # --- The three places where layouts change -------------------------------- #
 
     def operand(self, number: int, position: int, have: Layout) -> LayoutReport | None:
-        """An operand that an operation needs in another layout than it rests in."""
+        """The remark on an operand that an operation needs in another layout."""
         op, alternatives = (
             self.solution.operations[number],
             self.solution.alternatives[number],
@@ -73,7 +73,7 @@ class LayoutRemarks:
         spread = {axis for axes in assignment for axis in axes}
         (unit_eqn,) = op.stmt.unit.eqns
         devices = axes_size([*spread], self.mesh)
-        # What stands in a body is repeated in each iteration.
+        # An operation in a body is repeated in each iteration.
         times = self.solution.costs.times(op.ins[0])
         return ReplicationReport(
             primitive=unit_eqn.eqn.primitive.name,
@@ -85,7 +85,7 @@ class LayoutRemarks:
         )
 
     def result(self, number: int, position: int, made: Buffer) -> LayoutReport | None:
-        """A result that does not rest as it is made."""
+        """The remark on a result that rests in another layout than it is made in."""
         op, alternatives = (
             self.solution.operations[number],
             self.solution.alternatives[number],
@@ -105,7 +105,7 @@ class LayoutRemarks:
         return layout_remark(name, before, after, moved, joined(reasons), where)
 
     def copy(self, number: int, have: Layout) -> LayoutReport | None:
-        """A copy of a value in another layout, which is what the user asked for."""
+        """The remark on a copy in another layout, which the user asked for."""
         op = self.solution.operations[number]
         (source,), (name,) = op.ins, op.outs
         rest = self.solution.layouts[name]
@@ -118,9 +118,10 @@ class LayoutRemarks:
         return layout_remark(source, before, after, moved, joined(reasons), where)
 
     def spec(self, name: str, have: Layout, want: Layout) -> str:
-        """A layout in words; of an exchange with the type, which has the experts' room.
+        """A layout in words; for an exchange with the type of the value.
 
-        That is `[groups, experts, capacity, features]` of tokens that go to experts.
+        The type of tokens that go to experts, `[groups, experts, capacity, features]`,
+        shows how much room the experts have.
         """
         pairs = zip(have, want, strict=True)
         gone = {axis for old, new in pairs for axis in set(old) - set(new)}
@@ -173,7 +174,7 @@ def reduced_behind_remark(
 ) -> LayoutReport:
     """The remark on a sum that a scan carries without reducing it."""
     layout = layout_of(stmt.out)
-    # Shapes are a device's by now, and bytes are counted of whole values.
+    # By now shapes are those of a device, and bytes are counted for whole values.
     shards = [axes_size(axes, mesh) for axes in layout]
     shape = [size * n for size, n in zip(stmt.out.shape, shards, strict=True)]
     whole = dataclasses.replace(stmt.out, shape=tuple(shape))

@@ -1,9 +1,9 @@
 """How to get from one layout to another: the communications that move the fewest bytes.
 
-The table is in `docs/design.md`, "Communications".  Each mesh axis is handled on its
-own, so any number of axes works.  Dijkstra's search finds the cheapest way.  The solver
-asks what a reshard costs, `convert_to_communications` asks for its steps.  Both use
-`plan_reshard`, so they never disagree.
+The table is in `docs/design.md`, "Communications".  Each mesh axis is handled by
+itself, so any number of axes works.  Dijkstra's search finds the cheapest way.  The
+solver asks what a reshard costs, and `convert_to_communications` asks for its steps.
+Both use `plan_reshard`, so they never disagree.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def plan_reshard(
 ) -> tuple[ReshardStep, ...]:
     """The steps that turn a value from `source` into `target`, reducing `partial`.
 
-    They receive the fewest bytes of all ways, and then are the fewest communications.
+    They receive the fewest bytes of all ways.  Among equals, they are the fewest
+    communications.
     """
     return _cheapest(source, target, partial, tuple(mesh.items()))
 
 
 _Entry: TypeAlias = tuple[int, int, int, Layout, Partial, tuple[ReshardStep, ...]]
-"""Bytes, communications, the order of arrival; where that leads, and by what steps."""
+"""Bytes, communications, the order of arrival; the state reached, and its steps."""
 
 
 # Asked for every candidate of every operation, and mostly for the same layouts.
@@ -73,11 +74,14 @@ def _cheapest(
     partial: Partial,
     sizes: tuple[tuple[str, int], ...],
 ) -> tuple[ReshardStep, ...]:
-    """Dijkstra's search; dims only pass through what divides them at either end."""
+    """Dijkstra's search over layouts.
+
+    A dim only takes axes that shard it at the source or at the target, so it divides.
+    """
     for layout in (source, target):
         assert is_layout(layout), f"an axis shards two dims of {layout}"
     mesh, ticket = dict(sizes), itertools.count()
-    # So many elements that every layout has a whole number of them on each device.
+    # A shape that every layout divides: only the ratios of bytes matter.
     shape = (math.prod(mesh.values()) ** 2,)
     queue: list[_Entry] = [(0, 0, next(ticket), source, partial, ())]
     seen: set[tuple[Layout, frozenset[tuple[str, Reducer]]]] = set()
@@ -117,7 +121,7 @@ def step_bytes(
 def _steps(
     here: Layout, target: Layout, left: Partial, mesh: Mapping[str, int]
 ) -> Iterator[ReshardStep]:
-    """What may come next; what makes the value smaller first."""
+    """The possible next steps; those that make the value smaller come first."""
     yield from _selects(here, target, left)
     yield from _reduce_scatters(here, target, left)
     yield from _all_reduces(here, left)
@@ -127,7 +131,7 @@ def _steps(
 
 
 def _lacking(source: Layout, target: Layout, dim: int) -> tuple[str, ...]:
-    """The axes that `dim` lacks, if it has only axes that it shall keep."""
+    """The axes that `dim` still needs, if it keeps all axes that it has."""
     have, want = source[dim], target[dim]
     return want[len(have) :] if want[: len(have)] == have else ()
 
@@ -141,7 +145,7 @@ def _truncate(layout: Layout, dim: int, length: int) -> Layout:
 
 
 def _selects(source: Layout, target: Layout, partial: Partial) -> Iterator[ReshardStep]:
-    # An axis shards one dim, and none while something is still partial over it.
+    # An axis can shard only one dim, and no dim while the value is partial over it.
     busy = used_axes(source) | {axis for axis, _ in partial}
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]
@@ -194,7 +198,7 @@ def _all_to_alls(
     for dim in range(len(source)):
         axes = _lacking(source, target, dim)[:1]
         for other, have in enumerate(source):
-            # Only the minor-most axis of a dim can leave it without a reordering.
+            # Only the minor-most axis can leave a dim without reordering its elements.
             if axes and have[-1:] == axes and other != dim:
                 moved = _append(_truncate(source, other, len(have) - 1), dim, axes)
                 yield ReshardStep(
@@ -232,7 +236,7 @@ def _swaps(
     used = used_axes(source)
     free = [axis for axis in mesh if axis not in dict(partial)]
     for axes in itertools.combinations(free, 2):
-        # Of other sizes the shards would be of other sizes, too.
+        # Axes of different sizes would change the sizes of shards.
         if mesh[axes[0]] == mesh[axes[1]] > 1 and not used.isdisjoint(axes):
             layout = swapped(source, axes)
             yield ReshardStep(

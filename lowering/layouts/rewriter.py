@@ -1,7 +1,7 @@
-"""Write decided layouts into a program: local shapes, and what has to move.
+"""Write decided layouts into a program: local shapes, and reshards.
 
-Where a value changes its layout stands a `Reshard`.  `convert_to_communications` turns
-it into communications.
+A value changes its layout by a `Reshard`, which `convert_to_communications` turns into
+communications.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _RESHARDED: Mapping[ReshardKind, str] = {
 
 
 class Rewriter:
-    """Writes the layouts of one level into its program, and those of its bodies."""
+    """Writes the layouts of one program, and those of the bodies in it."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Rewriter:
         self.windows: dict[Hashable, Buffer] = {}
         self.produced: dict[str, str] = {}
         kept = {self.prefix + result.name for result in self.program.results}
-        # A copy or a result of a fill needs the fill itself.
+        # A fill that is copied, or is a result, has to exist by itself.
         kept |= {
             self.prefix + s.source.name for s in self.program.body if isinstance(s, Set)
         }
         numbers = (step for step in flat.steps if isinstance(step, int))
         makers = (op for op in map(solution.operations.__getitem__, numbers))
-        # Made where they are read, in the layout that is wanted there: no bytes move,
-        # and no device makes more than its part.
+        # Other fills are made again for each layout in which they are read.  So no
+        # bytes move, and no device makes more than its part.
         self.fills = {
             op.outs[0]: op
             for op in makers
@@ -95,7 +95,7 @@ class Rewriter:
     def rewrite(self, leaves: Sequence[int] | None = None) -> Program:
         """The program with local shapes, and a `Reshard` wherever a layout changes.
 
-        Results of a body are as they leave it, by the operations `leaves`.
+        The operations `leaves` say in which layouts results leave a body.
         """
         params = tuple(self.at_rest(param) for param in self.program.params)
         for stmt, step in zip(self.program.body, self.flat.steps, strict=True):
@@ -127,7 +127,7 @@ class Rewriter:
     # --- Control flow --------------------------------------------------------- #
 
     def control_flow(self, stmt: ControlFlow, border: FlatBorder) -> None:
-        """`stmt` on operands as its bodies want them, its bodies rewritten."""
+        """Append `stmt` with rewritten bodies, on operands in the layouts they want."""
         ins = [
             tuple(self.required(number) for number in enters)
             for enters in border.enters
@@ -152,11 +152,11 @@ class Rewriter:
         return self.required(number)
 
     def required(self, number: int) -> Buffer:
-        """The one operand of an operation, in the layout that it wants."""
+        """The only operand of an operation, in the layout that it wants."""
         return self.operand(number, 0, self.solution.wanted(number))
 
     def marks(self, given: Sequence[Mark]) -> Iterator[Mark]:
-        """The marks: a barrier's on what it makes, a fill's on all made of it."""
+        """The marks: a barrier's on its own result, a fill's on all its copies."""
         for mark in given:
             names, value = [mark.buffer], self.prefix + mark.buffer
             if isinstance(mark, BarrierMark):
@@ -185,7 +185,7 @@ class Rewriter:
         )
 
     def copy(self, number: int, stmt: Set) -> None:
-        """A copy, of what an operation has had moved there if there is such a value."""
+        """Append a copy of a value, or of its copy in that layout if there is one."""
         name, out = self.prefix + stmt.source.name, self.at_rest(stmt.out)
         source = self.resharded.get((name, layout_of(out)), self.buffers[name])
         self.remarks.append(self.explain.copy(number, layout_of(source)))
@@ -206,7 +206,7 @@ class Rewriter:
         for window in op.windows:
             ins[window.operand] = self.window(ins[window.operand], window, number)
         outs, moved = self.results([number] * len(stmt.outs), stmt.outs)
-        # One remark on a statement is enough: a move says more than a dim left whole.
+        # One remark for a statement is enough; a move matters more than a whole dim.
         if not any(self.remarks[said:]):
             self.remarks.append(self.explain.left_whole(number))
         self.remarks.append(self.explain.replication(number))
@@ -219,7 +219,7 @@ class Rewriter:
         self.body.extend(moved)
 
     def window(self, source: Buffer, window: OperandWindow, number: int) -> Buffer:
-        """What the steps of an operation on a device read of an operand."""
+        """The window of an operand that a device's steps of an operation read."""
         axes = self.solution.assignments[number][window.factor]
         devices = axes_size(axes, self.mesh)
         if devices == 1:
@@ -248,7 +248,7 @@ class Rewriter:
     def results(
         self, numbers: Sequence[int], buffers: Sequence[Buffer]
     ) -> tuple[tuple[Buffer, ...], list[Reshard]]:
-        """Results as the operations of those numbers make them, on the way to rest."""
+        """Results as the operations make them, and reshards to where they rest."""
         outs: list[Buffer] = []
         moved: list[Reshard] = []
         for number, buffer in zip(numbers, buffers, strict=True):
@@ -270,7 +270,7 @@ class Rewriter:
         return tuple(outs), moved
 
     def operand(self, number: int, position: int, layout: Layout) -> Buffer:
-        """An operand in `layout`, made or copied once however many read it so."""
+        """An operand in `layout`, made or moved once for all that read it there."""
         value = self.solution.operations[number].ins[position]
         if (value, layout) in self.resharded:
             return self.resharded[value, layout]
@@ -293,14 +293,14 @@ class Rewriter:
         return target
 
     def nearest(self, value: str, layout: Layout) -> Buffer:
-        """A value where it rests, or one of its copies, whatever is the nearest."""
+        """The value where it rests, or one of its copies, whichever is nearest."""
         copies = [copy for (name, _), copy in self.resharded.items() if name == value]
-        # Where it rests comes first: of equal ways that one is taken.
+        # Its resting place comes first, because `nearest` takes the first of equals.
         there = {layout_of(copy): copy for copy in (self.buffers[value], *copies)}
         return there[self.solution.costs.nearest(value, [*there], layout)]
 
     def made(self, op: Operation, layout: Layout) -> Buffer:
-        """The result of an operation that reads nothing, made in `layout`."""
+        """The result of a fill, made in `layout`."""
         fill = self.written.fill(op, layout)
         (out,) = fill.outs
         target = self.laid_out(out, layout, name=self.names.fresh(out.name))

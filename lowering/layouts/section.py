@@ -1,4 +1,4 @@
-"""A part of a program as a program of its own, so that a choice in it can be weighed.
+"""A part of a program as a program of its own, in which a choice can be weighed.
 
 The part is a body, or some statements in a row.
 """
@@ -18,9 +18,9 @@ from jhost.lowering.layouts.solve import Solution
 
 
 def layouts_in_whole(program: Program) -> list[Mapping[str, Layout]]:
-    """For each of `programs`, how its values lie in the whole, by name.
+    """For each of `programs`, the layouts of its values in the whole, by name.
 
-    Results of bodies lie as what takes them wants them.
+    Results of bodies have the layouts in which they leave the bodies.
     """
     solution = solve_program(program)
     return list(_layouts(solution, solution.flat, ()))
@@ -33,7 +33,7 @@ def _layouts(
     for stmt in flat.program.body:
         values += reads_writes(stmt)[1]
     layouts = {b.name: solution.layouts[flat.prefix + b.name] for b in values}
-    # Nothing takes the outermost program's results: it has no `leaves`.
+    # The outermost program has no `leaves`, so its results rest where they are.
     for result, number in zip(flat.program.results, leaves, strict=False):
         layouts[result.name] = solution.wanted(number)
     yield layouts
@@ -44,7 +44,7 @@ def _layouts(
 
 
 def section(program: Program, numbers: range) -> Program:
-    """The statements of those numbers; what others make or read crosses its border."""
+    """A program of the statements of those numbers; shared values cross its border."""
     body = program.body[numbers.start : numbers.stop]
     params, made = read_and_made(body)
     later, _ = read_and_made(program.body[numbers.stop :])
@@ -63,7 +63,7 @@ def with_fixed_border(program: Program, layouts: Mapping[str, Layout]) -> Progra
     """A part of a program with its border laid out as in the whole."""
     given = {mark.buffer for mark in program.marks if isinstance(mark, ShardMark)}
     border = {buffer.name for buffer in (*program.params, *program.results)}
-    # The part by itself might prefer other layouts at its border than the whole has.
+    # By itself, the part might choose other layouts at its border than the whole has.
     marks = (
         ShardMark(buffer=name, spec=layouts[name], where="")
         for name in sorted(border - given)

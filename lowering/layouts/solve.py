@@ -1,8 +1,8 @@
 """Decide the layout of every value and the assignment of every operation.
 
-`solver.py` decides them with each other.  `improve.py` then changes them with the bytes
-of the whole program in view: first single decisions, then all that leads to one
-contraction.
+`solver.py` decides them together.  `improve.py` then changes decisions where the whole
+program receives fewer bytes: first single decisions, then all decisions that lead to
+one contraction.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from jhost.lowering.layouts.transfer_bytes import LayoutCost, ReshardCosts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternatives:
-    """What an operation's assignment takes, and what others would have taken.
+    """The rank of an operation's assignment, and the ranks of others.
 
-    `losing` has an assignment for each claim in vain; None does not divide.
+    `losing` has, for each claim that the assignment does not follow, the best rank that
+    does; None if none divides.
     """
 
     rank: AssignmentRank
@@ -39,7 +40,7 @@ class Alternatives:
 class Solution:
     """Layouts by buffer name; an assignment and its alternatives for each operation.
 
-    `price` is what it all comes to.
+    `price` is the cost of all of it.
     """
 
     operations: tuple[Operation, ...]
@@ -65,8 +66,8 @@ def solve_layouts(
 ) -> Solution:
     """The layouts that meet `marks` and move few bytes elsewhere, in bodies too.
 
-    What the loops over `streamed` dims hide counts after all that they do not.  Marks
-    and dims are those of values by their names in `flattened`.
+    Bytes that loops over `streamed` dims hide only break ties.  Marks and dims are by
+    the names of values in `flattened`.
     """
     solver = Solver(whole, marks, streamed)
     # Restarts come last: they have to beat what single decisions reach.
@@ -89,7 +90,7 @@ def solve_layouts(
 def _alternatives(
     solver: Solver, op: Operation, assignment: Assignment, layouts: Mapping[str, Layout]
 ) -> Alternatives:
-    """Which claims `assignment` leaves aside, and what following them takes."""
+    """The claims that `assignment` does not follow, and what following them costs."""
     claims = dict.fromkeys(solver.claims(op, layouts))
     lost = [(axis, f) for axis, f in claims if axis not in assignment[f]]
     # Ranked once more for the user: what the claims that lost would have cost.

@@ -1,4 +1,4 @@
-"""Decide the layouts of values and the assignments of operations with each other.
+"""Decide the layouts of values and the assignments of operations together.
 
 Preferences flow backward (`preferences.py`) and decisions flow forward, until nothing
 changes.  Two operands may claim one mesh axis for different factors.  Then the
@@ -34,15 +34,21 @@ from jhost.lowering.layouts.transfer_bytes import (
 )
 
 _ROUNDS = 16
-"""A preference crosses the program in one round; most need two or three."""
+"""The most rounds of a search; one carries a preference through the whole program.
+
+Most programs need two or three rounds.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class AssignmentRank:
-    """How good an assignment is: less is better, and what comes first counts first.
+    """How good an assignment is: less is better, and earlier fields count first.
 
-    What it costs; then the axes, with a minus, that share the work; then the largest
-    operand that must move.
+    Attributes:
+        cost: the bytes, with the work counted in bytes.
+        shared: minus the number of axes that share the work.
+        largest: the elements of the largest operand that must move.
+        moved: the bytes alone, which do not count in comparisons.
     """
 
     cost: TransferBytes
@@ -60,8 +66,8 @@ class Solver:
         marks: Mapping[str, ShardMark],
         streamed: Mapping[str, StreamedDim],
     ) -> None:
-        # A barrier's results lie as its operands do.  Else `jax.checkpoint` would keep
-        # a copy in another layout, beside the value that it keeps.
+        # A barrier's results have the layouts of its operands.  Otherwise a
+        # `jax.checkpoint` would keep two copies of a value, one in each layout.
         self.operations, self.flat = whole
         barriers = frozenset(
             flat.prefix + mark.buffer
@@ -85,33 +91,34 @@ class Solver:
                 self.readers.setdefault(name, []).append(number)
 
     def fixed_point(self) -> Decisions:
-        """The best fixed point; whole values in parts where that moves no more."""
+        """The best fixed point; whole values are made in parts if no more moves."""
         best, preferences = self.of_two_starts(), self.preferences
         decided = zip(self.operations, best.in_order(), strict=True)
         if not any(preferences.is_wished_otherwise(*each) for each in decided):
-            return best  # as most often
+            return best  # most programs end here
         before = preferences.snapshot()
         preferences.through_borders = True
         in_parts = self.fixed_point_from(best.in_order())
         preferences.through_borders = False
-        # A value that is made anywhere may be read in parts, and whole as well.
+        # Making the value in parts may also move more, where something reads it whole.
         if best.price.beats(in_parts.price):
             preferences.restore(before)
             return best
         return in_parts
 
     def of_two_starts(self) -> Decisions:
-        """Preferences and decisions at a fixed point, of two the one that moves less.
+        """The better fixed point of two starts.
 
-        The one begins with what the constraints suggest to the operations before them,
-        the other with what follows from the operands.
+        One starts with the layouts of the operands, the other with what constraints
+        suggest for the operations before them.
         """
         by_operands = self.fixed_point_from(self.forward().in_order())
         # The second start overwrites the preferences of the first.
         before = self.preferences.snapshot()
         self.preferences.restart()
         by_constraints = self.fixed_point_from(None)
-        # By moving less, the start from the operands may have devices repeat matmuls.
+        # The start from the operands may move less by having devices repeat matmuls.
+        # Then it does not count.
         no_more_work = by_operands.flops <= by_constraints.flops
         if no_more_work and by_operands.price.beats(by_constraints.price):
             self.preferences.restore(before)
@@ -130,9 +137,9 @@ class Solver:
         return made
 
     def fixed_point_with(self, number: int, assignment: Assignment) -> Decisions:
-        """The fixed point from the start, with one operation assigned so."""
+        """The fixed point from a new start, with one operation's assignment given."""
         operations = self.operations
-        # Pinned while all else is decided around it; what follows may change it again.
+        # Pinned while all else is decided around it; later steps may change it again.
         pinned = dataclasses.replace(operations[number], pinned=assignment)
         self.operations = (*operations[:number], pinned, *operations[number + 1 :])
         self.preferences.restart()
@@ -163,10 +170,10 @@ class Solver:
         }
 
     def cheapest(self, number: int, made: Decisions) -> Assignment:
-        """The assignment that moves the fewest bytes; found once for the same case."""
+        """The best assignment of an operation, found once for equal cases."""
         op, moves = self.operations[number], made.known(number)
         layouts = [made.layouts[name] for name in decided_by(op)]
-        # By the operation itself: one that is pinned is another.
+        # By the operation and not its number: a pinned operation is another one.
         case = op, moves, self.preferences.about(op.outs), *layouts
         found = self.found.get(case)
         if found is None:
@@ -179,10 +186,11 @@ class Solver:
         layouts: Mapping[str, Layout],
         moves: Collection[WantedLayout],
     ) -> Assignment:
-        """The best among assignments that share the work over as many axes, by bytes.
+        """The best assignment of an operation.
 
-        Of these, the one that moves the fewest bytes, hidden ones too: bytes that loops
-        hide do not pay for a reduction that more devices repeat.
+        First the best is found for each number of axes that share the work.  Among
+        these, the one that moves the fewest bytes wins, and hidden bytes count too:
+        hiding bytes does not pay for a reduction that more devices repeat.
         """
         best: dict[int, tuple[AssignmentRank, Assignment]] = {}
         for candidate in self.candidates(op, layouts):
@@ -192,7 +200,7 @@ class Solver:
             if shared not in best or rank < best[shared][0]:
                 best[shared] = rank, candidate
             if rank.moved == NOTHING:
-                break  # nothing moves, and later candidates spread the work less
+                break  # later candidates spread the work less, and cannot move less
         assert best, "the assignment to nobody always fits"
         shared = min(best, key=lambda shared: (best[shared][0].cost.all, shared))
         return best[shared][1]
@@ -214,7 +222,7 @@ class Solver:
                     break  # the first is the operand's own layout
 
     def claims(self, op: Operation, layouts: Mapping[str, Layout]) -> Sequence[Claim]:
-        """What its operands claim, and its results' goals unless it only follows."""
+        """The claims of its operands, and of its results' targets unless it follows."""
         if op.like is not None or op.pinned is not None:
             return ()
         return claims_of(
@@ -224,7 +232,7 @@ class Solver:
         )
 
     def is_bound(self, op: Operation) -> bool:
-        """Whether it lies as another value does, and has no choice."""
+        """Whether another value's layout decides its own."""
         return op.like is not None or self.preferences.follows(op)
 
     def rank(
@@ -234,7 +242,7 @@ class Solver:
         layouts: Mapping[str, Layout],
         moves: Collection[WantedLayout],
     ) -> AssignmentRank:
-        """How good an assignment is, with the way to what the consumers prefer."""
+        """How good an assignment is, with the bytes to what consumers prefer."""
         effect = self.effects.of(op, assignment)
         moved, largest = effect.cost + effect.more, 0
         for name, want in effect.wants:
@@ -259,5 +267,5 @@ class Solver:
 
 
 def decided_by(op: Operation) -> tuple[str, ...]:
-    """The values whose layouts bear on what an operation is assigned to."""
+    """The values whose layouts influence an operation's assignment."""
     return op.ins if op.like is None else (*op.ins, op.like)

@@ -1,4 +1,4 @@
-"""Operations, values and bytes, as remarks on layouts name them."""
+"""The words of layout remarks for operations, values and bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What it costs to move values: the bytes that each device receives.
+"""The cost of moving values: the bytes that each device receives.
 
-Work has a price too, in the same unit: the bytes that could come while it is done.
+Work has a cost in the same unit: the bytes that could move while it is done.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jhost.lowering.layouts.reshard import ReshardStep, plan_reshard, step_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TransferBytes:
-    """Bytes received by a device; those that no loop hides count before the others.
+    """Bytes that a device receives; exposed bytes count before those that loops hide.
 
-    Where the bytes are the same, the fewest `communications` are best.
+    Among equal bytes, fewer `communications` are better.
     """
 
     exposed: int = 0
@@ -27,7 +27,7 @@ class TransferBytes:
 
     def __add__(self, other: TransferBytes) -> TransferBytes:
         if not (other.exposed or other.hidden):
-            return self  # as most often
+            return self  # the most frequent case
         return TransferBytes(
             self.exposed + other.exposed,
             self.hidden + other.hidden,
@@ -56,28 +56,30 @@ class TransferBytes:
 NOTHING = TransferBytes()
 
 _FLOPS_PER_BYTE = 2048
-"""What a device computes while it receives a byte: an H100 about 700 TFLOP/s of
-bfloat16, and 350 GB/s from its neighbours."""
+"""The operations that a device does while it receives a byte.
+
+An H100 does about 700 TFLOP/s in bfloat16, and receives 350 GB/s from its neighbours.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutCost:
-    """What moves, and the work of each device."""
+    """The bytes that move, and the work of each device."""
 
     moved: TransferBytes = NOTHING
     flops: int = 0
 
     @property
     def in_bytes(self) -> TransferBytes:
-        """The bytes that move, and those that could come while the work is done."""
+        """The bytes that move, plus the bytes that could move during the work."""
         # Work is never hidden, so its bytes count with the exposed ones.
         exposed = self.moved.exposed + self.flops // _FLOPS_PER_BYTE
         return TransferBytes(exposed, self.moved.hidden, self.moved.communications)
 
     def beats(self, other: LayoutCost) -> bool:
-        """Whether it is less; for less work, no more may move than that is worth.
+        """Whether it costs less.
 
-        What loops hide counts there as well.
+        Less work may pay for more exposed bytes, but then hidden bytes count as well.
         """
         mine, others = self.in_bytes, other.in_bytes
         pays = self.moved < other.moved or mine.all < others.all
@@ -85,14 +87,14 @@ class LayoutCost:
 
 
 AS_IT_LIES = ("*",)
-"""Wanted of a dim that may be sharded over whatever axes are left."""
+"""Asks for no layout of a dim: it may be sharded over any axes that are left."""
 
 
 class ReshardCosts:
-    """The costs of resharding the values of one program, of global shapes.
+    """The costs of resharding the values of one program, which have global shapes.
 
-    Values that are `made_anywhere`, such as fills, do not move: they are made again.  A
-    value of a body moves as often as the body `repeats`.
+    Values in `made_anywhere`, such as fills, do not move, because they are made again.
+    A value of a body moves as often as the body `repeats`.
     """
 
     def __init__(
@@ -113,10 +115,10 @@ class ReshardCosts:
     def reshard(
         self, name: str, have: Layout, want: Layout, partial: Partial = ()
     ) -> TransferBytes:
-        """What it takes to bring a value from one layout to another."""
+        """The cost of bringing a value from one layout to another."""
         if AS_IT_LIES in want:
             want = _where_it_lies(have, want)
-        # A partial sum that lies as it is wanted has still to be reduced.
+        # A partial sum in the wanted layout still has to be reduced.
         if (have == want or name in self.made_anywhere) and not partial:
             return NOTHING
         key = name, have, want, partial
@@ -125,17 +127,17 @@ class ReshardCosts:
         return self.known[key]
 
     def nearest(self, name: str, places: Sequence[Layout], want: Layout) -> Layout:
-        """The layout, of those that a value is in, from which the way is the cheapest.
+        """The layout among `places` from which it is cheapest to reach `want`.
 
-        The first of equals.  Chunks of a streamed value come from where it rests: in
-        another place the loop would have to keep it whole.
+        The first of equals.  Chunks of a streamed value come from where it rests,
+        because the loop would have to keep any other copy whole.
         """
         if name in self.streamed or len(places) == 1:
             return places[0]
         return min(places, key=lambda have: self.reshard(name, have, want))
 
     def moves(self, name: str, rest: Layout, wanted: Sequence[Layout]) -> TransferBytes:
-        """What it takes to bring a value to several layouts, one after another."""
+        """The cost of bringing a value to several layouts, one after another."""
         places, moved = [rest], NOTHING
         for want in wanted:
             have = self.nearest(name, places, want)
@@ -151,7 +153,7 @@ class ReshardCosts:
         return moved_by(steps, have, buffer, self.mesh, streamed) * self.times(name)
 
     def times(self, name: str) -> int:
-        """How often the program runs in which a value is."""
+        """How often the program of a value runs."""
         return self.repeats.get(name, 1)
 
 
@@ -169,7 +171,7 @@ def moved_by(
     mesh: Mapping[str, int],
     streamed: StreamedDim | None,
 ) -> TransferBytes:
-    """What `steps` move of `buffer`, of global shape, that starts in layout `have`."""
+    """The bytes that `steps` move of `buffer`, from layout `have` on."""
     moved = NOTHING
     for step in steps:
         # Each step begins where the one before it has left the value.

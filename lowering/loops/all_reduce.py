@@ -4,7 +4,7 @@ By now an all-reduce is a reduce-scatter and an all-gather.  If one loop took al
 and a second loop gathered them, nothing would run beside the second.  So the loop over
 pieces is the outer one.  An iteration takes one piece of every shard through the steps
 of the p2p pipeline, adds up the terms, and sends the total to all devices.  Meanwhile
-the next iteration computes.  Only the last piece's way back has nothing beside it.
+the next iteration computes.  Only the gather of the last piece has nothing beside it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PIECE = LoopIndex("p")
 
 
 class AllReduceLoop(P2PLoop):
-    """A loop over pieces, `back` the gathers of its group that return the totals."""
+    """A loop over pieces; `back` has the gathers of its group that return totals."""
 
     def __init__(self, spec: LoopSpec, back: Set[int]) -> None:
         rest = tuple(node for node in spec.nodes if id(node) not in back)
         super().__init__(spec.of(rest))
         self.back = tuple(node for node in spec.nodes if id(node) in back)
         self.others = self.devices - 1
-        # The streams behind these carry the ways back, so that no step waits for one.
+        # Gathers of totals get streams behind these, so that no step waits for one.
         self.used = min(self.streams, self.others * self.pieces)
 
     def statements(self) -> list[ir.Stmt]:
@@ -85,20 +85,20 @@ class AllReduceLoop(P2PLoop):
         return ir.For(index=INDEX.name, extent=self.others, body=turn)
 
     def send_back(self) -> ir.For:
-        """A piece's total to the others, on streams that no computation is on."""
+        """Send a piece's total to the others, on streams without computations."""
         body = self.segment(self.back, INDEX + 1, PIECE, {})
         sent = on_stream(self.way_back, [ir.Synchronize(stream=MAIN), *body])
         return ir.For(index=INDEX.name, extent=self.others, body=sent)
 
     @property
     def way_back(self) -> ir.Stream:
-        """The stream for one of the others, beyond those of the steps."""
+        """The stream for the gather to one other device, behind the steps' streams."""
         return ir.Stream(index=INDEX + self.used)
 
     # --- Totals --------------------------------------------------------------- #
 
     def total(self, stmt: ir.Communicate) -> None:
-        """Append the sum of the terms of the piece at hand."""
+        """Append the sum of the terms of the current piece."""
         assert stmt.dim is not None
         self.allocate(stmt.out)
         terms = self.terms[stmt.out.name]
@@ -117,7 +117,7 @@ class AllReduceLoop(P2PLoop):
 
 
 def _along(unit_eqn: ir.UnitEqn, dim: int) -> ir.UnitEqn:
-    """An elementwise equation, to work on chunks of that dim."""
+    """An elementwise equation that works on chunks of `dim`."""
     (result,) = unit_eqn.rule.results
     mapped = result[dim]
     assert mapped is not None
@@ -130,12 +130,12 @@ def _along(unit_eqn: ir.UnitEqn, dim: int) -> ir.UnitEqn:
 def ways_back(
     graph: Graph, choice: Pipelining, mesh: Mapping[str, int]
 ) -> dict[int, Node]:
-    """The gathers of sums, by identity, that hide nothing themselves; and the sums.
+    """For each gather of a sum that the loop does not contract, by identity, the sum.
 
-    A gather that the loop contracts runs beside that contraction.
+    A gather that the loop contracts has that contraction to run beside.
     """
     pieces = choice.chunks // axes_size(choice.axes, mesh)
-    # A single piece has no next one whose steps could hide its way back.
+    # A single piece has no next one whose steps could hide the gather of its total.
     if choice.pipeline != "p2p" or pieces == 1:
         return {}
     parts = choice.participations
@@ -151,7 +151,7 @@ def ways_back(
 
 
 def _is_contracted(gather: Node, graph: Graph, members: Set[int]) -> bool:
-    """Whether what a gather brings reaches a contraction among some nodes."""
+    """Whether the gathered value reaches a contraction among the `members`."""
     waiting, seen = [gather], set[int]()
     while waiting:
         made = waiting.pop().writes

@@ -94,10 +94,10 @@ class LoopBuilder:
     # --- Which nodes ---------------------------------------------------------- #
 
     def order(self) -> Sequence[Set[int]]:
-        """What each node must follow: in a stream, all operands of its barrier too."""
+        """The nodes that each node must follow; in a stream, its barrier's too."""
         makers, before = self.graph.makers, [*self.graph.before]
-        # `jax.checkpoint` needs this: what is computed again has to wait for its
-        # cotangent, or it would be kept from the forward on.
+        # `jax.checkpoint` needs the barrier's other operands: a value that is computed
+        # again has to wait for its cotangent, or XLA would keep it from the forward on.
         for number, node in enumerate(self.graph):
             if id(node) in self.participations:
                 found = {makers.get(name, number) for name in node.barrier}
@@ -105,7 +105,7 @@ class LoopBuilder:
         return before
 
     def should_merge(self, one: Group, other: Group) -> bool:
-        """Whether two groups share a loop, or are pieces of a barrier outside loops.
+        """Whether two groups share a loop; outside of loops, pieces of a barrier do.
 
         Their nodes are of one kind: see `kind_of`.
         """
@@ -119,19 +119,20 @@ class LoopBuilder:
         return part.stream if part else node.barrier or None
 
     def should_share_loop(self, one: Group, other: Group) -> bool:
-        """Whether two groups of one stream hand values on chunk by chunk."""
+        """Whether values pass from one group to the other chunk by chunk."""
         if any(self.back.get(id(node), node) not in (*one, *other) for node in other):
-            return False  # a way back belongs to the loop that makes the sum
-        # The second gather is for work behind the first one's, in a loop of its own.
+            return False  # a total is gathered in the loop that makes its sum
+        # A second gather of a value is for work behind the first gather's work, so it
+        # needs a loop of its own.
         if any(gathers_again(node, maker) for maker in one for node in other):
             return False
         return all(self.aligned(maker, user) for maker in one for user in other)
 
     def aligned(self, maker: Node, user: Node) -> bool:
-        """Whether `user` reads what `maker` writes in the very chunks it is made in."""
+        """Whether `user` reads what `maker` writes in the same chunks."""
         made, used = self.participation(maker), self.participation(user)
-        # A sum is complete when the last device's part of it is there, and then on its
-        # way back while the loop goes on.
+        # `late`: a total is complete only behind the loop, when the last device's term
+        # is there, and a gathered total comes while the loop already goes on.
         sums = self.choices[made.stream].pipeline == "p2p" and made.ratio < 1
         late = id(maker) in self.back or (sums and id(user) not in self.back)
         if late and any(written.name in user.barrier for written in maker.writes):
@@ -146,13 +147,13 @@ class LoopBuilder:
     # --- Lowering ------------------------------------------------------------- #
 
     def body(self, groups: Sequence[Group]) -> Iterator[Stmt]:
-        """The statements of all groups, with sums where they are best computed."""
+        """The statements of all groups and, between them, waiting contractions."""
         self.adding = self.groups_that_add(groups)
         for group in self.contractions.in_order(groups):
             yield from self.lower(group)
 
     def groups_that_add(self, groups: Sequence[Group]) -> list[Group]:
-        """For each sum, the last group of a stream that makes what it reads."""
+        """For each waiting contraction, the last group that makes an operand of it."""
         makers = {
             buffer.name: number
             for number, group in enumerate(groups)
@@ -167,7 +168,7 @@ class LoopBuilder:
         return [groups[number] for number in sorted(found - {-1})]
 
     def lower(self, group: Group) -> list[Stmt]:
-        """The statements of `group`, behind what brings its operands into order."""
+        """The statements of `group`, behind the exchanges that its operands need."""
         statements = self.statements(group)
         read = {buffer.name for stmt in statements for buffer in reads_writes(stmt)[0]}
         return [*self.in_order(read), *statements]
@@ -175,7 +176,7 @@ class LoopBuilder:
     def statements(self, group: Group) -> list[Stmt]:
         """The statements of `group`, as a loop if it is of a stream."""
         streamed = id(group[0]) in self.participations
-        # Outside of loops only the pieces of one barrier merge: see `should_merge`.
+        # Only pieces of one barrier merge outside of loops: see `should_merge`.
         if len(group) > 1 and not streamed:
             return [self.barrier(group)]
         loop = self.loop(group) if streamed else None
@@ -184,21 +185,21 @@ class LoopBuilder:
         statements = loop.statements()
         self.streamed |= loop.filled
         if isinstance(loop, ZigzagLoop):
-            # Exchanged back only if somebody reads it in order of position.
+            # Exchanged back later, and only if something reads it in order of position.
             self.out_of_order |= loop.exchanged_back()
         return statements
 
     def in_order(self, names: Set[str]) -> list[Stmt]:
-        """Brings those of the names that are in zigzag order into order of position."""
+        """The statements that exchange these values back into order of position."""
         wanted = self.out_of_order.keys() & names
         return [stmt for name in sorted(wanted) for stmt in self.out_of_order.pop(name)]
 
     def barrier(self, pieces: Group) -> Compute:
-        """The pieces of a barrier as one again."""
+        """One barrier for all its pieces."""
         ins = tuple(buffer for node in pieces for buffer in node.reads)
         types = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in ins]
         name = self.names.fresh("optimization_barrier")
-        # A piece by itself would wait for nothing but its own operand.
+        # One operation: a piece by itself would wait for its own operand only.
         unit = unit_of(name, lambda *args: lax.optimization_barrier(args), *types)
         outs = tuple(buffer for node in pieces for buffer in node.writes)
         return Compute(unit=unit, ins=ins, outs=outs)
@@ -222,22 +223,23 @@ class LoopBuilder:
         if choice.pipeline == "collective":
             return CollectiveLoop(spec)
         if all(self.participation(node).ratio == 1 for node in group):
-            return None  # nothing comes or goes
+            return None  # no transfer moves a chunk
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):
-            return None  # nothing would run beside what comes and goes
+            return None  # the loop has no work to run beside its transfers
         back = self.back.keys() & {id(node) for node in group}
         if back:
             return AllReduceLoop(spec, back)
         if is_causal(spec):
             return self.balanced(spec)
-        # With more chunks than devices, chunks are what was asked for.
+        # The user who asks for more chunks than devices wants chunks, and not whole
+        # shards.
         if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
             return Unchunked(spec, self.contractions)
         return P2PLoop(spec)
 
     def leaving(self, group: Group) -> Set[str]:
-        """What the nodes of a group make for others, or for the caller."""
+        """The values of a group that other nodes, or the caller, read."""
         inside = {id(node) for node in group}
         results = {result.name for result in self.program.results}
         made = {buffer.name for node in group for buffer in node.writes}
@@ -260,12 +262,12 @@ class LoopBuilder:
         return ZigzagLoop(spec, dims, self.ordered)
 
     def is_unpipelined(self, group: Group) -> bool:
-        """Whether a loop gains nothing: marks in it say so, and none else."""
+        """Whether marks ask for no loop here, and no mark asks for one."""
         made = {buffer.name for node in group for buffer in node.writes}
         return bool(made & self.unpipelined) and not made & self.marked
 
     def built(self, groups: Sequence[Group]) -> Built:
-        """All groups lowered, streamed buffers shown as such everywhere."""
+        """All groups lowered, with streamed buffers shown as streamed everywhere."""
         body = [*self.body(groups)]
         body += self.in_order({buffer.name for buffer in self.program.results})
         return Built(

@@ -21,7 +21,7 @@ def rule_of(node: Node) -> DimRule | None:
 
 
 def window_of(node: Node, spec: LoopSpec) -> AttentionWindow | None:
-    """Which queries see which keys, where a device has both of the same positions."""
+    """The window of attention whose queries and keys are sharded alike, or None."""
     rule = rule_of(node)
     if rule is None or rule.window is None:
         return None
@@ -39,7 +39,7 @@ def window_of(node: Node, spec: LoopSpec) -> AttentionWindow | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HiddenSteps:
-    """The `count` steps of a p2p loop behind the first `before`, which are left out."""
+    """The steps that a p2p loop leaves out: `count` of them, behind `before` others."""
 
     before: int = 0
     count: int = 0
@@ -53,7 +53,7 @@ class HiddenSteps:
         return number + 1 + minimum(number // self.before, 1) * self.count
 
     def order(self, step: Index) -> Index:
-        """Which of the steps that are taken one of them is; the device's own is 0."""
+        """The number of a step among those taken; the device's own chunk is step 0."""
         if not self.count:
             return step
         if not self.before:
@@ -62,25 +62,26 @@ class HiddenSteps:
 
 
 def hidden_steps(spec: LoopSpec) -> HiddenSteps:
-    """The steps of a p2p loop that work on keys that no query sees.
+    """The steps of a p2p loop in which no query of any device sees a key.
 
-    At step k device r has the keys of device r + k: those of the k-th device behind it,
-    and, of the last k devices, of the one D - k before it.
+    At step k device r has the keys of device r + k (modulo D).  These are k shards
+    behind its queries, or for the last k devices D - k shards before them.
     """
     devices = axes_size(spec.choice.axes, spec.mesh)
     lefts, rights = list[int](), list[int]()
     for node in spec.nodes:
         part, rule = spec.participation(node), rule_of(node)
-        # Somebody outside of the loop wants this from every device.
+        # Something outside of the loop reads chunks of this from every device.
         if part.ratio >= 1 and any(spec.leaves(node.writes[i]) for i in part.writes):
             return HiddenSteps()
         if rule is None:
             continue
         window = window_of(node, spec)
-        # It may see all keys.
+        # Its queries may see all keys.
         if window is None:
             return HiddenSteps()
-        # A window reaches so many shards to each side, the farthest of them in part.
+        # A window reaches this many shards to each side; the farthest may be seen in
+        # part.
         each = rule.sizes[window.keys] // devices
         for reach, side in ((lefts, window.left), (rights, window.right)):
             reach.append(devices - 1 if side is None else -(-max(side, 0) // each))

@@ -25,11 +25,18 @@ from jhost.lowering.units.make import unit_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSpec:
-    """What one loop is to do: `nodes` of one stream, and how each takes part in it.
+    """What one loop does.
 
-    There are `extent` steps to cut, and iterations take turns on `streams` queues at
-    most.  `participations` are by identity of their nodes.  What is `leaving` is read
-    outside of the loop.  `names` are those taken in the program.
+    Attributes:
+        nodes: the nodes of the loop, all of one stream.
+        participations: how each node takes part, by the identity of the node.
+        leaving: the values that something outside of the loop reads.
+        stream: the name of the stream.
+        extent: the steps on a device that can be cut into chunks.
+        choice: the pipeline.
+        mesh: the size of each mesh axis.
+        streams: the most queues that iterations take turns on.
+        names: the names that the program has taken.
     """
 
     nodes: Group
@@ -50,7 +57,7 @@ class LoopSpec:
         return buffer.name in self.leaving
 
     def of(self, nodes: Group) -> LoopSpec:
-        """The same for some of the nodes, which the others may read."""
+        """The spec of some of the nodes; what the other nodes read leaves the loop."""
         own = set(map(id, nodes))
         others = (node for node in self.nodes if id(node) not in own)
         read = {buffer.name for node in others for buffer in node.reads}
@@ -61,8 +68,8 @@ class LoopSpec:
 class DimChunk:
     """The steps `[start : start + size]` of a dim that a chunk covers.
 
-    There are `extent` steps in each of `groups` stretches of the dim, and `most` is the
-    size of the largest chunk; all begin and end at multiples of `grain`.
+    The dim has `groups` stretches of `extent` steps each.  `most` is the size of the
+    largest chunk.  All chunks begin and end at multiples of `grain`.
     """
 
     start: Index
@@ -74,9 +81,9 @@ class DimChunk:
 
 
 class ChunkLoop(abc.ABC):
-    """Writes `body`, what one iteration does, with what stands `before` and `after`.
+    """Writes the `body` of an iteration, and the statements `before` and `after` it.
 
-    What it has `filled` a chunk at a time is shown so from then on.
+    `filled` has the buffers that the loop writes chunk by chunk.
     """
 
     def __init__(self, spec: LoopSpec) -> None:
@@ -132,7 +139,7 @@ class ChunkLoop(abc.ABC):
             else self.accumulator(buffer, reducer in ("sum", "softmax"))
             for i, buffer in enumerate(node.writes)
         ]
-        # The equation is told the accumulator's dtype: a matmul of bfloat16 then gives
+        # The equation gets the accumulator's dtype.  A matmul of bfloat16 then returns
         # float32 itself, and nothing is rounded between the chunks.
         dtypes = [None if i in part.writes else b.dtype for i, b in enumerate(outs)]
         unit_eqn = dataclasses.replace(
@@ -158,7 +165,7 @@ class ChunkLoop(abc.ABC):
         )
 
     def part_by_rank(self, stmt: ir.Select, source: ir.Buffer, access: Access) -> None:
-        """An alias of a chunk; what leaves the loop is copied out of it."""
+        """Append an alias of a chunk, and a copy of it if it leaves the loop."""
         alias = self.chunk(stmt.out, access)
         self.body.append(dataclasses.replace(stmt, out=alias, source=source))
         if self.spec.leaves(stmt.out):
@@ -168,7 +175,7 @@ class ChunkLoop(abc.ABC):
     # --- Buffers -------------------------------------------------------------- #
 
     def read(self, buffer: ir.Buffer, access: Access | None) -> ir.Buffer:
-        """What an operand is in an iteration: whole, a chunk made here, or an alias."""
+        """The operand in an iteration: whole, a chunk made here, or an alias."""
         if access is None:
             return buffer
         if (buffer.name, access) not in self.chunks:
@@ -176,7 +183,7 @@ class ChunkLoop(abc.ABC):
         return self.chunks[buffer.name, access]
 
     def write(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
-        """Where a result goes: an alias of its whole, or a chunk that stays here."""
+        """The buffer of a result: an alias of its whole, or a chunk that stays here."""
         if not self.spec.leaves(buffer):
             return self.chunk(buffer, access)
         whole = with_stream(buffer, access.dim, self.stream)
@@ -203,7 +210,7 @@ class ChunkLoop(abc.ABC):
         return chunk
 
     def select(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
-        """An alias of this iteration's chunk of `buffer`, which stands outside."""
+        """An alias for this iteration's chunk of `buffer`, which is outside."""
         out = self.chunk(buffer, access)
         window = self.window(int(access.groups))
         scale = _scale(buffer, access, window)
@@ -219,8 +226,8 @@ class ChunkLoop(abc.ABC):
         return out
 
     def accumulator(self, buffer: ir.Buffer, is_sum: bool) -> ir.Buffer:
-        """Where the chunks of a reduced result come together, wide enough for a sum."""
-        # A maximum loses nothing in a narrow type.
+        """The buffer that reduces the chunks of a result, wide enough for a sum."""
+        # A maximum loses nothing in a narrow dtype.
         if not is_sum or not is_narrow(buffer):
             self.allocate(buffer)
             return buffer

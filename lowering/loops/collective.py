@@ -20,14 +20,14 @@ INDEX = LoopIndex("i")
 
 
 class CollectiveLoop(ChunkLoop):
-    """A loop of as many iterations as chunks, the last maybe smaller."""
+    """A loop with an iteration for each chunk; the last chunk may be smaller."""
 
     def __init__(self, spec: LoopSpec) -> None:
         super().__init__(spec)
         self.extent = spec.extent
         self.steps = -(-self.extent // spec.choice.chunks)
-        # As `torch.chunk` cuts: equal chunks, the last one smaller, maybe fewer than
-        # were asked for.  Loops are unrolled, so a smaller chunk costs nothing.
+        # As in `torch.chunk`: equal chunks but for a smaller last one, and maybe fewer
+        # chunks than asked for.  Loops are unrolled, so a smaller chunk costs nothing.
         self.count = -(-self.extent // self.steps)
 
     def statements(self) -> list[ir.Stmt]:
@@ -39,7 +39,7 @@ class CollectiveLoop(ChunkLoop):
     def window(self, groups: int) -> DimChunk:
         start = INDEX * self.steps
         size = chunk_size(self.extent, self.steps, INDEX)
-        # Every chunk begins and ends at a multiple of this, the smaller last one too.
+        # Every chunk begins and ends at a multiple of the grain, the last one too.
         grain = math.gcd(self.steps, self.extent)
         return DimChunk(start, size, self.steps, self.extent, groups, grain)
 
@@ -51,17 +51,16 @@ class CollectiveLoop(ChunkLoop):
 
 
 def chunk_size(extent: int, steps: int, number: Index) -> Index:
-    """The steps of chunk `number`: fewer in the last where they do not divide."""
+    """The steps of chunk `number`; the last chunk has the rest of `extent`."""
     if extent % steps == 0:
         return Constant(steps)
     return minimum(steps, extent - number * steps)
 
 
 def in_turns(body: list[ir.Stmt], count: int, streams: int) -> tuple[ir.For, ir.For]:
-    """`body` in `count` iterations that take turns on streams, after the wait for MAIN.
-
-    The wait is a loop of its own: inside the one that works it lets nothing overlap.
-    """
+    """A loop in which streams wait for MAIN, and a loop of `body` in turns on them."""
+    # The wait for MAIN is a loop of its own.  In the loop that works, each iteration
+    # would wait for what MAIN has by then, and nothing would overlap.
     used = min(count, streams)
     stream = ir.Stream(index=INDEX % used if used < count else INDEX)
     wait = on_stream(stream, [ir.Synchronize(stream=MAIN)])

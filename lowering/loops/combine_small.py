@@ -1,10 +1,11 @@
 """Small transfers of one kind become one, where nothing has to be read in between.
 
 A transfer of few bytes takes its latency.  The norm of all gradients is a sum of one
-number for each of them, and the gradients of gains are vectors.  XLA's combiner would
-join such ones.  It is off, because it would join chunks, and weights that go early.
+number for each gradient, and the gradients of norms' gains are vectors.  XLA's own
+combiner would join such transfers.  It is off, because it would also join chunks, and
+weights that are gathered early.
 
-Values are put side by side in one vector, so each element is reduced as it was.
+Values are put side by side in one vector, so each element is reduced as before.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from jhost.lowering.streams.plan import plan_program, with_plan_of
 from jhost.lowering.units.make import computes_of
 
 SMALL = 1 << 16
-"""The bytes up to which a transfer is small: larger ones should run beside work."""
+"""A transfer of at most so many bytes is small; larger ones should run beside work."""
 
 _TOGETHER = 1 << 18
-"""The bytes that small ones may come to, which still take about a latency."""
+"""The most bytes of a combined transfer, which still takes about one latency."""
 
 _KINDS = ("AllReduce", "AllGather", "ReduceScatter")
 
@@ -56,7 +57,7 @@ CombinedGroups: TypeAlias = Sequence[Sequence[Communicate]]
 class CombineSmall(EachProgram):
     """Small collectives of one kind, over the same axes -> one of all their values.
 
-    What a stream may take into its loop is left to it.
+    Collectives that a stream may take into its loop are left alone.
     """
 
     name: ClassVar[str] = "combine_small"
@@ -101,7 +102,8 @@ def _small_ones(program: Program) -> tuple[Sequence[Node], set[str]]:
 def _is_small(node: Node) -> bool:
     stmt = node.stmt
     assert isinstance(stmt, Communicate)
-    # Numbers of 4 bits are packed in pairs, and a PRNG key has no place in a vector.
+    # A number of 4 bits is half a byte, and a PRNG key cannot be put into a vector of
+    # numbers.
     whole_bytes = bits(stmt.out.dtype) >= 8 if _is_number(stmt.out) else False
     largest = larger_side(stmt)
     fits = 0 < largest <= SMALL
@@ -134,8 +136,8 @@ def _bytes(stmts: Iterable[Communicate]) -> int:
 class _CombiningWalk:
     """Goes through a program and puts small communications off until one is read.
 
-    What is small and reads them waits as well.  With a `writer`, `body` has the
-    statements in their new order, those put off together as one.
+    Small computations that read them wait too.  With a `writer`, `body` has the
+    statements in their new order, with one statement for each group.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class _CombiningWalk:
         self.open: list[_Open] = []
         self.waiting: list[Node] = []
         self.behind: dict[str, int] = {}
-        """By value, a bit for each group that it waits for."""
+        """For each value, the groups that it waits for, with a bit for each group."""
         self.bits = itertools.count()
         for node in graph:
             self.take(node)
@@ -159,13 +161,13 @@ class _CombiningWalk:
 
     @property
     def groups(self) -> CombinedGroups:
-        """Those that are more than one."""
+        """The groups of more than one communication."""
         return [each.members for each in self.closed if len(each.members) > 1]
 
     def take(self, node: Node) -> None:
         stmt, needed = node.stmt, self.needed(node)
         if isinstance(stmt, Communicate) and stmt.name in self.small:
-            # It is made of what these bring.
+            # Its source is made of what these groups bring, so it cannot join them.
             self.close(needed)
             self.behind[stmt.out.name] = self.joined(stmt).bit
         elif not needed:
@@ -198,7 +200,7 @@ class _CombiningWalk:
         return self.open[-1]
 
     def close(self, bits: int) -> None:
-        """Write the groups of those bits, and what waited for no others."""
+        """Write the groups of these bits, and the nodes that waited only for them."""
         closing = [each for each in self.open if each.bit & bits]
         self.open = [each for each in self.open if not each.bit & bits]
         self.closed += closing
@@ -214,7 +216,7 @@ class _CombiningWalk:
 
 
 def _kind(stmt: Communicate) -> Hashable:
-    """What communications have alike that can be one; sums know no order of axes."""
+    """A key that is equal for communications that can become one."""
     reduces = stmt.kind == "AllReduce"
     # A gather puts parts in the order of the axes, a sum has no order.
     axes = tuple(sorted(stmt.axes)) if reduces else stmt.axes
@@ -265,7 +267,7 @@ class _CombinedWriter:
     def buffers(
         self, stmts: Sequence[Communicate], devices: int
     ) -> tuple[Buffer, Buffer]:
-        """One vector of what all send, and one of what all then have."""
+        """The vector of all sources, and the vector of all results."""
         first = stmts[0]
         scatters, gathers = (first.kind == k for k in ("ReduceScatter", "AllGather"))
         used = set[str]().union(
@@ -293,15 +295,14 @@ class _CombinedWriter:
     def packing(
         self, stmts: Sequence[Communicate], packed: Buffer, devices: int
     ) -> Iterator[Stmt]:
-        """Each device's parts of all values, one device after another in a scatter."""
+        """Put all sources into one vector; for a scatter, by device."""
         dims = [stmt.dim for stmt in stmts]
         scatters = stmts[0].kind == "ReduceScatter"
 
         def pack(*values: jax.Array) -> jax.Array:
             if not scatters:
                 return lax.concatenate([lax.reshape(x, (x.size,)) for x in values], 0)
-            # What a device is to get of all values has to lie together: a scatter cuts
-            # once.
+            # A scatter cuts once, so a device's parts of all values must be in a row.
             rows = [_rows(x, dim, devices) for x, dim in zip(values, dims, strict=True)]
             return lax.concatenate(rows, 1).reshape(packed.shape)
 
@@ -311,7 +312,7 @@ class _CombinedWriter:
     def parts(
         self, stmts: Sequence[Communicate], whole: Buffer, devices: int
     ) -> Iterator[Stmt]:
-        """Each value, out of all of them."""
+        """Take each value out of the vector of results."""
         gathers, start = stmts[0].kind == "AllGather", 0
         for stmt in stmts:
             shape, dim = stmt.out.shape, stmt.dim
@@ -319,8 +320,8 @@ class _CombinedWriter:
 
             def part(
                 x: jax.Array,
-                # Bound now: traced later, all parts would see the last of the loop's
-                # values.
+                # Defaults bind them now: the function is traced later, and would then
+                # see the values of the last iteration.
                 start: int = start,
                 size: int = size,
                 shape: tuple[int, ...] = shape,

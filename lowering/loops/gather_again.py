@@ -1,7 +1,7 @@
-"""Each loop gathers again what only loops cut.
+"""Each loop gathers values again that only loops cut, such as attention's keys.
 
-Attention's keys need never be whole on a device.  A backward that read the keys that
-its forward gathered would keep them whole in between, for all layers at once.
+With chunks, keys are never whole on a device.  If a backward read the keys that its
+forward had gathered, they would be kept whole in between, for all layers at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt, Wai
 def with_gathers_again(
     program: Program, graph: Graph, pipelined: Collection[int]
 ) -> Program:
-    """`program` with a gather of its own for each of the `pipelined` that reads one.
+    """`program` with a gather for each later reader of a gathered value.
 
-    It is for those that work on parts of what no mesh axis shards, and follow another.
+    The readers are `pipelined`, and loops cut the gathered dim for all of them.
     """
     kept = _kept(program, graph, pipelined)
     if not kept:
@@ -43,7 +43,7 @@ def with_gathers_again(
 
 
 def gathers_again(node: Node, other: Node) -> bool:
-    """Whether a gather is of what another gathers, for work behind that one's."""
+    """Whether `node` gathers the value that `other` gathers."""
     one, first = node.stmt, other.stmt
     if not isinstance(one, Communicate) or not isinstance(first, Communicate):
         return False
@@ -53,7 +53,7 @@ def gathers_again(node: Node, other: Node) -> bool:
 def _kept(
     program: Program, graph: Graph, pipelined: Collection[int]
 ) -> list[tuple[int, int, Buffer]]:
-    """Gathers, those that read them behind their first reader, and the buffers."""
+    """For each later reader of a gather: both numbers, and the gathered buffer."""
     results = {buffer.name for buffer in program.results}
     found: list[tuple[int, int, Buffer]] = []
     for number in sorted(pipelined):
@@ -83,7 +83,7 @@ def _only_loops_cut(node: Node, gather: Communicate) -> bool:
 
 
 def _follows(number: int, first: int, before: Sequence[Set[int]]) -> bool:
-    """Whether a node needs another, through others too."""
+    """Whether a node needs node `first`, directly or through others."""
     found, waiting = {number}, [number]
     while waiting:
         new = {n for n in before[waiting.pop()] if n >= first} - found

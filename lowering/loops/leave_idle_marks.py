@@ -1,7 +1,7 @@
-"""Marks of which no loop comes are left out before anything is ordered for loops.
+"""Marks that lead to no loop are removed before anything is ordered for loops.
 
-A mark may ask for a pipeline that jhost finds not to pay, or stand on a mesh whose axes
-move nothing along its dim.  The program is then the one that it is without the mark.
+A mark may ask for a pipeline that jhost predicts not to gain, or nothing may move along
+its dim on this mesh.  The program then becomes the one without the mark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jhost.lowering.loops.planned import planned
 class LeaveIdleMarks(EachProgram):
     """Programs whose streams get no loop -> the same without marks of streams.
 
-    What is to be said of the marks is said here.
+    The remarks on these marks are made here, because no later pass sees the marks.
     """
 
     name: ClassVar[str] = "leave_idle_marks"

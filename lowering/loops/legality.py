@@ -23,13 +23,18 @@ DEFAULT_CHUNKS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelining:
-    """What a stream gets, and the `participations` of nodes that work in chunks.
+    """What a stream gets.
 
-    Nothing is open in its `spec`.  A p2p pipeline moves its chunks along the mesh axes
-    `axes`.  A pipeline that was asked for `by_name` stands even where nothing runs
-    beside the transfers.  `beside` has the numbers of the contractions over all chunks
-    that stand beside transfers.  `fewer` says so where there are fewer chunks than the
-    user asked for.
+    Attributes:
+        spec: the pipeline, with nothing left open.
+        reason: why it was chosen.
+        participations: the nodes that work in chunks, by number.
+        axes: the mesh axes along which a p2p pipeline moves its chunks.
+        by_name: whether the user named the pipeline.  It is then kept even where
+            nothing runs beside its transfers.
+        beside: the numbers of the contractions over all chunks that stand beside
+            transfers.
+        fewer: what to say if there are fewer chunks than the user asked for.
     """
 
     spec: PipelineSpec
@@ -63,8 +68,9 @@ def choose_pipeline(
         PipelineError: a p2p pipeline where no communication moves the streamed dim.
     """
     if extent == 0:
-        return off("the dim has size 0, and nothing is there to cut")
-    # A p2p count is that of all devices together, and has checks of its own.
+        return off("the dim has size 0, so there is nothing to cut")
+    # The chunks of a p2p pipeline are counted on all devices together, so they have
+    # checks of their own.
     if mark.spec.pipeline == "p2p":
         return _p2p(mark, extent, graph, parts, mesh)
     if mark.spec.chunks is not None:
@@ -74,7 +80,7 @@ def choose_pipeline(
         count = min(DEFAULT_CHUNKS, extent)
         reason = f"{count} chunks, the default of a collective pipeline"
     else:
-        return off(mark.reason or "auto, and jhost has no rates of the devices")
+        return off(mark.reason or "auto, but jhost has no rates of the devices")
     _check_count(mark, count, extent)
     return _collective(mark, count, reason, extent, parts)
 
@@ -92,7 +98,7 @@ def _collective(
     extent: int,
     parts: Mapping[int, Participation],
 ) -> Pipelining:
-    """Chunks of one size, but for the last; that may make fewer than `count`."""
+    """Chunks of one size, except the last; there may be fewer than `count` of them."""
     steps = -(-extent // count)
     chunks = -(-extent // steps)
     fewer = _fewer_text(chunks, count, extent) if chunks < count else ""
@@ -109,7 +115,7 @@ def _collective(
 
 
 def _fewer_text(chunks: int, count: int, extent: int) -> str:
-    """That there are fewer chunks than were asked for, and how many there can be."""
+    """Says that there are fewer chunks than asked for, and how many there can be."""
     return (
         f"{counted(chunks, 'chunk')}, not the {count} asked for: "
         f"{counted(extent, 'step')} can be cut into {_possible(count, extent)}"
@@ -117,7 +123,7 @@ def _fewer_text(chunks: int, count: int, extent: int) -> str:
 
 
 def _possible(count: int, extent: int) -> str:
-    """The nearest numbers of chunks that are of one size, but for the last."""
+    """The nearest counts of chunks of one size, if the last may be smaller."""
     every = sorted({-(-extent // steps) for steps in range(1, extent + 1)})
     below = [each for each in every if each < count]
     above = [each for each in every if each > count]
@@ -143,9 +149,9 @@ def _p2p(
     parts: Mapping[int, Participation],
     mesh: Mapping[str, int],
 ) -> Pipelining:
-    """A chunk a device, or as many pieces of it as the count asks for."""
+    """One chunk for each device, or several equal pieces of it, as the count asks."""
     if math.prod(mesh.values()) == 1:
-        return off("there is one device, and nothing moves")
+        return off("there is one device, so nothing moves")
     moves = _moves(graph, parts)
     axes = _moving_axes(mark, moves)
     devices = axes_size(axes, mesh)
@@ -162,11 +168,12 @@ def _p2p(
     kept = {
         number: part
         for number, part in parts.items()
-        # What does not move with the loop stands before it or behind it.
+        # Nodes that do not move with the loop are written before it or behind it.
         if number in moves[axes] or _rotates(graph[number], part, devices, axes)
     }
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
-    # These stand elsewhere: behind the loop, or beside its transfers.
+    # The contractions over all chunks then stand elsewhere: behind the loop, or beside
+    # its transfers.
     if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
     source = "one a device" if asked.chunks is None else "as asked"
@@ -187,14 +194,14 @@ def _p2p(
 
 
 def _multiples(count: int, devices: int, extent: int) -> str:
-    """The nearest multiples of the devices, at most one chunk a step."""
+    """The nearest multiples of the devices, with at least one step in a chunk."""
     below = count // devices * devices
     near = [n for n in (below, below + devices) if 0 < n <= extent * devices]
     return " or ".join(map(str, near or [devices]))
 
 
 def _sums_up(node: Node, part: Participation) -> bool:
-    """Whether it contracts what is cut into chunks: all of them make one matmul."""
+    """Whether it contracts the dim in chunks, which one matmul over all can do too."""
     if not isinstance(node.stmt, Compute) or part.writes:
         return False
     (unit_eqn,) = node.stmt.unit.eqns
@@ -218,7 +225,7 @@ def _moves(
 def _moving_axes(
     mark: StreamChoice, moves: Mapping[tuple[str, ...], Sequence[int]]
 ) -> tuple[str, ...]:
-    """The mesh axes along which most moves go: the loops are about those."""
+    """The mesh axes along which most moves go; the loops move chunks along these."""
     if not moves:
         raise errors.PipelineError(
             "A p2p pipeline hands the shards of a dim from device to device. Shard the "
@@ -238,9 +245,9 @@ def _rotates(
 ) -> bool:
     """Whether a node can work on another chunk on each device at the same time.
 
-    What works on a device's own shard stands before the loop or after it.  A collective
+    Work on a device's own shard is written before the loop or after it.  A collective
     along the same axes would mix different chunks.  A float sum that all devices hold
-    would come out different on each, for they add in different orders.
+    would differ from device to device, because they add chunks in different orders.
     """
     stmt = node.stmt
     if part.ratio != 1 or part.groups != devices:

@@ -1,8 +1,8 @@
-"""Turn streams into loops: each statement that joins one works on a chunk at a time.
+"""Turn streams into loops: a statement in a loop works on one chunk at a time.
 
 Statements of one stream share a loop wherever the dependency graph lets them.  Two
-things split a loop in two: a statement outside of the stream on a path between two
-statements of it, and a value that one makes in chunks and another needs whole.
+things split a loop in two: a statement outside of the stream, on a path between two of
+its statements; and a value that one statement makes in chunks and another needs whole.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from jhost.lowering.streams.plan import with_plan_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LoopGroups:
-    """Which nodes of a program share loops, for what its streams were `made`.
+    """Which nodes of a program share loops, if its streams get what `made` says.
 
-    They are `built` by which of them are not to be made, as marks say.
+    `built` has the programs with these loops.  Its key says, for each group, whether
+    marks ask for no loop there.
     """
 
     program: Program
@@ -45,7 +46,7 @@ class _LoopGroups:
         made: Mapping[str, Pipelining],
         extents: Mapping[str, int],
     ) -> bool:
-        """Whether they are those of a program with such streams."""
+        """Whether these groups hold for a program with such streams."""
         alike = is_alike(self.program, program)
         return alike and self.made == made and self.extents == extents
 
@@ -54,8 +55,8 @@ class _LoopGroups:
 class LowerStreams(EachProgram):
     """Straight-line statements with stream marks -> statements and loops.
 
-    `streams` is the number of queues that a loop's iterations take turns on.  What
-    cannot be is refused, or, in a program that is not `strict`, left unpipelined.
+    `streams` is the number of queues that a loop's iterations take turns on.  A strict
+    program refuses a stream that cannot get a loop; any other leaves it unpipelined.
     """
 
     name: ClassVar[str] = "lower_streams"
@@ -75,7 +76,7 @@ class LowerStreams(EachProgram):
         streams = planned(program, self.strict)
         program, graph = streams.program, streams.graph
         again = with_gathers_again(program, graph, streams.pipelined)
-        # The graph has new nodes, so there are more in the streams.
+        # The graph has new nodes, which may join streams, so all is planned anew.
         if again is not program:
             return self.change(with_plan_of(program, again))
         built = self.built(program, graph, streams.made, streams.plan.extents)
@@ -94,7 +95,7 @@ class LowerStreams(EachProgram):
         made: Mapping[str, Pipelining],
         extents: Mapping[str, int],
     ) -> Built:
-        """The loops of a program, which may be those of a candidate before."""
+        """The loops of a program, which an earlier candidate may have had already."""
         made = {s: _as_built(each, graph) for s, each in made.items()}
         known = self.known.of(program)
         loops = next((e for e in known if e.are_of(program, made, extents)), None)
@@ -113,9 +114,10 @@ class LowerStreams(EachProgram):
 
 
 def _as_built(choice: Pipelining, graph: Graph) -> Pipelining:
-    """What loops go by of a choice: the order of sequences only where rows see some.
+    """A choice without what makes no difference to loops, so that equal ones compare.
 
-    Where sums stand its participations have said already.
+    Zigzag order matters only where a window hides keys.  The place of sums is in the
+    participations already.
     """
     stmts = (graph[number].stmt for number in choice.participations)
     computes = (stmt for stmt in stmts if isinstance(stmt, Compute))

@@ -32,10 +32,10 @@ from jhost.lowering.units.make import unit_of
 
 
 class MovingLoop(ChunkLoop):
-    """A loop whose chunks are other devices': what an iteration has of them, and moves.
+    """A loop over chunks of other devices, which move there or come from there.
 
-    Each shard, of `extent` steps, is cut into `pieces`.  An iteration is about `piece`
-    of the shard of the device `step` further on; `hidden` steps are left out.
+    Each shard, of `extent` steps, is cut into `pieces`.  An iteration works on `piece`
+    of the shard of the device `step` further on.  The `hidden` steps are left out.
     """
 
     def __init__(self, spec: LoopSpec) -> None:
@@ -57,13 +57,13 @@ class MovingLoop(ChunkLoop):
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
         if groups > 1:
-            # The dim is whole here: the place of the shard in it comes first.
+            # The dim is whole on the device, so the shard's place in it comes first.
             start = self.rank_after(self.step) * self.extent + start
             extent *= self.devices
         return DimChunk(start, size, self.steps, extent, grain=grain)
 
     def rank_after(self, shift: Index) -> Index:
-        """The rank of the device `shift` further on; its own, about its own chunk."""
+        """The rank of the device `shift` further on; at step 0 the device's own."""
         if self.step == Constant(0):
             return self.rank
         return (self.rank + shift) % self.devices
@@ -71,7 +71,7 @@ class MovingLoop(ChunkLoop):
     def select(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         if access.groups > 1 or self.pieces > 1:
             return super().select(buffer, access)
-        # A whole shard is the chunk.
+        # The chunk is a whole shard, which needs no alias.
         whole = self.filled.get(buffer.name, buffer)
         self.chunks[buffer.name, access] = whole
         return whole
@@ -81,8 +81,9 @@ class MovingLoop(ChunkLoop):
     def communicate(self, node: Node, stmt: ir.Communicate, source: ir.Buffer) -> None:
         """Append a transfer from the owner of the chunk at hand, or to it.
 
-        At both ends of an all-to-all the other dim is cut: device r sends of it what is
-        for r - k, who is at work on r's chunk, and keeps there what r - k has sent.
+        An all-to-all also cuts its other dim.  At step k device r - k works on r's
+        chunk.  So r sends that device's part of the other dim to it, or writes what
+        comes from it to that part.
         """
         part = self.spec.participation(node)
         if stmt.kind == "ReduceScatter" and part.ratio < 1:
@@ -108,7 +109,7 @@ class MovingLoop(ChunkLoop):
         self.body.append(ir.Wait(communication=name))
 
     def move(self, out: ir.Buffer, source: ir.Buffer, shift: Index) -> None:
-        """Every device sends to the one `shift` further on; its own chunk stays."""
+        """Append a send to the device `shift` further on; at step 0 a copy instead."""
         if self.step == Constant(0):
             self.body.append(ir.Set(out=out, source=source))
             return
@@ -118,7 +119,7 @@ class MovingLoop(ChunkLoop):
     def part_of_other(
         self, whole: ir.Buffer, dim: int | None, like: ir.Buffer
     ) -> ir.Buffer:
-        """An alias of what the device `step` before this one has of `dim` in `like`."""
+        """An alias for the part of `dim` that the device `step` before this one has."""
         assert dim is not None
         size = like.shape[dim]
         # Device r - k works on r's chunk at step k, so the part is that device's.
@@ -130,14 +131,14 @@ class MovingLoop(ChunkLoop):
     # --- The reduce side ------------------------------------------------------ #
 
     def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
-        """The buffer for the term of a sum that comes at this step."""
+        """The buffer for the term of a sum that comes at the current step."""
         terms = self.terms_of(stmt, source)
         own = self.step == Constant(0)
         term = self.slot(terms, self.step if own else self.hidden.order(self.step))
         return term if self.pieces == 1 else self.piece_of(term, stmt)
 
     def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
-        """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
+        """An alias for the current piece of the result of `stmt`, or of a term."""
         assert stmt.dim is not None
         window = self.window(1)
         scale = shard.shape[stmt.dim] // self.extent
@@ -156,13 +157,13 @@ class MovingLoop(ChunkLoop):
         return piece
 
     def terms_of(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
-        """A buffer for what devices send, in the order of the steps."""
+        """A buffer for the terms that devices send, in the order of the steps."""
         if stmt.out.name not in self.terms:
             spread = tuple(ir.Dim(axes=dim.axes) for dim in source.dims)
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.spec.names.fresh(f"{stmt.out.name}_terms"),
-                # Steps that are left out send nothing.
+                # Hidden steps send no term.
                 shape=(self.devices - self.hidden.count, *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,
@@ -187,7 +188,8 @@ class MovingLoop(ChunkLoop):
 
     def totals(self) -> list[ir.Stmt]:
         """The terms added up, in the order of the steps."""
-        # In one order on each device, so that a second run gives the same bits.
+        # In the order of the steps and not of arrival, so that a second run gives the
+        # same bits.
         self.body = []
         for node in self.spec.nodes:
             stmt = node.stmt

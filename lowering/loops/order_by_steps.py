@@ -1,13 +1,13 @@
 """Values that p2p loops make part by part lie in the order of the loops' steps.
 
 In order of position the chunk of device r + k has a place that depends on r.  XLA then
-copies each chunk there, and copies each chunk out that a kernel reads.  In the order of
-the steps it has place k, which is known beforehand, and kernels work in place.  This
-holds for values between two loops, also where one scan stacks them and another slices
-them, and for what a contraction sums up behind a loop.
+copies each chunk to that place, and copies it out again for a kernel that reads it.  In
+the order of the steps the chunk has place k, which is static, and kernels work in
+place.  This holds for values between two loops, also where one scan stacks them and
+another slices them, and for operands of contractions over all chunks behind a loop.
 
-Six layers of Llama 8B in a scan take 2 to 4 % less so on one H200, transfers standing
-still: as long as without chunks.
+Without any transfers, six layers of Llama 8B in a scan take 2 to 4 % less time in this
+order on one H200, and then as long as without chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Rotated: TypeAlias = Mapping[int, AbstractSet[str]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InOrder:
-    """A program or body before and after, of which some values are rotated."""
+    """A program or body before and after some of its values are rotated."""
 
     before: Program
     rotated: frozenset[str]
@@ -38,7 +38,7 @@ class _InOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrderBySteps:
-    """Places that depend on the rank -> places that do not, where none else reads."""
+    """Places that depend on the rank -> places that do not, where no order is asked."""
 
     name: ClassVar[str] = "order_by_steps"
 
@@ -53,7 +53,7 @@ class OrderBySteps:
         return self.in_order(program, rotated) if rotated else program
 
     def in_order(self, program: Program, rotated: _Rotated) -> Program:
-        """`program`, in which each device has those where the first one has them.
+        """`program` with each device's rotated values where the first device has them.
 
         Candidates that rotate the same values of a body share the body.
         """

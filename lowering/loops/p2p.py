@@ -2,9 +2,9 @@
 
 D devices share the streamed dim.  At step k device r works on the chunk of device r + k
 (modulo D): the chunk comes from its owner, or the result goes there (see `moves.py`).
-The device's own chunk needs no transfer.  Before the loop it hides the first receive,
-after the loop the last send.  With both it stands half before and half after (nvFuser's
-pull requests 4515 and 5618).
+The device's own chunk needs no transfer.  Its work hides the first receive if it stands
+before the loop, and the last send if it stands after the loop.  A loop that receives
+and sends has half of it on each side (nvFuser's pull requests 4515 and 5618).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class P2PLoop(MovingLoop):
         self.group = spec.nodes
         growths = [spec.participation(node).ratio for node in spec.nodes]
         self.receives, self.sends = max(growths) > 1, min(growths) < 1
-        # A stream waits for what it has sent, and would hold back the receive after.
+        # A stream waits for what it has sent, so with fewer streams a send would hold
+        # back the next receive.
         fewer = None if self.sends else spec.choice.spec.streams
         self.streams = min(spec.streams, fewer or spec.streams)
 
@@ -44,7 +45,8 @@ class P2PLoop(MovingLoop):
             *self.before,
             ir.GetCurrentStream(stream=MAIN),
             wait,
-            # Only here: after the loop it would wait for the last transfers.
+            # OWN waits for MAIN here and not after the loop, where it would wait for
+            # the last transfers too.
             *self.on_own_stream([ir.Synchronize(stream=MAIN), *self.each_piece(first)]),
             *(self.own_turn(min(self.count, self.streams)) if first else ()),
             work,
@@ -57,7 +59,7 @@ class P2PLoop(MovingLoop):
     def split(self, pieces: int) -> tuple[Sequence[Node], Sequence[Node]]:
         """The work on the device's own chunk before the loop over `pieces`, and after.
 
-        With both sides, what follows from the last reduction on waits for the end.
+        In a loop that receives and sends, the last reduction is the first node after.
         """
         if not self.sends or (self.receives and pieces > 1):
             return self.group, ()
@@ -87,13 +89,11 @@ class P2PLoop(MovingLoop):
         return [*on_stream(OWN, body)]
 
     def own_turn(self, used: int) -> list[ir.Stmt]:
-        """The device's own chunk as the iteration before the first, if streams are few.
-
-        Launching a transfer keeps the host, and those of later iterations had better
-        not all be launched before the first matmul.
-        """
+        """With few streams, a wait for the device's own chunk, as for an iteration."""
         if used == self.count:
             return []
+        # Launching a transfer keeps the host busy.  Without this wait, the transfers of
+        # later iterations would all be launched before the first matmul.
         turn = ir.Stream(index=Constant(used - 1))
         return [*on_stream(turn, [ir.Synchronize(stream=OWN)])]
 
@@ -110,7 +110,7 @@ class P2PLoop(MovingLoop):
 
     @property
     def remote_step(self) -> Index:
-        """Whose chunk an iteration works on: that of the device so many further on."""
+        """The step of an iteration: it works on the chunk of the device so far on."""
         return self.hidden.step(INDEX // self.pieces)
 
     @property

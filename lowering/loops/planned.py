@@ -1,6 +1,6 @@
 """The streams of a program with what each gets, before any loop is made.
 
-What marks ask for is checked here, and what is said about them is said here.
+Marks are checked here, and the remarks on them are made here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jhost.lowering.streams.propagation import StreamPlan
 class PlannedStreams:
     """The streams of a program, the nodes that they reach, and what each gets.
 
-    In the `program` nothing is wished for any more that cannot be.
+    `program` no longer has wishes that cannot be met.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class PlannedStreams:
         return {number for each in self.made.values() for number in each.participations}
 
     def remarks(self) -> list[Remark]:
-        """What became of each stream, and why streams stop where they do."""
+        """The remarks: what each stream got, and why streams stop where they do."""
         asked = stream_choices(self.program)
         marks = _that_are_on(asked)
         left_out = [mark for mark in asked if mark.spec.pipeline == "off"]
@@ -66,7 +66,8 @@ class PlannedStreams:
 def planned(program: Program, strict: bool) -> PlannedStreams:
     """What the streams of a straight-line program get.
 
-    What cannot be is refused, or, in a program that is not `strict`, left unpipelined.
+    A strict program refuses a stream that cannot get a loop; any other leaves it
+    unpipelined.
     """
     graph, plan = plan_program(program)
     mesh = dict(program.mesh.shape)
@@ -106,7 +107,7 @@ def _choose(
 def wishes_that_fail(
     graph: Graph, plan: StreamPlan, mesh: Mapping[str, int]
 ) -> Iterator[UnmetWish]:
-    """What a function's settings say of streams that cannot have it, one of each."""
+    """The settings of a function that streams cannot follow, at most one a stream."""
     wishing = {stream: mark for stream, mark in plan.marks.items() if mark.wished}
     idle = dict(_without_work(graph, plan)) if wishing else {}
     for stream, mark in wishing.items():
@@ -127,18 +128,18 @@ def wishes_that_fail(
 
 
 def _wish_among(mark: StreamChoice, *wishes: Wish) -> Wish | None:
-    """The first that settings say of the mark, and could be left open."""
+    """The first of `wishes` that the mark has from settings, so it can be left open."""
     return next((wish for wish in wishes if wish in mark.wished), None)
 
 
 def _in_short(refusal: errors.JhostError) -> str:
-    """What is said of the mark, or else what is wrong, without advice."""
+    """What the refusal says of the mark, or its first sentence, without advice."""
     _, _, said = refusal.offenders[0].partition(": ")
     return said or errors.first_line(refusal).partition(". ")[0].rstrip(".")
 
 
 def without_wishes(program: Program, unmet: Sequence[UnmetWish]) -> Program:
-    """`program` with what is unmet left open, and remarks that say so."""
+    """`program` with the unmet wishes left open, and remarks that say so."""
     marks = list(program.marks)
     for each in unmet:
         for place, mark in enumerate(marks):
@@ -149,7 +150,7 @@ def without_wishes(program: Program, unmet: Sequence[UnmetWish]) -> Program:
 
 
 def unmet_notes(marks: Sequence[StreamChoice]) -> Iterator[Note]:
-    """Which wishes marks could not follow, in the user's names and lines."""
+    """Notes on the wishes that marks could not follow, in the user's names."""
     for mark in marks:
         for said in mark.unmet:
             form = f"stream on axis {mark.dim} of {{}}: {said}; jhost chooses instead"
@@ -167,8 +168,8 @@ def check_marks(
 ) -> None:
     """Refuse streams on dims that nothing can work on in chunks.
 
-    That is, a value's own computation cannot, or chunks were asked for and none of the
-    computations around the value can.
+    Either the value's own computation cannot, or the mark asks for chunks and no
+    computation around the value can.
     """
     mesh = dict(program.mesh.shape)
     offenders = [
@@ -187,7 +188,7 @@ def check_marks(
 
 
 def check_no_mark_is_lost(program: Program) -> None:
-    """Refuse marks in what stays one equation, which nobody would take up."""
+    """Refuse marks in the body of an equation that stays one: no pass sees them."""
     computes = [stmt for stmt in program.body if isinstance(stmt, Compute)]
     eqns = [each.eqn for stmt in computes for each in stmt.unit.eqns]
     offenders = [
@@ -198,8 +199,8 @@ def check_no_mark_is_lost(program: Program) -> None:
     ]
     if offenders:
         raise errors.StreamDimError(
-            f"{program.name} has marks in a body that jhost does not change, which is "
-            f"no loop or branch of JAX's. Remove these marks.",
+            f"{program.name} has marks in bodies that jhost does not change. It only "
+            f"changes the bodies of JAX's loops and branches. Remove these marks.",
             list(dict.fromkeys(offenders)),
         )
 
@@ -231,14 +232,14 @@ def _made_whole(
 
 
 def _is_own(stmt: Stmt) -> bool:
-    """Whether a value's own computation is this one: copies and padding hand it on."""
+    """Whether a statement computes a value; copies and padding only pass it on."""
     if isinstance(stmt, CONTROL_FLOW):
         return True
     return isinstance(stmt, Compute) and not stmt.unit.pads
 
 
 def _without_work(graph: Graph, plan: StreamPlan) -> Iterator[tuple[str, str]]:
-    """The streams with chunks around which nothing works in any, and why."""
+    """The streams that ask for chunks without any work in chunks, and why."""
     for stream, mark in plan.marks.items():
         asked = mark.spec.chunks not in (None, 1)
         if not asked or plan.participations_of(stream) or plan.extents[stream] > 1:
@@ -278,7 +279,7 @@ def stream_report(
 
 
 def moves(stmt: Stmt) -> bool:
-    """Whether anything goes from device to device in a statement."""
+    """Whether a statement moves anything from device to device."""
     if isinstance(stmt, Compute):
         return any(any(written_in(each.eqn)) for each in stmt.unit.eqns)
     return isinstance(stmt, Communicate)
@@ -287,7 +288,7 @@ def moves(stmt: Stmt) -> bool:
 def plain_reports(
     marks: Sequence[StreamChoice], graph: Graph, plan: StreamPlan
 ) -> Iterator[StreamReport]:
-    """Reports on marks that are better not pipelined, one for each line."""
+    """Reports on marks that are better without a pipeline, one for each line."""
     streams = {
         buffer.name: part.stream
         for number, part in plan.participations.items()
@@ -296,7 +297,7 @@ def plain_reports(
     said: set[tuple[tuple[str, ...], str]] = set()
     for number, mark in enumerate(marks):
         if mark.found:
-            continue  # nobody asked for it
+            continue  # jhost found it, and the user never asked
         if mark.unpipelined and (mark.lines, mark.reason) not in said:
             said.add((mark.lines, mark.reason))
             stream = streams.get(mark.buffer, f"s{number}")

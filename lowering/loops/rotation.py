@@ -45,7 +45,7 @@ ValueName: TypeAlias = tuple[int, str]
 """A buffer's name, behind the identity of the program or body that has it."""
 
 NamedDims: TypeAlias = Sequence[tuple[ValueName, int]]
-"""Dims of values, counted from the last: they hold of what is stacked as well."""
+"""Dims of values, counted from the last, so that they hold for stacked values too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Rotation:
     axes: frozenset[str]
 
     def along(self, dim: int) -> Rotation:
-        """The same of another dim."""
+        """The same rotation along another dim."""
         return dataclasses.replace(self, dim=dim)
 
 
@@ -138,7 +138,7 @@ class _Rotations:
             self.statements(id(each), each.body, {})
 
     def all_of_it(self, owner: int, buffers: Iterable[ir.Buffer]) -> None:
-        """Note that something works on all of these, by no factor that is known."""
+        """Note that something reads all of these in a way that no factor describes."""
         self.whole |= {(owner, buffer.name) for buffer in buffers}
 
     def of(self, owner: int, buffer: ir.Buffer) -> _Uses:
@@ -153,7 +153,7 @@ class _Rotations:
                 case ir.Allocate() | ir.Deallocate():
                     pass
                 case ir.Select(source=source, out=out):
-                    self.all_of_it(owner, [out])  # an alias has no places of its own
+                    self.all_of_it(owner, [out])  # an alias cannot be rotated by itself
                     self.of(owner, source).parts.append((stmt, loops))
                 case ir.For(index=index, extent=extent, body=inner):
                     self.statements(owner, inner, {**loops, index: extent})
@@ -257,7 +257,7 @@ class _Rotations:
         return {other for factor in self.factors(name) for other, _ in factor.dims}
 
     def factors(self, name: ValueName) -> Iterator[_Factor]:
-        """Those of all computations of a value."""
+        """The factors of all computations that read or make a value."""
         for factors in self.uses[name].computations:
             yield from factors()
 
@@ -288,7 +288,7 @@ def _factors(owner: int, stmt: ir.Compute, ranks: Ranks) -> list[_Factor]:
     """All factors of a computation, and as one more the dims that it takes whole."""
     rule = stmt.unit.eqns[0].rule
     dims, steps = _dims_by_factor(owner, stmt)
-    # The steps of these mean something by where they stand.
+    # Rules count or look up the steps of these factors by position.
     placed = {
         *rule.counted,
         *rule.windowed,

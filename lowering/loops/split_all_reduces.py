@@ -1,8 +1,9 @@
 """Turn all-reduces that a p2p pipeline meets into a reduce-scatter and an all-gather.
 
-At one step the devices work on different chunks, and an all-reduce would mix them.  Its
-two halves move chunks to their owners and back.  They receive as many bytes in all.  If
-the devices do not divide the streamed dim, it is padded first.
+At one step the devices work on different chunks, and an all-reduce would mix them.  A
+reduce-scatter moves chunks to their owners, and an all-gather moves them back.
+Together they receive as many bytes as the all-reduce.  If the devices do not divide the
+streamed dim, it is padded first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SplitAllReduces(EachProgram):
             )
             for stmt, streamed in _on_p2p_streams(program)
         ]
-        # Padded at the end of what a device has, whatever shards the dim already.
+        # Each device pads the end of its own part, also if axes shard the dim already.
         program = pad_program(program, uneven)
         names = FreshNames.of(program)
         body: list[Stmt] = []

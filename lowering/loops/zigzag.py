@@ -1,9 +1,9 @@
 """Causal attention in a p2p pipeline, with an equal share of work for every device.
 
 In order of position the queries of the last device see all keys, and the queries of the
-first device see only its own.  So the loop works on sequences in zigzag order
-(`ir/zigzag.py`).  Its operands are exchanged before the loop.  Its results are
-exchanged where something reads them in order of position.
+first device see only its own keys.  So the loop works on sequences in zigzag order
+(`ir/zigzag.py`).  Devices exchange halves of its operands before the loop.  They
+exchange its results back only where something reads them in order of position.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from jhost.lowering.schedule.permutes import part_of, permute
 
 
 class ZigzagLoop(P2PLoop):
-    """A p2p loop between exchanges along the `dims` of what it reads and makes.
+    """A p2p loop with exchanges along the `dims` of its operands and results.
 
-    `ordered` has, by name, what is there in zigzag order already, and then this too.
+    `ordered` has the buffers in zigzag order by the names of the originals; the loop
+    adds its own.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ZigzagLoop(P2PLoop):
     ) -> None:
         self.exchanges: list[tuple[ir.Buffer, int]] = []
         for buffer in _touched(spec):
-            # Once in a program: a later loop finds it in zigzag order.
+            # A buffer is exchanged once in a program: later loops find it in `ordered`.
             if buffer.name in dims and buffer.name not in ordered:
                 name = spec.names.fresh(f"{buffer.name}_zigzag")
                 ordered[buffer.name] = dataclasses.replace(buffer, name=name)
@@ -112,7 +113,7 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
     if isinstance(first, ir.Compute):
         (unit_eqn,) = first.unit.eqns
         if unit_eqn.rule.window is not None:
-            # The mask goes by positions, and those are now in zigzag order.
+            # The mask compares positions, and a device's positions are in zigzag order.
             unit_eqn = dataclasses.replace(unit_eqn, zigzag=devices)
         unit = dataclasses.replace(first.unit, eqns=(unit_eqn,))
         first = dataclasses.replace(first, unit=unit)
@@ -127,7 +128,7 @@ def _node_on(node: Node, ordered: Mapping[str, ir.Buffer], devices: int) -> Node
 
 
 def is_causal(spec: LoopSpec) -> bool:
-    """Whether queries, sharded as keys are, see all of those up to their positions."""
+    """Whether queries, sharded as keys are, see all keys up to their positions."""
     return any(_is_triangular(node, spec) for node in spec.nodes)
 
 
@@ -148,14 +149,14 @@ def share_of_work(spec: LoopSpec, dims: Mapping[str, int] | str) -> Note:
 
 
 def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
-    """The dims of what a causal loop reads and makes that are exchanged.
+    """The dims to exchange of a causal loop's operands and results.
 
-    Or the reason why it has to be about sequences in order of position.
+    Or the reason why the loop has to keep sequences in order of position.
     """
     if not spec.choice.spec.zigzag:
         return "exchanges are predicted to take longer than they save"
     if spec.extent % 2:
-        return f"a device's {counted(spec.extent, 'position')} have no two halves"
+        return f"a device's {counted(spec.extent, 'position')} cannot be halved"
     made = {buffer.name for node in spec.nodes for buffer in node.writes}
     for node in spec.nodes:
         if reason := _reason(node, spec, made):
@@ -167,7 +168,7 @@ def dims_in_zigzag_order(spec: LoopSpec) -> Mapping[str, int] | str:
     # An exchange moves one dim of a value.
     mixed = [name for name, dims in used.items() if len(dims) > 1]
     if mixed:
-        return f"{mixed[0]} is read in several ways"
+        return f"{mixed[0]} is read along several dims"
     dims = {name: dim for name, (dim,) in used.items()}
     return {name: dim for name, dim in dims.items() if dim is not None}
 
@@ -177,19 +178,19 @@ def _reason(node: Node, spec: LoopSpec, made: set[str]) -> str:
     part, rule = spec.participation(node), rule_of(node)
     counts = rule is not None and part.factor in rule.counted
     if counts and not _is_triangular(node, spec):
-        return "positions are counted in the loop"
+        return "the loop counts positions outside of the mask"
     moves = isinstance(node.stmt, ir.Communicate) and node.stmt.kind != "AllToAll"
     comes = moves and part.ratio > 1
     goes = moves and part.ratio < 1
     if not comes and any(node.reads[i].name not in made for i in part.reads):
-        return "the loop takes parts of other values"
+        return "the loop reads parts of a value that no transfer brings"
     if not goes and any(spec.leaves(node.writes[i]) for i in part.writes):
-        return "what the loop makes part by part is used after it"
+        return "something reads after the loop what it makes part by part"
     return ""
 
 
 def _uses(node: Node, spec: LoopSpec) -> Iterator[tuple[str, int | None]]:
-    """The values, with a dim each, that a node has from outside or makes for it."""
+    """The values from outside, or for outside, of a node, with the dim to exchange."""
     part, stmt = spec.participation(node), node.stmt
     if isinstance(stmt, ir.Communicate):
         if part.ratio > 1:

@@ -1,7 +1,7 @@
-"""Searches in blocks: of each what it has, and then the best of that.
+"""Searches in blocks: the best of each block, and then the best of these.
 
-What is found is what a search of all finds, ties and NaN included: blocks stand in
-order, and are compared as elements are.
+The result is that of a search of all elements, ties and NaN included, because blocks
+are in order and are compared as elements are.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def most_in_blocks(eqn: JaxprEqn, blocks: int) -> Callable[[Any], Any] | None:
     whole = shape_of(eqn.invars[0])[dim]
     size = whole // blocks
     most = min(k, size)
-    # Of as much the whole is moved as well.  In the order of `top_k` some NaN come
-    # before whatever would stand in padding.
+    # Taking so many of each block moves the whole anyway.  And padding would need
+    # values behind all others, but in the order of `top_k` some NaN are last.
     if not most or whole % blocks or 4 * most > size:
         return None
 

@@ -1,7 +1,7 @@
-"""What needs all of a sharded dim, as one in each part and one over what they give.
+"""Equations along a sharded dim, split into one in each part and one over the parts.
 
-A running sum needs of each part before it a total, and a search of each part what it
-found.  So no more moves than these, from each device.
+A running sum only needs the totals of the parts before it, and a search only needs what
+each part found.  So each device sends no more than these.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def move_marks(
                 moved += _shardings(mark, shapes[mark.buffer], others, mesh)
             case StreamRequest() | StreamChoice():
                 names = _streamed(mark, shapes[mark.buffer], others)
-                # Who reads the value as it was is in the stream as well.
+                # Readers of the unpadded value are in the stream too.
                 if mark.buffer in read_unpadded:
                     names = {mark.buffer: None, **names}
                 moved += [dataclasses.replace(mark, buffer=name) for name in names]

@@ -1,8 +1,8 @@
 """Write a region's padding into a program: pads, cuts, and masks where it counts.
 
-What enters the region is padded, once for all its readers, and what leaves is cut.  In
-between the padding may hold anything, such as the logarithm of 0.  So where an
-operation reduces the dim, the reducer's identity replaces the padding.
+A value that enters the region is padded, once for all its readers, and a value that
+leaves it is cut.  Inside, the padding may hold anything, such as the logarithm of 0.
+So where an operation reduces the dim, the reducer's identity replaces the padding.
 """
 
 from __future__ import annotations

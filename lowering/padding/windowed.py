@@ -1,4 +1,4 @@
-"""Which dims to pad so that what is read in windows comes in equal parts.
+"""Which dims to pad so that dims read in windows have equal parts.
 
 `x[1:] - x[:-1]` of 256 rows has 255, which no mesh divides.  With one row of padding
 each device has its part of them, and needs one row of a neighbour's.

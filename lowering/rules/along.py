@@ -18,25 +18,28 @@ from jhost.lowering.rules.dim_rule import DimRule, Shard, bind, rule, shape_of
 @rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "top_k")
 def along_axis(eqn: JaxprEqn) -> DimRule:
     """The dim that is scanned, or searched, stays whole."""
+    # A scan over parts would need each part's total before the next part can start.
     return along(eqn, (eqn.params["axis"],))
 
 
 @rule("argmax", "argmin", "reduce_xor")
 def along_axes(eqn: JaxprEqn) -> DimRule:
     """Reductions whose parts do not combine with any of the reducers."""
+    # Parts of an argmax combine by values that the result no longer has, and no
+    # collective of XLA's reduces by xor.
     return along(eqn, eqn.params["axes"])
 
 
 @rule("reduce")
 def reduce(eqn: JaxprEqn) -> DimRule:
-    """A reduction by a computation of the user's; the initial values are scalars."""
-    # No collective reduces by a function of the user's.
+    """A reduction by a function of the user's; the initial values are scalars."""
+    # No collective takes a function to reduce by.
     return along(eqn, eqn.params["dimensions"])
 
 
 @rule("sort")
 def sort(eqn: JaxprEqn) -> DimRule:
-    """The sorted dim stays whole, in the keys and in what is sorted with them."""
+    """The sorted dim stays whole, in the keys and in the values sorted with them."""
     return along(eqn, (eqn.params["dimension"],))
 
 
@@ -62,8 +65,8 @@ def fft(eqn: JaxprEqn) -> DimRule:
 def _rebind_fft(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
     """Transforms, and leaves the result in row-major order.
 
-    XLA:CPU (of JAX 0.10 to 0.12) refuses any other order when the transform runs, and
-    itself asks for one where a collective along another dim than the first follows.
+    A collective that follows, along another dim than the first, makes XLA:CPU (of JAX
+    0.10 to 0.12) choose another order, which its own transform refuses when it runs.
     """
     del shard
     rows = Layout(tuple(range(len(shape_of(eqn.invars[0])))))
@@ -101,6 +104,6 @@ def vectors(eqn: JaxprEqn) -> DimRule:
 
 @rule("bitcast_convert_type", "random_unwrap", "random_wrap")
 def reinterpret(eqn: JaxprEqn) -> DimRule:
-    """An element of one side may be the whole last dims of the other."""
+    """The dims that both sides have are factors; one element may become a last dim."""
     (operand,), (result,) = eqn.invars, eqn.outvars
     return leading(eqn, min(len(shape_of(operand)), len(shape_of(result))))

@@ -1,11 +1,11 @@
-"""Dim rules of cuDNN's attention: batches and groups of heads are worked on apart.
+"""Dim rules of cuDNN's attention: batches, groups of heads and queries are factors.
 
-So are queries.  Loops cut keys as well, and combine the results of two parts of them
+Loops cut keys as well, and combine the results of two parts of the keys
 (`attention_parts.py`).  Features stay whole.
 
-JAX binds wrappers, which XLA partitions, around the kernels.  Where all mesh axes are
-manual, as in what jhost emits, a wrapper is lowered to its kernel for the shapes that
-it is bound to, so both have one rule.
+JAX binds wrappers, which XLA partitions, around the kernels.  jhost emits programs in
+which all mesh axes are manual.  JAX lowers a wrapper there to its kernel for the shapes
+that it is bound to, so both have one rule.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ _BNTH = 1  # of JAX's two layouts; the other is BTNH
 
 
 def forward_depth(sizes: AttentionSizes) -> int:
-    """Queries times keys, and weights times values."""
+    """The terms a score: of queries times keys, and of weights times values."""
     return sum(sizes.features)
 
 
 def backward_depth(sizes: AttentionSizes) -> int:
-    """The scores and three gradients, two of them by what keys and queries have.
+    """The terms a score in a backward, which is five products.
 
-    Kernels take 7 / 5 of what matmuls of that size do: of a sequence of 32,768, causal,
-    a backward took 33.4 ms on two H100s, in a ring 24.2.
+    Three of them contract or make the features of keys and queries (the scores, and the
+    gradients of both), and two those of values.  Kernels take 7 / 5 of the time of
+    matmuls of that size: the backward of a causal sequence of 32,768 took 33.4 ms on
+    two H100s, and 24.2 ms in a ring.
     """
     keys, values = sizes.features
     return 7 * (3 * keys + 2 * values) // 5
@@ -57,7 +59,7 @@ _FORWARDS = "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"
 
 @rule(*_FORWARDS)
 def attention(eqn: JaxprEqn) -> DimRule:
-    """What the queries find, and, for a backward, statistics of each row of scores."""
+    """The results of the queries, and statistics of each row for a backward."""
     reason = _whole_reason(eqn)
     if reason:
         return without_factors(eqn, reason)
@@ -71,7 +73,7 @@ def attention(eqn: JaxprEqn) -> DimRule:
 
 @rule("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper")
 def attention_gradients(eqn: JaxprEqn) -> DimRule:
-    """The gradient of a bias is summed over all that it was stretched over."""
+    """The gradient of a bias is summed over the dims along which it was stretched."""
     reason = _whole_reason(eqn)
     if reason:
         return without_factors(eqn, reason)
@@ -120,13 +122,14 @@ def _heads_first(eqn: JaxprEqn) -> bool:
 
 
 def _is_paged(eqn: JaxprEqn) -> bool:
-    """Whether keys and values lie in blocks; a table says which sequence has which."""
-    # Kernels in 8 bits have another operand at that place.
+    """Whether keys and values lie in blocks; a table gives each sequence its blocks."""
+    # Kernels in 8 bits have another operand at that position.
     return "fp8" not in eqn.primitive.name and len(shape_of(eqn.invars[TABLE])) == 4
 
 
 def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
-    """The maps of what all kernels take; what is not there is empty."""
+    """The maps of the operands that all kernels take."""
+    # JAX binds an empty array for an operand that is not there, so ranks tell.
     shapes = [shape_of(v) for v in eqn.invars]
     operands: list[Dims] = [(None,) * len(shape) for shape in shapes]
     operands[:3] = maps.of_queries(), maps.of_keys(), maps.of_keys()
@@ -139,12 +142,12 @@ def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
 
 
 def _of_statistics(maps: Maps) -> Dims:
-    """The map of the logarithms of what the rows of scores were divided by."""
+    """The map of the statistics: the logarithm of each row's sum of exponentials."""
     return *maps.batch, maps.heads, maps.queries
 
 
 def _bias_reducers(eqn: JaxprEqn) -> tuple[Reducer | None, Reducer | None]:
-    """Over the batch, and over heads: where the gradient of a bias lacks them."""
+    """The reducers over batch and heads, for dims that a bias's gradient lacks."""
     if len(eqn.outvars) < 4:
         return None, None
     batch, heads, *_ = shape_of(eqn.invars[BIAS])
@@ -156,10 +159,11 @@ def _bias_reducers(eqn: JaxprEqn) -> tuple[Reducer | None, Reducer | None]:
 
 
 def _cuts_sequences(eqn: JaxprEqn) -> bool:
-    """Whether parts of sequences can be worked on.
+    """Whether the kernel can work on parts of sequences.
 
-    The gradient of a bias would have in it what they make behind a length, and a query
-    with a window may see no key before one.
+    Not on a bias with gradient and lengths: the gradient would have in it what parts
+    make of positions behind a length.  Nor on a window with lengths: a query may have
+    all keys of its window behind the length.
     """
     if _is_paged(eqn) or (has_lengths(eqn) and eqn.params["variadic_args"][1]):
         return False
@@ -169,7 +173,7 @@ def _cuts_sequences(eqn: JaxprEqn) -> bool:
 
 
 def for_parts(eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn`; a forward with its statistics as well, by which parts are combined."""
+    """`eqn`, and for a forward its statistics too: they say how parts are combined."""
     if eqn.primitive.name not in _FORWARDS or eqn.params["is_training"]:
         return eqn
     if _whole_reason(eqn) or not _cuts_sequences(eqn):
@@ -187,23 +191,24 @@ def for_parts(eqn: JaxprEqn) -> JaxprEqn:
 def _whole_reason(eqn: JaxprEqn) -> str:
     """Why a kernel cannot work on parts; empty where it can."""
     if eqn.params["dropout_rate"] > 0:
-        return "what attention drops is drawn for the whole"
+        return "the kernel draws its dropout for the whole array, and not for parts"
     # The wrapper has the function, the kernel its jaxpr.
     if eqn.params.get("score_mod") or eqn.params.get("score_mod_jaxpr"):
-        return "the function of the scores was written for all of them"
+        return "`score_mod` was written for the scores of the whole array"
     if len(shape_of(eqn.invars[OFFSETS])) == 2:
-        return "sequences are packed, and their offsets are those in the whole"
+        return "sequences are packed, and their offsets count in the whole array"
     return ""
 
 
 # --- In 8 bits ---------------------------------------------------------------------- #
 
-# The largest magnitudes, which results are scaled by next time, are of all heads.
+# The kernels also return the largest magnitudes of their results, by which the next
+# call is scaled.  They are over all batches and heads, so those dims reduce by "max".
 
 
 @rule("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper")
 def attention_fp8(eqn: JaxprEqn) -> DimRule:
-    """The largest magnitudes of scores and results come between the two others."""
+    """Two largest magnitudes, of scores and results, come before the statistics."""
     maps = _maps(eqn, "max", "max")
     query, key = maps.of_queries(), maps.of_keys()
     results = [query, *map(_whole, eqn.outvars[1:3]), _of_statistics(maps)]
@@ -217,7 +222,7 @@ def attention_fp8(eqn: JaxprEqn) -> DimRule:
 
 @rule("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper")
 def attention_fp8_gradients(eqn: JaxprEqn) -> DimRule:
-    """The largest magnitudes of all gradients, and of the scores', come last."""
+    """The largest magnitudes of all gradients, the scores' too, come last."""
     maps = _maps(eqn, "max", "max")
     query, key = maps.of_queries(), maps.of_keys()
     operands = [query, key, key, query, query, _of_statistics(maps)]

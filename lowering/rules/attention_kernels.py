@@ -1,6 +1,7 @@
 """What cuDNN's kernels take, and how they work on parts of queries and keys.
 
-A kernel counts both from the first that it gets, and knows a length for each sequence.
+A kernel counts queries and keys from the first ones that it gets, so its own masks fit
+a part only where queries and keys of the part begin at one position.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ def has_lengths(eqn: JaxprEqn) -> bool:
 
 
 def mask_of(eqn: JaxprEqn) -> str:
-    """What JAX calls the mask; nothing in 8 bits."""
+    """JAX's name of the mask; "" for kernels in 8 bits, which have other parameters."""
     return eqn.params["mask_type"].name if "mask_type" in eqn.params else ""
 
 
 class KernelBlocks(AttentionBlocks):
-    """Binds the kernel, whose mask is one among queries and keys that stand alike."""
+    """Binds the kernel; its own mask holds where queries and keys begin alike."""
 
     def whole(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        # The last two are positions of queries and keys, which no kernel takes.
         return bind(eqn, args[:-2])
 
     def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
@@ -91,13 +93,15 @@ class KernelBlocks(AttentionBlocks):
 
 
 def _with_lengths(operands: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
-    """The operands of a kernel for a part, of which so much is `inside` the lengths.
+    """The operands for a part, with the lengths that sequences have in the part.
 
-    Positions ascend, so that is what stands first.  A length of 0 has sums whose
-    logarithms are 0 (cuDNN 9.19), and nothing is said of what has been found in no key:
-    kernels get other numbers for both.
+    `inside` says which queries and which keys of the part are in their lengths.
     """
     operands = [*operands]
+    # Positions ascend, so those inside a length come first, and their number is the
+    # length in the part.  For a length of 0 cuDNN (9.19) gives 0 as the logarithm of
+    # the sum, where -inf is right, and its documentation does not say what the result
+    # is.  So a kernel gets a length of 1 there, and no -inf; `within` clears it later.
     for position, each in zip(LENGTHS, inside, strict=True):
         operands[position] = jnp.maximum(jnp.sum(each, axis=1, dtype=np.int32), 1)
     if len(operands) > STATISTICS:

@@ -27,7 +27,16 @@ MakeBlocks: TypeAlias = Callable[..., AttentionBlocks]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What JAX's letters stand for, of queries (T) and keys (S), and their features."""
+    """The sizes of an attention, by the letters of JAX's documentation.
+
+    Attributes:
+        B: the batch dims.
+        N: the heads of queries.
+        T: the length of queries.
+        K: the heads of keys and values.
+        S: the length of keys and values.
+        features: of a query and a key, and of a value.
+    """
 
     B: tuple[int, ...]
     N: int
@@ -38,12 +47,13 @@ class AttentionSizes:
 
 
 class Maps:
-    """The maps of one equation: the factors are batches and groups of heads.
+    """The maps of one equation: its factors are batches and groups of heads.
 
-    A group are the heads of queries that share one of keys and values.  Where `cut`
-    says how each is reduced, the sequences of queries and of keys are two more.  A
-    `batch` without reducers is whole.  A query sees keys `left` and `right` of its own
-    position, or all of them there; if anything `counts` positions, parts know theirs.
+    A group is the heads of queries that share one head of keys and values.  `cut` has
+    reducers of the sequences of queries and of keys, which are then two more factors.
+    `batch` has reducers of the batch dims, which stay whole without.  A query sees as
+    many keys as `left` and `right` say on each side of its own position; None is all.
+    `counts` says whether the equation needs the positions of its part.
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class Maps:
         if batch is not None:
             pairs = zip(sizes.B, batch, strict=True)
             self.batch = tuple(FactorDim(self.factors.new(*pair)) for pair in pairs)
-        # There may be no heads: arrays may be empty.
+        # Arrays may be empty, and then there are no heads.
         self.group = sizes.N // max(sizes.K, 1)
         self.shared = FactorDim(self.factors.new(sizes.K, heads))
         self.heads = FactorDim(self.shared.factor, self.group)
@@ -111,7 +121,7 @@ class Maps:
         return self._in_blocks(made, blocks, combine) if self.queries else made
 
     def scores(self, shard: Shard) -> tuple[int, int, int]:
-        """How many are made at a place: heads of all batches, queries, keys of each."""
+        """The scores made at `shard`: heads of all batches, queries, keys a query."""
         batch = part_shape(self.batch, self.sizes.B, shard)
         times = math.prod(batch) * self.group * shard.size(self.shared.factor)
         rows = _positions(shard, self.queries, self.sizes.T)
@@ -121,7 +131,7 @@ class Maps:
     def _in_blocks(
         self, made: DimRule, blocks: MakeBlocks, combine: Combine | None
     ) -> DimRule:
-        """The rule on parts of the sequences, which a window counts."""
+        """The rule with sequences in parts: how a part runs, and what it must know."""
         assert self.queries is not None
         assert self.keys is not None
         queries, keys = self.queries.factor, self.keys.factor
@@ -139,11 +149,12 @@ class Maps:
             ),
             counted=frozenset({queries, keys} if self.counts else ()),
             window=None if window.sees_all else window,
-            # No layout holds softmax statistics, by which the results of two parts
-            # combine.
+            # Two parts combine by their softmax statistics.  A layout holds one array
+            # and no statistics with it, so no collective can combine them.
             unsharded=frozenset({keys}),
             combine=combine,
-            reason="loops put parts of the keys together, and no communication",
+            reason="a loop can combine the results of parts of the keys, but no "
+            "collective can",
         )
 
     def _in_layout(self, heads: FactorDim, sequence: FactorDim | None) -> Dims:
@@ -154,8 +165,8 @@ class Maps:
 def keys_seen(
     queries: np.ndarray, keys: np.ndarray, left: int | None, right: int | None
 ) -> int:
-    """How many of the keys at some positions queries at others see, on the average."""
-    # In zigzag order a part's positions do not ascend.
+    """How many of the `keys` a query sees on average; both are positions."""
+    # `searchsorted` needs ascending keys, and zigzag order has two stretches of them.
     ordered = np.sort(keys)
     first, last = 0, len(keys)
     if left is not None:
@@ -167,7 +178,7 @@ def keys_seen(
 
 
 def _positions(shard: Shard, dim: FactorDim | None, size: int) -> np.ndarray:
-    """The positions in a sequence that are worked on at a place that is known."""
+    """The positions in a sequence that `shard`, whose starts are known, works on."""
     if dim is None:
         return np.arange(size)
     starts, here = shard.starts(dim.factor), shard.size(dim.factor)

@@ -1,12 +1,13 @@
 """Attention on a part of the queries and a part of the keys.
 
-What queries find among some of the keys comes with the logarithms of the sums of their
-rows' exponentials, by which such parts are weighted (FlashAttention, Dao et al. 2022,
-section 3.1).  A backward has the logarithms for all keys, and its parts are added up.
+The result for some of the keys comes with the logarithm of each row's sum of
+exponentials.  Two such results are weighted by these sums (FlashAttention, Dao et al.
+2022, section 3.1).  A backward gets the logarithms for all keys, so its parts add up.
 
-Parts of what a causal mask leaves are worked on in square blocks: one is hidden, and
-not computed; or it is seen whole; or the diagonal is its own.  Where that makes too
-many blocks, and at the far edge of a sliding window, keys are masked one by one.
+Under a causal mask a part is worked on in square blocks.  A block above the diagonal is
+hidden and not computed, one below it is seen whole, and one on it has the mask itself.
+Where there would be too many blocks, and at the far edge of a sliding window, keys are
+masked one by one.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from jhost._dtypes import summed_in
 from jhost._jax import aval_of
 from jhost.lowering.rules.dim_rule import AttentionWindow, Combine, Dims, Shard
 
+# Each block is a branch of its own in the compiled program, so their number is bounded.
 _MOST_BLOCKS = 64
 
 
 @functools.cache
 def weighted(heads_first: bool) -> Combine:
-    """How what was found in two parts of the keys, and the logarithms, become one."""
+    """How results for two parts of the keys, with their logarithms, become one."""
 
     def combine(held: Sequence[Any], new: Sequence[Any]) -> tuple[Any, Any]:
         (one, log_one), (other, log_other) = held, new
         one, other = (x.astype(log_one.dtype) for x in (one, other))
         most = jnp.maximum(log_one, log_other)
-        most = jnp.where(jnp.isneginf(most), 0, most)  # no key was seen so far
+        # Where no key was seen so far, -inf less -inf would be NaN.
+        most = jnp.where(jnp.isneginf(most), 0, most)
         sums = jnp.exp(log_one - most), jnp.exp(log_other - most)
         total = sums[0] + sums[1]
         shares = [each / jnp.where(total == 0, 1, total) for each in sums]
@@ -56,9 +59,13 @@ def weighted(heads_first: bool) -> Combine:
 class AttentionBlocks(abc.ABC):
     """The rebind of attention that is cut along the factors of a `window`.
 
-    `sizes` are those of the whole; `operands` and `results` map its values.  The last
-    operands are where queries and keys stand in the whole, in ascending order.  Parts
-    of the keys make one by `combine`; without, and along queries, they are added up.
+    Attributes:
+        window: the factors of queries and keys, and how far a query sees.
+        sizes: the queries and keys of the whole array.
+        operands: the map of each operand.  The last two operands are the positions of
+            queries and of keys in the whole array, in ascending order.
+        results: the map of each result.
+        combine: makes one result of two for parts of the keys; None adds them up.
     """
 
     window: AttentionWindow
@@ -69,18 +76,18 @@ class AttentionBlocks(abc.ABC):
 
     @abc.abstractmethod
     def as_it_is(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """On operands that stand to each other as those of the whole do."""
+        """The results where queries and keys of the part begin at one position."""
 
     @abc.abstractmethod
     def unmasked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """On queries that see all of the keys, as far as the window goes."""
+        """The results where no key is hidden from any query of the part."""
 
     @abc.abstractmethod
     def masked(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """On any, by where each query and each key stands."""
+        """The results of any part: each key is masked by its position."""
 
     def whole(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """On all queries and all keys."""
+        """The results of all queries and all keys."""
         return self.as_it_is(eqn, args)
 
     def __call__(
@@ -89,7 +96,7 @@ class AttentionBlocks(abc.ABC):
         positions = map(shard.positions, (self.queries, self.keys))
         outs = self.on_parts(eqn, [*args, *positions], shard)
         if shard.accumulator is not None:
-            return outs  # which takes them as wide as they are
+            return outs  # an accumulator takes sums that are not rounded yet
         dtypes = [aval_of(var).dtype for var in eqn.outvars]
         return [*map(lax.convert_element_type, outs, dtypes)]
 
@@ -114,14 +121,15 @@ class AttentionBlocks(abc.ABC):
     def on_parts(
         self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard
     ) -> Sequence[Any]:
-        """What the parts of queries and keys give, by where they stand in the whole."""
+        """The results of a part, by the way that costs least where the part stands."""
         both = self.queries, self.keys
         here = tuple(map(shard.size, both))
         if here == self.sizes:
             return self.whole(eqn, args)
-        # No position matters, so any part is as the whole.
+        # Without a mask positions do not matter, so a part runs like the whole.
         if self.window.sees_all:
             return self.as_it_is(eqn, args)
+        # All that a device has in zigzag order: two halves, one early and one late.
         if self.sizes == tuple(size * shard.zigzag for size in here):
             first, *_ = map(operator.sub, *map(shard.starts, both))
             return self.halves(eqn, args, here[0] // 2, first)
@@ -137,16 +145,16 @@ class AttentionBlocks(abc.ABC):
         return self.along(self.queries, parts)
 
     def blocks(self, shard: Shard) -> tuple[int, list[Any], list[Any]]:
-        """The side of the blocks, and where those of queries and of keys begin.
+        """The side of the blocks, and where the blocks of queries and of keys begin.
 
-        The side is 0 where there are none, or too many.
+        The side is 0 where there are no blocks, or too many.
         """
         both = self.queries, self.keys
         starts, here = [*map(shard.starts, both)], [*map(shard.size, both)]
         stretches = [n // len(each) for n, each in zip(here, starts, strict=True)]
         side = math.gcd(*stretches)
         count = math.prod(size // max(side, 1) for size in here)
-        # A causal mask alone leaves blocks that are hidden, whole or on the diagonal.
+        # Only a mask that ends at the query's own position has blocks of three kinds.
         if self.window.right != 0 or not 0 < count <= _MOST_BLOCKS:
             return 0, [], []
         rows, columns = (
@@ -156,7 +164,7 @@ class AttentionBlocks(abc.ABC):
         return side, rows, columns
 
     def seen(self, args: Sequence[Any]) -> Any:
-        """Which queries see which keys, as far as the window goes."""
+        """Which queries see which keys: a mask of queries by keys."""
         *_, rows, columns = args
         behind = rows[:, None] - columns
         seen = jnp.ones(behind.shape, bool)
@@ -169,10 +177,12 @@ class AttentionBlocks(abc.ABC):
     def halves(
         self, eqn: JaxprEqn, args: Sequence[Any], half: int, distance: Any
     ) -> Sequence[Any]:
-        """What a device's queries find among a device's keys, both in zigzag order.
+        """The results of one device's queries and one device's keys, in zigzag order.
 
-        Among those of a device before it all queries see the early half, and of a later
-        one the late queries see all.  Its own stand in their order.
+        Each device has an early half of positions and a late one.  Keys of a device
+        before it: all queries see the early half, and none the late one.  Keys of a
+        device behind it: late queries see all of them, and early ones none.  Its own
+        keys: the causal mask holds as it is.
         """
 
         def late_queries(*args: Any) -> list[Any]:
@@ -191,7 +201,7 @@ class AttentionBlocks(abc.ABC):
     def beside_nothing(
         self, factor: int, found: Sequence[Any], last: bool
     ) -> list[Any]:
-        """The results of a half of a factor, with nothing for the other half."""
+        """The results of half a factor, and those of hidden keys for the other half."""
         dims = [_dim_of(mapped, factor) for mapped in self.results]
         pairs = zip(found, self.nothing_like(found), strict=True)
         return [
@@ -207,8 +217,9 @@ class AttentionBlocks(abc.ABC):
         columns: Sequence[Any],
         side: int,
     ) -> Sequence[Any]:
-        """A row of blocks, from where its queries begin, and where the keys do."""
-        # Of two scalars XLA finds the difference of equal ones, and drops branches.
+        """The results of a row of blocks; `row` and `columns` are where they begin."""
+        # Starts are subtracted as scalars: XLA then sees that equal ones differ by 0,
+        # and drops the other branches.
         blocks = [
             self.block(
                 eqn, self.cut(args, self.keys, n * side, side), row - column, side
@@ -220,9 +231,9 @@ class AttentionBlocks(abc.ABC):
     def block(
         self, eqn: JaxprEqn, args: Sequence[Any], distance: Any, side: int
     ) -> Sequence[Any]:
-        """A block whose first query stands `distance` behind its first key.
+        """The results of a block whose first query is `distance` behind its first key.
 
-        That is a whole number of blocks.
+        `distance` is a multiple of `side`, so a causal mask hides all, nothing or half.
         """
         branches = [
             lambda *args: self.nothing(eqn, args),
@@ -240,12 +251,12 @@ class AttentionBlocks(abc.ABC):
         return lax.switch(case, branches, *args)
 
     def nothing(self, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """What a hidden block gives."""
+        """The results of a hidden block."""
         shapes = jax.eval_shape(lambda *args: self.unmasked(eqn, args), *args)
         return self.nothing_like(shapes)
 
     def nothing_like(self, results: Sequence[Any]) -> list[Any]:
-        """What hidden keys give: nothing is found, and the sum of a row is 0."""
+        """The results of hidden keys: 0, and the logarithm of a sum of 0."""
         found, *rest = results
         fill = 0 if self.combine is None else -np.inf
         return [
@@ -254,7 +265,7 @@ class AttentionBlocks(abc.ABC):
         ]
 
     def along(self, factor: int, parts: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """The results of all parts of a factor, from those of each."""
+        """The results of all parts of a factor, from the results of each part."""
         if len(parts) == 1:
             return parts[0]
         if factor == self.keys and self.combine is not None:
@@ -278,6 +289,6 @@ def _dim_of(dims: Dims, factor: int) -> int | None:
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    # Rounded once, in `__call__`, and not with each part.
+    # Wide: the sum is rounded once, in `__call__`, and not with each part.
     wide = summed_in(parts[0].dtype)
     return functools.reduce(lax.add, [part.astype(wide) for part in parts])

@@ -63,8 +63,8 @@ class Factors:
 def along(eqn: JaxprEqn, axes: Container[int], sizes: str | None = None) -> DimRule:
     """The rule of an equation that works along `axes`, which stay whole.
 
-    Its values share the other dims; they may lack `axes`, or be scalars.  `sizes`
-    names the parameter that has a size a dim.
+    Its values share the other dims.  A value may lack `axes`, or be a scalar.  `sizes`
+    names the equation's parameter that has a size for each dim, if there is one.
     """
     factors = Factors()
     dims = factors.dims(shape_of(eqn.invars[0]), whole=axes)
@@ -91,7 +91,7 @@ def leading(eqn: JaxprEqn, rank: int) -> DimRule:
 
 
 def without(dims: Dims, removed: Container[int]) -> Dims:
-    """`dims` less those at the positions `removed`."""
+    """`dims` without the ones at the positions `removed`."""
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
@@ -104,7 +104,8 @@ def rebind_local(parameter: str, dims: Dims) -> Rebind:
     """The rebind of equations whose `parameter` has the sizes of `dims`."""
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        # The parameter has the whole's sizes, and would make all of it on each device.
+        # The parameter has the sizes of the whole array, so that unchanged it would
+        # make the whole on each device.
         sizes = part_shape(dims, eqn.params[parameter], shard)
         return bind(eqn, args, **{parameter: sizes})
 

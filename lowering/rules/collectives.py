@@ -35,10 +35,15 @@ _KINDS: Mapping[str, WrittenKind] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenCollective:
-    """A collective that the user wrote: what each device has, and where it may go.
+    """A collective that the user wrote.
 
-    `room` is the array for what comes, of which there may be less: only the devices
-    know how much, when they run.
+    Attributes:
+        kind: what it does.
+        axes: the mesh axes that it communicates over.
+        source: what each device sends.
+        room: for a ragged all-to-all, the array that it writes to.  How much of it is
+            written is known only when the program runs.
+        times: how often it runs, as far as the lengths of scans say.
     """
 
     kind: WrittenKind
@@ -55,12 +60,14 @@ def written_in(eqn: JaxprEqn) -> Iterator[WrittenCollective]:
 
 
 def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[WrittenCollective]:
-    """The collectives in a body; in all branches, though only one is taken."""
+    """The collectives in a body, in all branches of it, though one of them runs."""
     for eqn in eqns:
         if eqn.primitive.name in _KINDS:
             yield _written(eqn, times)
         bodies = list(jaxprs_in_params(eqn.params))
-        if eqn.params.get("branches_platforms"):  # the last is that of any platform
+        # `lax.platform_dependent` has a branch for each platform, and runs one of them;
+        # the last is the default.
+        if eqn.params.get("branches_platforms"):
             bodies = bodies[-1:]
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for body in bodies:
@@ -69,7 +76,8 @@ def _in_body(eqns: Sequence[JaxprEqn], times: int) -> Iterator[WrittenCollective
 
 def _written(eqn: JaxprEqn, times: int) -> WrittenCollective:
     kind = _KINDS[eqn.primitive.name]
-    # Reductions of JAX's say `axes`, and the other collectives `axis_name`.
+    # JAX (0.10 to 0.12) calls the axes `axes` in psum, pmax and pmin, and `axis_name`
+    # in the other collectives.
     axes = eqn.params.get("axis_name", eqn.params.get("axes"))
     source, *rest = eqn.invars
     return WrittenCollective(

@@ -35,7 +35,7 @@ DotNumbers: TypeAlias = tuple[
 def dot_general(eqn: JaxprEqn) -> DimRule:
     """Batch and free dims are parallel, contracted dims are summed.
 
-    Of booleans that is whether any pair of them is true.
+    The sum of booleans is their "or": whether both of any pair are true.
     """
     factors = Factors()
     lhs, rhs, out = product(factors, eqn, eqn.params["dimension_numbers"])
@@ -45,7 +45,7 @@ def dot_general(eqn: JaxprEqn) -> DimRule:
 def product(
     factors: Factors, eqn: JaxprEqn, numbers: DotNumbers, groups: Sequence[int] = ()
 ) -> tuple[Dims, Dims, Dims]:
-    """The maps of both operands and the result, less those of `groups`, dims of rhs."""
+    """The maps of lhs, rhs and the result, without the dims `groups` of rhs."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     reducer = _reducer(eqn)
     lhs = tuple(
@@ -74,18 +74,19 @@ def _reducer(eqn: JaxprEqn) -> Reducer:
 
 
 def rebind_product(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """A product whose sum goes on in an accumulator is not rounded before."""
+    """Binds a product in the dtype of its accumulator, so that no term is rounded."""
     if shard.accumulator is None:
         return bind(eqn, args)
     return bind(eqn, args, preferred_element_type=shard.accumulator)
 
 
 def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """A product of matrices, where a dim stands outside of those of the batch.
+    """Binds a product; as a batch of matrices where batch dims do not come first.
 
-    XLA merges free dims, and contracted ones, behind transposes of its own.  Where it
-    has to move data for it, as for tokens `[groups, experts, places, hidden]` by
-    expert, it would move the last dim too, by one slow transpose for each reader.
+    XLA itself transposes such operands to merge their free and contracted dims.  Of
+    tokens `[groups, experts, places, hidden]` in a product by expert it would move the
+    last dim too, by one slow transpose for each reader.  `_matrices` leaves the last
+    dim where it is.
     """
     contract, batch = eqn.params["dimension_numbers"]
     if not contract[0] or not read_in_other_order(eqn):
@@ -103,9 +104,10 @@ def _rebind_dot_general(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> lis
 
 
 def read_in_other_order(eqn: JaxprEqn) -> list[int]:
-    """The operands of a contraction, by number, whose batch dims do not come first.
+    """The numbers of a contraction's operands whose batch dims do not come first.
 
-    XLA brings them there, by a copy where nothing makes the operand but memory.
+    XLA moves the batch dims to the front.  It copies the operand for that where it lies
+    in memory, and no fusion makes it.
     """
     if eqn.primitive.name != "dot_general":
         return []
@@ -116,9 +118,9 @@ def read_in_other_order(eqn: JaxprEqn) -> list[int]:
 def _matrices(
     x: Any, contract: Sequence[int], batch: Sequence[int]
 ) -> tuple[Any, int, list[int]]:
-    """A batch of matrices, the dim of theirs to be contracted, and the free sizes."""
+    """`x` as a batch of matrices, the dim to contract, and the sizes of free dims."""
     free = [dim for dim in range(x.ndim) if dim not in (*contract, *batch)]
-    # In whichever order needs no transpose: a contraction takes either.
+    # A contraction takes either order of the two, so the one that needs no transpose.
     as_they_lie = [*contract, *free] == sorted((*contract, *free))
     sides = (contract, free) if as_they_lie else (free, contract)
     sizes = [[x.shape[dim] for dim in dims] for dims in (batch, *sides)]
@@ -153,7 +155,7 @@ def reduction(eqn: JaxprEqn) -> DimRule:
 
 
 def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """A sum that goes on in an accumulator is made in its dtype."""
+    """Binds a sum in the dtype of its accumulator, if it has one."""
     (x,) = args
     if shard.accumulator is not None:
         x = lax.convert_element_type(x, shard.accumulator)
@@ -163,9 +165,10 @@ def _rebind_sum(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 def _summed(
     outs: Sequence[Any], eqn: JaxprEqn, part: Any, dims: Sequence[int]
 ) -> list[Any]:
-    """Sums over `dims` of a `part` of an operand, with the sign of zero of all."""
+    """The sums `outs` over `dims` of a `part`, with a zero's sign as in the whole."""
     whole = shape_of(eqn.invars[0])
-    # Of one element XLA makes no sum, which would begin with 0.
+    # XLA begins a sum with 0.0, so -0.0 becomes 0.0, but takes an element for its own
+    # sum.  A part of one element would keep a sign that the whole loses.
     alone = all(part.shape[dim] == 1 for dim in dims)
     if not alone or all(whole[dim] == 1 for dim in dims):
         return list(outs)

@@ -41,7 +41,7 @@ class _ConvolutionMaps:
         self.reducer: Reducer = sum_of(aval_of(eqn.outvars[0]).dtype)
 
     def size(self, value: int, shard: int) -> int:
-        """The size of a dim, by its place in the numbers."""
+        """The size of a dim, by its position in the dimension numbers."""
         return self.shapes[value][self.specs[value][shard]]
 
     def put(self, value: int, shard: int, mapped: FactorDim) -> None:
@@ -55,7 +55,8 @@ class _ConvolutionMaps:
         return self.factors.rule([lhs, rhs], [out], rebind)
 
 
-# Places in the numbers of the operands and the result: two features, then space.
+# `dimension_numbers` has a list of dims for each: (batch, feature, *space) for the left
+# and the result, (out feature, in feature, *space) for the kernel.
 _LHS, _RHS, _OUT = range(3)
 
 
@@ -80,7 +81,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> DimRule:
 
 
 def _features_together(maps: _ConvolutionMaps) -> None:
-    """Features of the left are summed over, those of the kernel are the result's."""
+    """The left's features are summed over; the kernel's out features are parallel."""
     contracted = FactorDim(maps.factors.new(maps.size(_LHS, 1), maps.reducer))
     maps.put(_LHS, 1, contracted)
     maps.put(_RHS, 1, contracted)
@@ -90,10 +91,12 @@ def _features_together(maps: _ConvolutionMaps) -> None:
 
 
 def _in_groups(maps: _ConvolutionMaps, features: int, batches: int) -> int | None:
-    """The factor of groups, each a convolution of its own side by side with others."""
+    """The factor of groups: each group is a convolution of its own."""
+    # Features inside of a group stay whole: a part of every group's features would not
+    # be a stretch of the dim.
     count = max(features, batches)
     factor = maps.factors.new(count)
-    # Groups of the left's features, or of its batch.
+    # The groups divide the left's features, or its batch.
     left = 1 if features > 1 else 0
     for value, shard in ((_LHS, left), (_RHS, 0), (_OUT, 1)):
         maps.put(value, shard, FactorDim(factor, maps.size(value, shard) // count))
@@ -103,8 +106,9 @@ def _in_groups(maps: _ConvolutionMaps, features: int, batches: int) -> int | Non
 def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
     """How a dim of the left follows positions of the result, or of the kernel.
 
-    The kernel of a derivative is as large as the result was.  Its positions are summed
-    over then.
+    In the derivative by the kernel, the "kernel" is the cotangent, as large as the
+    result was, and the result is small.  The larger of the two is the factor; where
+    it is the kernel, its positions are summed over.
     """
     params, shard = maps.eqn.params, space + 2
     sizes = [maps.size(value, shard) for value in (_LHS, _RHS, _OUT)]
@@ -112,6 +116,8 @@ def _space(maps: _ConvolutionMaps, space: int) -> FactorDim | None:
         return None
     strides = params["window_strides"][space], params["rhs_dilation"][space]
     by_kernel = sizes[_RHS] > sizes[_OUT]
+    # Result i and kernel position k read place `stride * i + apart * k`, so the strides
+    # change roles with them.
     stride, apart = strides[::-1] if by_kernel else strides
     count, other = (sizes[_RHS], sizes[_OUT])[:: 1 if by_kernel else -1]
     reads = WindowReads(
@@ -141,14 +147,14 @@ def _rebind(
         for space, (dim, mapped) in enumerate(zip(dims, spaces, strict=True)):
             if not is_whole(mapped, shard):
                 assert mapped is not None
-                # What stands outside of the dim is multiplied and summed as well.
+                # Places outside of the dim are multiplied and summed too, so 0 there.
                 x = window_of(x, dim, mapped, shard, x.dtype.type(0))
                 padding[space], dilation[space] = (0, 0), 1
         if groups is not None:
             grouped = params["feature_group_count"] > 1
             name = "feature_group_count" if grouped else "batch_group_count"
-            # JAX checks the groups by the features that it is given, which are the
-            # part's.
+            # JAX checks that the groups divide the features that it gets, and here it
+            # gets those of the part.
             params[name] = shard.size(groups)
         params |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
         return rebind_product(eqn.replace(params=params), [x, kernel], shard)

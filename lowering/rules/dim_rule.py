@@ -3,12 +3,13 @@
 A rule names the *factors* of an equation: its independent indices in the einsum sense.
 `mk,kn->mn` has m and n parallel and k reduced.  The rule maps each dim to a factor, or
 to None where the dim must be whole.  Padding, layouts and streams all read this one
-table.  The rules themselves stand in `elementwise.py`, `shape.py`, `contract.py`,
-`scaled.py`, `ragged.py`, `along.py`, `index.py`, `gather.py`, `scatter.py`,
-`random.py`, `attention.py`, `written_attention.py`, `partitioning.py` and
-`shard_map.py`, and those that read windows of dims in `rearrange.py`, `rotate.py`,
-`pooling.py` and `convolution.py`.  They are written down with `building.py` and
-`windows.py`; `table.py` has them all.
+table.
+
+The rules are in `elementwise.py`, `shape.py`, `contract.py`, `scaled.py`, `ragged.py`,
+`along.py`, `index.py`, `gather.py`, `scatter.py`, `random.py`, `attention.py`,
+`written_attention.py`, `partitioning.py` and `shard_map.py`.  Rules that read windows
+of dims are in `rearrange.py`, `rotate.py`, `pooling.py` and `convolution.py`.  All are
+written with `building.py` and `windows.py`, and `table.py` imports them all.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FactorDim:
     """A dim that follows `factor`; each step of the factor is `scale` elements of it.
 
     A reshape that merges `[a, b]` into `[a * b]` maps the merged dim to factor a with
-    scale b.  Where it has `reads`, the steps read windows of it, and on a device it has
-    the elements of the steps there, whichever devices they come from.
+    scale b.  With `reads`, the steps read windows of the dim.  A device then gets the
+    elements that its steps read, and some of them come from other devices.
     """
 
     factor: int
@@ -49,29 +50,33 @@ def factors_of(dims: Dims) -> set[int]:
 
 
 def aligned(dims: Dims) -> Dims:
-    """`dims`, whole where steps read windows: no part of such a dim is a step's own."""
+    """`dims`, with None where steps read windows: windows of two steps overlap."""
     return tuple(None if d is None or d.reads is not None else d for d in dims)
 
 
 MOST_POSITIONS = np.iinfo(np.int32).max
-"""The longest dim whose positions a rule can tell: JAX has no wider ints unasked."""
+"""The longest dim with positions that a rule can count.
+
+JAX has ints of 64 bits only where the user sets `jax_enable_x64`.
+"""
 
 
 class Shard(Protocol):
-    """Where an equation runs: which part of each factor is worked on there."""
+    """Which part of each factor an equation works on, in a loop and on a device."""
 
     def size(self, factor: int) -> int:
         """The number of steps of `factor` here."""
         ...
 
     def positions(self, factor: int) -> Any:
-        """Where the steps of `factor` here stand in the whole: int32, one a step."""
+        """The position in the whole of each step of `factor` here, in int32."""
         ...
 
     def starts(self, factor: int) -> Sequence[Any]:
-        """Where the stretches begin that the steps of `factor` here are in the whole.
+        """Where the stretches of steps of `factor` here begin in the whole.
 
-        They have one size, and begin at multiples of it: ints, or traced scalars.
+        There is one stretch, or there are two in zigzag order.  Stretches have one
+        size and begin at multiples of it.  The starts are ints or traced scalars.
         """
         ...
 
@@ -81,12 +86,12 @@ class Shard(Protocol):
 
     @property
     def zigzag(self) -> int:
-        """Over how many devices counted factors stand in zigzag order, or 1."""
+        """The number of devices that have counted factors in zigzag order, or 1."""
         ...
 
     @property
     def accumulator(self) -> np.dtype | None:
-        """The dtype wanted of a sum that goes on in an accumulator, if it matters."""
+        """The dtype that a sum must have because an accumulator goes on with it."""
         ...
 
 
@@ -114,7 +119,8 @@ def bound_by(binder: Binder) -> Generator[None]:
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind `eqn`'s primitive to `args`, with some parameters changed."""
-    # A sharding among them is that of the whole result, and not of a part.
+    # A sharding among the parameters is that of the whole result.  JAX would refuse it
+    # for a part, where all mesh axes are manual.
     dropped = dict.fromkeys({"sharding", "out_sharding"} & eqn.params.keys())
     params = {**eqn.params, **dropped, **changed}
     binder = _binder.get()
@@ -133,9 +139,10 @@ def bind_same(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWindow:
-    """The factors of queries and keys of which each query sees those near it alone.
+    """The factors of queries and keys, and which keys each query sees.
 
-    So far `left` and `right` of its own position, or all of them there.
+    A query sees `left` keys before its own position and `right` keys behind it; None
+    is all of them.
     """
 
     queries: int
@@ -166,21 +173,21 @@ class DimRule:
         results: the same for each result.
         rebind: runs the equation on the parts that a `Shard` names.
         counted: the factors whose positions in the whole `rebind` asks for.
-        picked: the factors of which indices pick single steps.
+        picked: the factors whose single steps are picked by indices.
         updates: the factors along which updates of one value are reduced.
-        unsharded: the factors that loops may cut, and no mesh axis.
-        window: which queries see which keys, if not all see all; in positions.
+        unsharded: the factors that loops may cut, but mesh axes may not.
+        window: which queries see which keys, by position; None if all see all.
         combine: makes one result of two parts' results, for the reducer "softmax".
         opaque: whether the equation has no factors, so that all dims are whole.
         reason: why it is opaque or why dims are whole, if its primitive does not say.
-        matmul: for a kernel that multiplies matrices inside, the batch, m, n and k that
-            its work comes to.
+        matmul: for a kernel that multiplies matrices inside, the batch, m, n and k of
+            a product that is as much work.
         traffic: for such a kernel, the bytes that it moves between its products.
-        pinned: for each factor, the mesh axes that the equation itself asks for; no
-            others will do.
+        pinned: for each factor, the mesh axes that the equation itself names; it works
+            on no others.
         windowed: the factors whose steps read windows of some operand.
         contracts: whether it multiplies and sums, because a reduced factor is in both
-            first operands; that takes as long as a transfer.
+            first operands.  Such work takes long enough to hide a transfer.
     """
 
     sizes: tuple[int, ...]
@@ -203,27 +210,27 @@ class DimRule:
     contracts: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Found once: passes ask for it more often than for anything else.
+        # Found once: passes ask for these two more often than for anything else.
         object.__setattr__(self, "windowed", frozenset(self._windowed()))
         object.__setattr__(self, "contracts", self._contracts())
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is known of how its results come from its operands."""
-        # Of a `shard_map` that is pinned the specs are known, and nothing of its body.
+        """Whether the rule does not say how its results come from its operands."""
+        # A `shard_map` has pinned factors: its specs are known, and its body is not.
         return self.opaque or self.pinned is not None
 
     @property
     def reduces(self) -> bool:
-        """Whether some factor is reduced, with work to do for each of its steps."""
+        """Whether some factor is reduced, and each of its steps is work."""
         return any(r for f, r in enumerate(self.reducers) if f not in self.picked)
 
     @property
     def unstreamed(self) -> frozenset[int]:
-        """The factors that no loop cuts, as a chunk would take as long as the whole.
+        """The factors that no loop cuts, because a chunk would cost as much as all.
 
-        For each chunk of a table all is looked up, and for each of the updates a value
-        as large as the table is made.  A chunk of what is read in windows would need
+        Every chunk of a table is asked for every index, and every chunk of updates
+        makes a value as large as the table.  A chunk of steps that read windows needs
         elements of other chunks.
         """
         return self.picked | self.updates | self.windowed
@@ -269,7 +276,8 @@ def opaque(reason: str, *primitives: str) -> None:
 
 def rule_of(eqn: JaxprEqn) -> DimRule:
     """The factors of `eqn`; every dim whole where its primitive has no rule."""
-    # By name: a primitive that some JAX does not have may have a rule all the same.
+    # By name, so that there can be rules for primitives that only some JAX releases
+    # have.
     registered = _rules.get(eqn.primitive.name)
     return registered(eqn) if registered else without_factors(eqn)
 
@@ -299,7 +307,7 @@ def known_primitives() -> frozenset[str]:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal of a jaxpr."""
-    # A token has no shape.
+    # The type of a token has no shape.
     return tuple(atom.aval.shape) if hasattr(atom.aval, "shape") else ()
 
 

@@ -1,8 +1,8 @@
 """Windows at indices, taken apart into single elements along dims that are cut.
 
-A window of a dim may lie on several devices, of which each has some of its elements.
-So each element gets an index of its own there.  The indices get a dim for each such
-window, behind their own dims.
+A window of a dim may lie on several devices, and each has some of its elements.  So
+each element of the window gets an index of its own.  The indices get one more dim for
+each such window, behind their own dims.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from jhost.lowering.rules.rows import Rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Which windows are taken apart, and where their elements come to be.
+    """Which windows are taken apart, and where their elements go.
 
-    `wide` are the components of an index whose windows are, `dims` the operand's dims
-    along which they lie.  `order` has, for each dim of what is looked up or written,
-    its place once the windows are apart: the indices' dims, then the elements of each
-    window, then the others.
+    The *values* are the result of a lookup, or the updates of a scatter.
+
+    Attributes:
+        wide: the components of an index whose windows are taken apart.
+        dims: the operand's dims along which those windows lie.
+        widths: the elements of each of those windows.
+        batch: the number of the indices' own dims.
+        order: for each dim of the values, its position once windows are apart.  The
+            indices' dims come first, then the elements of each window, then the rest.
     """
 
     wide: tuple[int, ...]
@@ -35,12 +40,12 @@ class Elements:
 
     @property
     def indexed(self) -> range:
-        """The dims of what is looked up or written for which there are indices."""
+        """The dims of the values for which there are indices."""
         return range(self.batch + len(self.dims))
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The dims that windows have beside, which stay as they are."""
+        """The other dims of the values, which stay dims of windows."""
         return tuple(range(self.indexed.stop, len(self.order)))
 
     def indices(self, indices: Any) -> Any:
@@ -58,11 +63,11 @@ class Elements:
         return indices
 
     def apart(self, values: Any) -> Any:
-        """What is written, in the order of the windows that are taken apart."""
+        """Updates, from the user's order of dims to `order`."""
         return _in_order(values, tuple(np.argsort(self.order).tolist()))
 
     def together(self, values: Any) -> Any:
-        """What is looked up, in the order of the windows as they were."""
+        """The result of a lookup, from `order` back to the user's order of dims."""
         return _in_order(values, self.order)
 
 
@@ -71,8 +76,8 @@ def elements_of(
 ) -> Elements:
     """How to take windows apart along dims that can be cut.
 
-    Of what is looked up or written, `windows` are the dims that lie along the dims
-    `present` of the operand; the others are the `batch` dims of the indices.
+    `windows` are the dims of the values that lie along the dims `present` of the
+    operand.  The other dims of the values are the `batch` dims of the indices.
     """
     wide = tuple(
         n

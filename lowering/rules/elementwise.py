@@ -1,4 +1,4 @@
-"""Dim rules of elementwise primitives, and of those that pass their operands on."""
+"""Dim rules of elementwise primitives, and of primitives that return their operands."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _TRANSCENDENTAL = (
     "tan",
     "tanh",
 )
-# Not cheap: each element is a series or a fraction of many terms.
+# These are not cheap: each element is a series or a fraction of many terms.
 _SPECIAL = (
     "bessel_i0e",
     "bessel_i1e",
@@ -110,8 +110,8 @@ _LOGICAL = (
     "shift_right_logical",
     "xor",
 )
-# A block cipher works element by element on its counters; the counters are not made
-# here, so a part of them gives that part of the bits.
+# A block cipher works element by element on counters that it gets as operands, so a
+# part of the counters gives that part of the bits.
 _CIPHERS = ("philox2x32", "philox4x32", "threefry2x32", "threefry4x32")
 _IDENTITIES = (
     "convert_element_type",
@@ -136,12 +136,12 @@ ELEMENTWISE = (
 CHEAP = frozenset(
     {*_ARITHMETIC, *_TRANSCENDENTAL, *_LOGICAL, *_IDENTITIES, "erf", "erfc", "erf_inv"}
 )
-"""The elementwise ones that take less time than to read their operands."""
+"""The elementwise primitives that take less time than reading their operands does."""
 
 COMPUTED_AGAIN = (CHEAP | VIEWS) - {"name"}
 """Primitives whose results are computed a second time rather than kept for long.
 
-A value that the user named for a policy (`checkpoint_name`) is kept.
+"name" is not among them: the user names a value (`checkpoint_name`) to keep it.
 """
 
 
@@ -160,7 +160,7 @@ def _stretched(dims: Dims, shape: Sequence[int], operand: Sequence[int]) -> Dims
     if not operand:
         return ()
     return tuple(
-        # What is stretched is there whole on each device.
+        # A dim of size 1 has no parts, so each device has all of it.
         dim if size == own else None
         for dim, size, own in zip(dims, shape, operand, strict=True)
     )
@@ -168,10 +168,10 @@ def _stretched(dims: Dims, shape: Sequence[int], operand: Sequence[int]) -> Dims
 
 @rule("reshard", "sharding_constraint")
 def constraint(eqn: JaxprEqn) -> DimRule:
-    """The identity: a constraint speaks to propagation, and no part can obey it."""
+    """The identity: layouts read the constraint, and a part has nothing left to do."""
     factors = Factors()
     dims = factors.dims(shape_of(eqn.invars[0]))
-    # Inside of a device's part there is no mesh axis left to name.
+    # All mesh axes are manual where a part runs, so JAX would refuse the constraint.
     return factors.rule([dims], [dims], _pass_on)
 
 
@@ -192,7 +192,7 @@ def optimization_barrier(eqn: JaxprEqn) -> DimRule:
 
 @rule("device_put")
 def device_put(eqn: JaxprEqn) -> DimRule:
-    """From memory to memory each device moves its part; between devices, all of it."""
+    """Between memories each device moves its part; between devices arrays are whole."""
     return optimization_barrier(eqn) if moves_memory(eqn) else without_factors(eqn)
 
 

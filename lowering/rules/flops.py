@@ -13,10 +13,10 @@ _PRODUCTS = ("dot_general", "scaled_dot", "scaled_matmul", "scaled_matmul_wrappe
 
 
 def flops_of(eqn: JaxprEqn) -> int:
-    """The operations of an equation on whole arrays, of all iterations in it.
+    """The operations of an equation on whole arrays, in all iterations of its bodies.
 
-    A contraction multiplies and adds; of anything else it is taken that there is one
-    operation for each element that it reads or makes, whichever are more.
+    A contraction multiplies and adds.  Any other equation counts one operation for each
+    element of its largest operand or result.
     """
     if eqn.primitive.name in _PRODUCTS:
         numbers = eqn.params.get("dimension_numbers", MATRICES)
@@ -27,7 +27,7 @@ def flops_of(eqn: JaxprEqn) -> int:
     bodies = list(jaxprs_in_params(eqn.params))
     if bodies:
         inside = sum(flops_of(inner) for body in bodies for inner in body.eqns)
-        # Of a `while` nothing says how often it goes round, so once counts.
+        # Only a scan says how often its body runs; the body of a `while` counts once.
         return inside * eqn.params.get("length", 1)
     sizes = (math.prod(shape_of(atom)) for atom in (*eqn.invars, *eqn.outvars))
     return max(sizes, default=0)

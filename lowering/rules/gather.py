@@ -1,7 +1,8 @@
-"""The dim rule of lookups, such as that of tokens in an embedding's table.
+"""The dim rule of lookups, such as the lookup of tokens in an embedding's table.
 
-A device that has some rows of the table gives those that it has, and for the others
-what changes no sum: what is looked up is then the sum over the devices.
+A device may have some rows of the table.  It gives the rows that it has, and for the
+others the neutral element of sums (-0.0 for floats, as 0.0 would lose the sign of a
+-0.0).  So the sum over the devices is the result.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from jhost.lowering.rules.rows import (
 def gather(eqn: JaxprEqn) -> DimRule:
     """Dims of the indices are factors, and so are operand dims gathered in full.
 
-    A batching dim is a dim of both the indices and the operand.  A dim of which single
-    elements are looked up is summed over: each part has some of them.
+    A batching dim is a dim of both the indices and the operand.  A dim whose single
+    elements are looked up is summed over, because each part has some of the elements.
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (shape_of(v) for v in eqn.invars)
@@ -61,7 +62,7 @@ def gather(eqn: JaxprEqn) -> DimRule:
     missing = (*numbers.collapsed_slice_dims, *batching)
     reducer = _reducer(eqn)
     factors = Factors()
-    # The last dim of the indices are the components of one.
+    # The last dim of the indices has the components of one index.
     batch = factors.dims(indices[:-1])
     window = factors.dims(operand, whole=(*missing, *differing(operand, sizes)))
     rows = rows_of(
@@ -85,7 +86,7 @@ def gather(eqn: JaxprEqn) -> DimRule:
 
 @rule("permute_rows")
 def permute_rows(eqn: JaxprEqn) -> DimRule:
-    """As many rows as the order has places, out of all rows; see `jhost._ragged`."""
+    """The rows that `order` names, taken out of all rows; see `jhost._ragged`."""
     rows, order, _ = (shape_of(v) for v in eqn.invars)
     factors = Factors()
     taken = factors.dims(order)
@@ -95,7 +96,7 @@ def permute_rows(eqn: JaxprEqn) -> DimRule:
 
 
 def _reducer(eqn: JaxprEqn) -> Reducer | None:
-    """What puts the results of parts together, if anything does."""
+    """The reducer of parts' results, or None where they cannot be added up."""
     dtype = aval_of(eqn.invars[0]).dtype
     if eqn.params["mode"] not in MODES or not can_be_summed(dtype):
         return None
@@ -105,7 +106,7 @@ def _reducer(eqn: JaxprEqn) -> Reducer | None:
 def _read(
     operand: Sequence[int], sizes: Sequence[int], missing: Collection[int]
 ) -> list[int]:
-    """The dims of which single elements are read, or at most half of the dim."""
+    """The dims that can be cut: at most half of the dim is read, or single elements."""
     return [
         dim
         for dim, (size, width) in enumerate(zip(operand, sizes, strict=True))
@@ -131,15 +132,16 @@ def _of_part(
     elements: Elements,
     shard: Shard,
 ) -> jax.Array:
-    """What the part at `shard` has of a lookup, and no more for what others have."""
+    """The result of a lookup in one part; the sum over all parts is the whole's."""
     operand, indices = args
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    if fills:  # so does JAX, and wider ones wrap round
+    if fills:  # JAX (0.10 to 0.12) does so too, and indices of 64 bits wrap round
         indices = lax.convert_element_type(indices, np.int32)
-    # Others out of bounds are clipped: by XLA even those that were promised to be in.
+    # In the other modes indices out of bounds are clipped, as XLA does it, even where
+    # the user promised that there are none.
     indices = rows.bounded(indices, clip=not fills)
-    # Indices of other parts' rows are clipped into this one, and what they find is
-    # replaced below.
+    # An index of another part's row is clipped into this part, and the wrong row that
+    # it finds is replaced below.
     local, here = rows.of_elements.found_in(shard, elements.indices(indices))
     numbers = eqn.params["dimension_numbers"]
     (found,) = bind(
@@ -159,11 +161,11 @@ def _of_part(
     def over_result(mask: Any) -> Any:
         return lax.broadcast_in_dim(mask, found.shape, range(mask.ndim))
 
-    # Selected, not multiplied: the table may hold infinities.
+    # Selected, not multiplied by 0: the table may hold infinities.
     nothing = lax.full_like(found, identity(sum_of(found.dtype), found.dtype))
     found = lax.select(over_result(here), found, nothing)
     if fills:
-        # One part alone fills in.
+        # The parts are added up, so only one of them gives the fill value.
         fill = lax.full_like(found, eqn.params["fill_value"])
         fill = lax.select(holds_first(shard, rows.cuttable), fill, nothing)
         found = lax.select(over_result(rows.in_bounds(indices)), found, fill)

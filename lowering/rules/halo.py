@@ -1,7 +1,7 @@
-"""The primitives of which windows are made on devices, and their rules.
+"""The primitives that make windows on devices, and their rules.
 
-No function of a user's has them: `layouts/exchange.py` writes them around the permutes
-that bring what neighbours have.
+No user's function has them: `layouts/exchange.py` writes them around the permutes that
+bring the elements of neighbours.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ def _window(
 
 
 _FEW_PLACES = 3
-"""For so many places of a piece it is selected which of them it has."""
+"""Up to so many places of a piece, selects pick its place; above it, a slice does.
+
+Selects fuse into what reads them, but there is one for each place.
+"""
 
 edge_p = define_primitive("edge", _edge)
-"""`size` elements of a dim, on the device of each number from its `starts` on."""
+"""`size` elements of a dim; `starts` has the first one for each device's number."""
 
 window_p = define_primitive("window", _window)
-"""`size` elements of a dim: pieces, each at its `places` by the device's number."""
+"""`size` elements of a dim, from pieces; `places` has each one's place by device."""
 
 
 @rule("edge")
@@ -79,7 +82,7 @@ def _of_devices(eqn: JaxprEqn, devices: int, rebind: Callable[..., Any]) -> DimR
 
 
 def _here(values: Sequence[int], shard: Shard) -> Any:
-    """What the device here has of a number for each: an int where all have one."""
+    """This device's entry of `values`: an int where all devices have the same."""
     if len(set(values)) == 1:
         return values[0]
     table = np.array(values, np.int32)
@@ -99,11 +102,12 @@ def _assembled(
     dim: int,
     size: int,
 ) -> Any:
-    """Pieces at their places; anything elsewhere, and what is outside is left out.
+    """Pieces at their places, cut at the ends, with any values between them.
 
-    `places` has those on all devices, and `here` the one on this device.
+    `places` has each piece's place on all devices, and `here` its place on this one.
     """
-    # XLA:CPU (of JAX 0.12) ends the process at a concatenation of less than bytes.
+    # XLA:CPU (of JAX 0.12) ends the process where dtypes narrower than a byte are
+    # concatenated.
     in_bytes = pieces[0].dtype == np.bool_ or bits(pieces[0].dtype) >= 8
     firsts = [at[0] for at in places if len(set(at)) == 1]
     lasts = [size - piece.shape[dim] for piece in pieces]
@@ -111,7 +115,7 @@ def _assembled(
         pairs = zip(firsts, lasts, strict=True)
         if all(0 <= at <= last for at, last in pairs):
             return _side_by_side(pieces, firsts, dim, size)
-    # Selected, not written one into another: XLA makes it where it is read.
+    # Selects, and no updates of one buffer: XLA fuses selects into what reads them.
     shape = list(pieces[0].shape)
     shape[dim] = size
     number = lax.broadcasted_iota(np.int32, shape, dim)
@@ -128,7 +132,7 @@ def _moved(piece: Any, table: Sequence[int], at: Any, dim: int, size: int) -> An
     length, nothing = piece.shape[dim], lax.full((), 0, piece.dtype)
     places = sorted({each for each in table if -length < each < size})
     if len(places) > _FEW_PLACES:
-        # As little longer as its places are apart: XLA may make it.
+        # XLA may store this array, so it is no longer than the places need.
         first, last = places[0], places[-1]
         wide = padded(piece, dim, nothing, (last, size - length - first))
         start = lax.clamp(np.int32(0), np.int32(last) - at, np.int32(last - first))
@@ -148,7 +152,7 @@ def _is(at: Any, place: int) -> Any:
 def _side_by_side(
     pieces: Sequence[Any], places: Sequence[int], dim: int, size: int
 ) -> Any:
-    """Pieces that share no place, with zeros between them."""
+    """Pieces that do not overlap, with zeros between them."""
     parts: list[Any] = []
     here = 0
     first = pieces[0]

@@ -1,9 +1,9 @@
 """Dim rules of slices and updates at computed indices.
 
-A device that has a part of an indexed dim reads what of the slice is there, and the sum
-over the devices is the slice.  It writes what of an update falls into its part.  So
-nothing but a small slice moves, wherever an index points.  Indices are brought into
-the bounds of the whole first, as JAX does.
+A device that has a part of an indexed dim reads the elements of the slice that it has,
+and the sum over the devices is the slice.  It writes the elements of an update that
+fall into its part.  So only a small slice moves, wherever an index points.  Indices are
+clamped to the bounds of the whole first, as JAX does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jhost.lowering.rules.windows import has_windows, slice_or_fill
 
 @rule("dynamic_slice")
 def dynamic_slice(eqn: JaxprEqn) -> DimRule:
-    """All dims are factors, but for those of which much is left and not all."""
+    """All dims are factors, except those that keep more than half, and not all."""
     operand, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     dtype = aval_of(eqn.invars[0]).dtype
     indexed = differing(operand, sizes)
@@ -62,7 +62,7 @@ def dynamic_slice(eqn: JaxprEqn) -> DimRule:
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(eqn: JaxprEqn) -> DimRule:
-    """All dims are factors; what is written is whole along indexed ones."""
+    """All dims are factors; the update itself stays whole along indexed dims."""
     operand, sizes = (shape_of(v) for v in eqn.invars[:2])
     written = differing(operand, sizes)
     if not has_windows(eqn) or max(operand, default=0) > MOST_POSITIONS:
@@ -99,7 +99,7 @@ def _dims(
 
 
 def _of_indices(made: DimRule, dims: Dims, indexed: Collection[int]) -> DimRule:
-    """The rule, of which indices pick steps along some dims."""
+    """The rule `made`, with indices that pick steps along the dims `indexed`."""
     pairs = enumerate(dims)
     picked = frozenset(m.factor for dim, m in pairs if m and dim in indexed)
     return dataclasses.replace(made, counted=picked, picked=picked)
@@ -108,7 +108,7 @@ def _of_indices(made: DimRule, dims: Dims, indexed: Collection[int]) -> DimRule:
 def _are_cut(
     dims: Dims, indexed: Collection[int], shape: Sequence[int], shard: Shard
 ) -> bool:
-    """Whether some indexed dim is not as in the whole, which has that `shape`."""
+    """Whether some indexed dim is not whole; the whole has that `shape`."""
     mapped = ((dims[dim], shape[dim]) for dim in indexed)
     return any(m is not None and shard.size(m.factor) != n for m, n in mapped)
 
@@ -120,8 +120,8 @@ def _are_cut(
 class _Place:
     """Where a slice of `size` elements stands along a dim of a part.
 
-    It begins at `start`, which may be before the part or behind it.  All of it that is
-    there is among the `taken` elements of the part from `nearest` on.
+    The slice begins at `start`, which may be before the part or behind it.  The
+    elements that the part has of it are among its `taken` elements from `nearest` on.
     """
 
     start: Any
@@ -144,7 +144,7 @@ def _places(
 
     def place(dim: int) -> _Place:
         whole, size, part = shapes[0][dim], shapes[1][dim], x.shape[dim]
-        # All of the whole, and so of the part: the one start in bounds is 0.
+        # The slice is as long as the dim, so 0 is the only start in bounds.
         if whole == size:
             return _Place(start=np.int32(0), nearest=np.int32(0), size=part, taken=part)
         start, mapped = _clamped(starts[dim], whole - size), dims[dim]
@@ -160,20 +160,20 @@ def _places(
 def _clamped(start: Any, last: int) -> Any:
     """An index brought into the bounds from 0 to `last`, as int32."""
     start = jnp.asarray(start)
-    # A narrow dtype may not reach so far.
+    # `last` may be more than a narrow dtype can hold, and would wrap round in it.
     last = min(last, jnp.iinfo(start.dtype).max)
     zero, end = (np.array(bound, start.dtype) for bound in (0, last))
     return lax.convert_element_type(lax.clamp(zero, start, end), np.int32)
 
 
 def _read(x: Any, places: Sequence[_Place], dims: Collection[int]) -> Any:
-    """What of a slice is in a part, and elsewhere what changes no sum."""
+    """A slice with the elements that a part has, and elsewhere what changes no sum."""
     taken = [place.taken for place in places]
     found = lax.dynamic_slice(x, [place.nearest for place in places], taken)
     nothing = identity(sum_of(x.dtype), x.dtype)
     for dim in dims:
         place = places[dim]
-        # An element of the slice is so much further on in what is taken.
+        # Element 0 of the slice is at `ahead` among the elements taken.
         ahead = lax.sub(place.start, place.nearest)
         found = slice_or_fill(found, dim, ahead, place.size, nothing)
     return found
@@ -182,12 +182,12 @@ def _read(x: Any, places: Sequence[_Place], dims: Collection[int]) -> Any:
 def _written(
     x: Any, new: Any, places: Sequence[_Place], dims: Collection[int]
 ) -> list[Any]:
-    """The operands of an update of a part by what of `new` falls into it."""
+    """The operands of an update that writes into a part what of `new` falls there."""
     shape = [place.taken for place in places]
     falls_here = lax.full(shape, True)
     for dim in dims:
         place = places[dim]
-        # The first that is taken is so much behind the first of the update.
+        # The first element taken is element `behind` of the update.
         behind = lax.sub(place.nearest, place.start)
         number = lax.broadcasted_iota(np.int32, shape, dim) + behind
         inside = lax.bitwise_and(number >= 0, number < np.int32(place.size))
@@ -196,6 +196,7 @@ def _written(
             zero = lax.full((), 0, new.dtype)
             new = slice_or_fill(new, dim, behind, place.taken, zero)
     nearest = [place.nearest for place in places]
-    # Where nothing is written stays what was there, so that XLA writes in place.
+    # The old elements stay where nothing is written.  Only the slice is selected, and
+    # not the part: so XLA writes in place.
     old = lax.dynamic_slice(x, nearest, shape)
     return [x, lax.select(falls_here, new, old), *nearest]

@@ -1,11 +1,14 @@
-"""Over which reductions an equation distributes: f(a + b, c) = f(a, c) + f(b, c).
+"""The reductions that an equation distributes over: f(a + b, c) = f(a, c) + f(b, c).
 
-A partial sum may then stay partial through the equation, and what comes out is reduced
-instead.  The other reducers distribute over what only arranges elements, and over
-reductions of their own kind.  Integers stay exact: they wrap round alike either way.
-Factors of a product are taken to be finite, as a sum in another order takes what it
-adds to be; a divisor is often 0.  A sum that cancels and is then negated is 0.0 instead
-of -0.0; terms that are all zeros keep their sign.
+A partial sum may then stay partial through the equation, and the result is reduced
+instead.  Equations that only arrange elements distribute over every reducer, and
+reductions over their own kind.
+
+Integers stay exact: they wrap round alike either way.  The factors of a product are
+assumed to be finite, as every change of a sum's order assumes of its terms.  A divisor
+is not assumed to differ from 0, because divisors often are 0.  Signs of zero: a sum
+that cancels and is then negated gives 0.0 instead of -0.0; terms that are all zeros
+keep their sign.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from jhost._jax import aval_of
 from jhost.lowering.rules.reducers import Reducer
 
 OperandSet: TypeAlias = frozenset[int]
-"""Operands, by position, over whose reduction together an equation distributes."""
+"""Positions of operands; an equation distributes over a reduction of all of them."""
 
 _ARRANGING = (
     "broadcast_in_dim",
@@ -39,7 +42,7 @@ _ARRANGING = (
     "transpose",
     "unstack",
 )
-"""The first operand's elements, and no others, in another order or number."""
+"""Primitives that return the first operand's elements in another order or number."""
 
 _ARRANGING_ALL = ("concatenate", "stack")
 
@@ -61,7 +64,7 @@ def distributes(eqn: JaxprEqn, reducer: Reducer) -> tuple[OperandSet, ...]:
     if name in _ARRANGING_ALL:
         return (frozenset(range(len(eqn.invars))),)
     if name == "select_n":
-        # Not the predicate, which picks among terms and is none.
+        # The predicate picks among terms and is not one itself.
         return (frozenset(range(1, len(eqn.invars))),)
     if reducer == "sum" and name in _LINEAR:
         return _LINEAR[name](eqn)
@@ -77,12 +80,12 @@ def _alone(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 
 def _together(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    # All at once: an operand that is whole would be added by each device.
+    # All operands at once: each device would add a whole operand once more.
     return (frozenset(range(len(eqn.invars))),)
 
 
 def _product(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """Either factor, the other one held; a wider result would not wrap round alike."""
+    """Either factor, if dtypes agree: a wider result would not wrap round alike."""
     dtypes = [aval_of(atom).dtype for atom in (*eqn.invars[:2], *eqn.outvars)]
     if not all(_keeps_sums(dtype, dtypes[-1]) for dtype in dtypes):
         return ()
@@ -90,7 +93,7 @@ def _product(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 
 def _quotient(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """The dividend, where the divisor is not 0, unless integers are rounded."""
+    """The dividend of floats, where the divisor is known and not 0."""
     divisor = eqn.invars[1]
     exact = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
     known = isinstance(divisor, Literal) and divisor.val != 0
@@ -103,16 +106,17 @@ def _conversion(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
 
 
 def _padding(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """With zeros: each device adds its own padding."""
+    """The operand, if the padding is zeros: each device adds its own padding."""
     value = eqn.invars[1]
     zeros = isinstance(value, Literal) and value.val == 0
     return (frozenset({0}),) if zeros else ()
 
 
 def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
-    """Whether sums may be made after a conversion instead of before.
+    """Whether a sum may be made after a conversion instead of before it.
 
-    Floats must not lose precision; integers may, and wrap round alike, but not gain.
+    Floats must not lose precision.  Integers may get narrower, as both ways wrap round
+    alike, but not wider: the narrow sum wraps round, and the wide one does not.
     """
     if source == target:
         return True
@@ -122,7 +126,7 @@ def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _updates(eqn: JaxprEqn) -> tuple[OperandSet, ...]:
-    """What is added to, and what is added at the indices."""
+    """The operand and the updates together; the indices stay as they are."""
     del eqn
     return (frozenset({0, 2}),)
 

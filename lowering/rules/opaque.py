@@ -1,6 +1,7 @@
-"""The primitives without factors, which are kept whole, and why.
+"""The primitives without factors, whose arrays are whole, and why.
 
-Names are those of JAX 0.10 to 0.12.
+Users read the reasons in `explain` and in warnings.  The names are those of JAX 0.10
+to 0.12; a test compares them with the primitives that JAX has.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from jhost.lowering.rules.dim_rule import opaque
 # --- Bodies that stay closed --------------------------------------------------- #
 
 opaque(
-    "control flow stays one equation, and its body was traced for whole arrays",
+    "its body was traced for whole arrays, and jhost does not open it here",
     "cond",
     "platform_index",
     "scan",
     "while",
 )
 opaque(
-    "the call means something to JAX or XLA that its inlined body would lose",
+    "the call has a meaning for JAX or XLA that its inlined body would lose",
     "call_exported",
     "call_hi_primitive",
     "call_hi_primitive_linearized",
@@ -29,12 +30,12 @@ opaque(
     "xla_metadata_call",
 )
 opaque(
-    "a solver's matrix is a function, traced for whole arrays",
+    "the solver's matrix is a function that was traced for whole arrays",
     "custom_linear_solve",
     "linear_call",
 )
 opaque(
-    "it stands for a derivative that is still to be taken",
+    "it stands for a derivative that JAX has not taken yet",
     "custom_jvp_call_jaxpr",
     "custom_lin",
     "remat_opt",
@@ -59,7 +60,7 @@ opaque(
     "pure_callback",
 )
 opaque(
-    "the dims of a sparse array are in its indices",
+    "the indices of a sparse array say where its elements are, and not its dims",
     "bcoo_dot_general",
     "bcoo_dot_general_sampled",
     "bcoo_extract",
@@ -94,16 +95,16 @@ opaque(
     "host_local_array_to_global_array",
 )
 opaque("the kernel works on whole sequences", "rnn_bwd", "rnn_fwd")
-opaque("the check is of whole arrays", "check", "shape_assertion")
+opaque("the check is for whole arrays", "check", "shape_assertion")
 opaque(
-    "a kernel says nothing of how its operands and results are related",
+    "the kernel does not say how its results come from its operands",
     "cudnn_fusion",
     "ffi_call",
     "mpmd_map",
     "pallas_call",
 )
 opaque(
-    "how the elements are laid out is known to the extended dtype alone",
+    "only the extended dtype knows how its elements are laid out",
     "from_edtype",
     "to_edtype",
 )
@@ -117,7 +118,7 @@ opaque(
     "rng_uniform",
 )
 opaque(
-    "a size is that of the whole array",
+    "its result is the size of the whole array",
     "dim_as_value",
     "dimension_size",
 )
@@ -162,7 +163,7 @@ opaque(
     "unpin",
 )
 opaque(
-    "it belongs to the body of a shard_map",
+    "it has a meaning only in the body of a `shard_map`",
     "all_gather",
     "all_gather_done",
     "all_gather_invariant",

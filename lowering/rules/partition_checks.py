@@ -1,4 +1,7 @@
-"""What JAX refuses of a `custom_partitioning` while XLA partitions a program."""
+"""A check of `custom_partitioning` that JAX makes while XLA partitions a program.
+
+jhost's programs are partitioned already, so JAX's own check never runs for them.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,9 @@ from jhost.lowering.rules.partitioning import FactorNames, Named, shard_types
 
 
 def broken_promise(eqn: JaxprEqn, mesh: AbstractMesh) -> str | None:
-    """What is wrong with a `partition` that never makes shards of the shapes it says.
+    """The error of a `partition` whose shards never have the shapes that it promises.
 
-    JAX finds it while XLA partitions a program; here the function is called as it is
-    written.  None, if shards are right however the operands lie, or somehow.
+    None if they have these shapes in some layout.
     """
     found: list[str | None] = []
     for operands, results in _layouts(eqn, mesh):
@@ -28,7 +30,8 @@ def broken_promise(eqn: JaxprEqn, mesh: AbstractMesh) -> str | None:
             found.append(_mismatch(eqn, mesh, operands, results))
         except Exception:  # it may not take shards of these sizes
             continue
-    # It may be right for some layouts alone, and which one XLA takes is not known here.
+    # A `partition` may be written for some layouts only, and nobody knows here which
+    # layout XLA would take.  So one that is right is enough.
     return found[0] if found and all(found) else None
 
 
@@ -36,7 +39,7 @@ _Specs: TypeAlias = list[PartitionSpec]
 
 
 def _layouts(eqn: JaxprEqn, mesh: AbstractMesh) -> Iterator[tuple[_Specs, _Specs]]:
-    """All whole, then each factor that has a name over each axis."""
+    """Layouts to try: all whole, then each named factor over each axis."""
     yield [PartitionSpec()] * len(eqn.invars), [PartitionSpec()] * len(eqn.outvars)
     notation = eqn.params["sharding_rule"]
     if not isinstance(notation, SdyShardingRule):
@@ -56,7 +59,7 @@ def _layouts(eqn: JaxprEqn, mesh: AbstractMesh) -> Iterator[tuple[_Specs, _Specs
 def _mismatch(
     eqn: JaxprEqn, mesh: AbstractMesh, in_specs: _Specs, out_specs: _Specs
 ) -> str | None:
-    """How the results on shards differ from the shards of the results."""
+    """How the results on shards differ from the shards that `partition` promises."""
     operands, results = (
         [
             jax.ShapeDtypeStruct(
@@ -81,7 +84,7 @@ def _mismatch(
     made = [(aval.shape, aval.dtype) for aval in found]
     if made == [(part.shape, part.dtype) for part in promised]:
         return None
-    return f"{_shapes_text(found)} are not {_shapes_text(promised)}"
+    return f"made {_shapes_text(found)} but promised {_shapes_text(promised)}"
 
 
 def _shapes_text(arrays: Sequence[Any]) -> str:

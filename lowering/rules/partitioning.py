@@ -1,9 +1,9 @@
 """The dim rule of `custom_partitioning`: what its author says in Shardy's notation.
 
-`b s d, d f -> b s f` names factors as dim rules do.  What runs on parts is what the
-author's `partition` makes for shards of those sizes, and a factor counts only if that
-works on trial: shards stay where they are, nothing is communicated but the sums that
-the notation names, and what runs is the same however many shards there are.
+`b s d, d f -> b s f` names factors as dim rules do.  A part runs the function that the
+author's `partition` returns for shards of that size.  A factor counts only if this
+works on trial: shards stay where they are, the function communicates nothing but the
+sums that the notation names, and it is the same for any number of shards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def custom_partitioning(eqn: JaxprEqn) -> DimRule:
     """The factors that the notation names, as far as their parts can be worked on."""
     notation = eqn.params["sharding_rule"]
     if not isinstance(notation, SdyShardingRule) or eqn.params["partition"] is None:
-        return without_factors(eqn, "its partitioning has no rule that names factors")
+        return without_factors(eqn, "it has no `sharding_rule` that names factors")
     named = Named(eqn, notation)
     if not named.candidates():
-        return without_factors(eqn, "its rule names no factor that could be cut")
+        return without_factors(eqn, "its `sharding_rule` names no factor to cut")
     working = [n for n in named.candidates() if _works(eqn, named.rule([n]))]
     made = named.rule(working)
     if not working or not _works(eqn, made):
-        return without_factors(eqn, "its `partition` works on no part by itself")
+        return without_factors(eqn, "its `partition` cannot work on a part by itself")
     return made
 
 
@@ -73,13 +73,14 @@ class Named:
     def value(self, mapping: Sequence[Any], shape: Sequence[int]) -> FactorNames:
         dims = list(_spelled(mapping, len(shape)))
         for names, size in zip(dims, shape, strict=True):
-            self.whole.update(names[1:])  # their parts do not stand together
+            # A part of a minor factor is not a stretch of the dim.
+            self.whole.update(names[1:])
             if len(names) == 1 and self.sizes.setdefault(names[0], size) != size:
                 self.whole.add(names[0])
         return dims
 
     def candidates(self) -> list[str]:
-        """The factors that some operand follows, and all results or, reduced, none."""
+        """The factors of operands that all results follow, or no result if reduced."""
         given = {names[0] for dims in self.operands for names in dims}
         made = [{names[0] for names in dims} for dims in self.results]
         return [
@@ -114,7 +115,7 @@ class Named:
 
 
 def _spelled(mapping: Sequence[Any], rank: int) -> Iterator[tuple[str, ...]]:
-    """The names of each dim; those that `...` stands for are counted."""
+    """The names of each dim; the dims of a `...` are numbered."""
     for names in mapping:
         if isinstance(names, str) and names.startswith(BATCHING):
             group = names.removeprefix(BATCHING) or "0"
@@ -127,12 +128,12 @@ def _spelled(mapping: Sequence[Any], rank: int) -> Iterator[tuple[str, ...]]:
 # --- Parts -------------------------------------------------------------------------- #
 
 _AXIS = "jhost_shards_of_factor_"
-# JAX writes the second where it follows over which axes values vary.
+# JAX (0.10 to 0.12) binds the second where types say over which axes values vary.
 _SUMS = ("psum", "psum_invariant")
 
 
 class _WholeAsShard:
-    """The place of the whole, as one shard of a larger array."""
+    """A `Shard` that is the whole array, taken for one shard of a larger array."""
 
     accumulator, zigzag = None, 1
 
@@ -157,14 +158,15 @@ def _works(eqn: JaxprEqn, made: DimRule) -> bool:
     """Whether `partition` works on the parts of all factors at once."""
     shard = _WholeAsShard(made.sizes)
     try:
-        # What depends on the number of shards is another program for each.
+        # Two counts: a function that depends on the number of shards differs in them.
         two, three = (_program(eqn, made, shard, shards) for shards in (2, 3))
-    except Exception:  # what the author's code makes of these shards is its own matter
+    except Exception:  # the author's code may raise anything for shards it cannot take
         return False
     if two is None or three is None:
         return False
     shapes = [*map(shape_of, two.jaxpr.outvars)]
-    # As text: variables of two jaxprs are never equal, and their names are given anew.
+    # Compared as text: variables of two jaxprs are never equal, but their printed names
+    # begin anew in each.
     same = str(two) == str(three) and all(map(_equal, two.consts, three.consts))
     return same and _AXIS not in str(two) and shapes == [*map(shape_of, eqn.outvars)]
 
@@ -174,7 +176,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], shard: Shard) -> list[Any]:
-    # As on trial: it is the same for any number of shards.
+    # Two shards, as on trial: the program is the same for any number of them.
     program = _program(eqn, made, shard, 2)
     assert program is not None, "it worked on trial"
     return evaluate(program, args)
@@ -183,9 +185,9 @@ def _run(eqn: JaxprEqn, made: DimRule, args: Sequence[Any], shard: Shard) -> lis
 def _program(
     eqn: JaxprEqn, made: DimRule, shard: Shard, shards: int
 ) -> ClosedJaxpr | None:
-    """What `partition` has a device do, but for the sums of its results.
+    """What `partition` makes a device run, without the sums of its results.
 
-    None where it wants other shards, or sums less than the rule.
+    None where it wants other shards, or does not sum all that the rule sums.
     """
     names = [f"{_AXIS}{factor}" for factor in range(len(made.sizes))]
     mesh = AbstractMesh((shards,) * len(names), tuple(names))
@@ -213,7 +215,7 @@ def _program(
 def _shards(
     atoms: Sequence[Any], maps: Sequence[Dims], shard: Shard, mesh: AbstractMesh
 ) -> list[Any]:
-    """Arrays of which the parts at `shard` are the shards."""
+    """Whole arrays whose shards are the parts at `shard`."""
     found: list[Any] = []
     for atom, dims in zip(atoms, maps, strict=True):
         local = part_shape(dims, shape_of(atom), shard)
@@ -235,7 +237,7 @@ def shard_types(wholes: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 
 def _spec(sharding: Any) -> list[tuple[str, ...]]:
-    """The axes of each dim, as far as there are any."""
+    """The axes of each dim, without empty ones at the end, so that specs compare."""
     axes = [
         () if names is None else (names,) if isinstance(names, str) else tuple(names)
         for names in sharding.spec
@@ -246,7 +248,7 @@ def _spec(sharding: Any) -> list[tuple[str, ...]]:
 
 
 def _without_sums(traced: ClosedJaxpr, axes: set[str]) -> ClosedJaxpr | None:
-    """The program with the terms of its results; None where they are not summed."""
+    """The program up to the sums of its results; None where a result is not a sum."""
     sums = [
         eqn
         for eqn in traced.eqns

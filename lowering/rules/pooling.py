@@ -57,7 +57,7 @@ def windows(eqn: JaxprEqn) -> DimRule:
 
 
 def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
-    """What a window reads that slides over a dim."""
+    """The elements that a window reads while it slides over a dim."""
     params = eqn.params
     apart = params["window_dilation"][dim]
     return WindowReads(
@@ -71,7 +71,7 @@ def reads_of(eqn: JaxprEqn, dim: int, size: int) -> WindowReads:
 
 
 def _fills(eqn: JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What each operand has where its padding is, out of the operands."""
+    """Gives, from the operands, the value that pads each of them."""
     name = eqn.primitive.name
     if name == "reduce_window":
         return lambda args: args[len(args) // 2 :]
@@ -103,14 +103,14 @@ def _rebind(dims: Dims, fills_of: Callable[[Sequence[Any]], Sequence[Any]]) -> R
     return rebind
 
 
-# --- Back to what a maximum came from ---------------------------------------- #
+# --- The gradient of a maximum in windows ------------------------------------ #
 
 
 @rule("select_and_scatter_add")
 def scattered(eqn: JaxprEqn) -> DimRule:
-    """A step of a dim's factor is what lies between the starts of two windows.
+    """A step of a dim's factor is the stretch between the starts of two windows.
 
-    It reads the windows that reach it, and the values that these hand back.
+    It reads all windows that reach into it, and the cotangent of each of them.
     """
     source, operand = (shape_of(v) for v in eqn.invars)
     factors = Factors()
@@ -127,12 +127,13 @@ def scattered(eqn: JaxprEqn) -> DimRule:
 def _handed_back(
     factors: Factors, eqn: JaxprEqn, dim: int, count: int, size: int
 ) -> tuple[FactorDim | None, FactorDim | None, FactorDim | None]:
-    """How the values, the windows and the result of one dim follow a factor."""
+    """How the cotangents, the operand and the result of one dim follow a factor."""
     names = "window_dimensions", "window_strides", "padding"
     extent, stride, (low, _) = (eqn.params[name][dim] for name in names)
+    # Otherwise some elements belong to no step, or to a part of one.
     if size != stride * count or not size:
         return None, None, None
-    # The windows that reach the places from `stride * i` on, counted from the i-th.
+    # Windows `i + first` to `i + last` reach into the stretch of step i.
     first, last = -(-(low - extent + 1) // stride), (stride - 1 + low) // stride
     factor = factors.new(count)
     reached = WindowReads(
@@ -145,7 +146,8 @@ def _handed_back(
         extent=(last - first) * stride + extent,
         steps=(0, count),
     )
-    if read.first == 0 and read.extent <= stride:  # of its own elements
+    # Windows do not overlap: each step reads its own elements.
+    if read.first == 0 and read.extent <= stride:
         return FactorDim(factor), FactorDim(factor, stride), FactorDim(factor, stride)
     values, windows = (FactorDim(factor, reads=each) for each in (reached, read))
     return values, windows, FactorDim(factor, stride)

@@ -20,31 +20,34 @@ INLINED: frozenset[str] = frozenset(
         "remat2",
     }
 )
-"""Calls of JAX's that lowering replaces by their bodies, so that no rule meets them."""
+"""Calls of JAX's that lowering replaces with their bodies, so they need no rules."""
 
 CALLS = INLINED | {"jhost"}
-"""All that it replaces so."""
+"""All calls that lowering replaces with their bodies."""
 
 PLAIN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
-"""The calls that mean their bodies and no more to every transform of JAX's.
+"""The calls that mean no more than their bodies to every transform of JAX's.
 
-The others say how they are differentiated, or what is kept for that.
+The other calls say how they are differentiated, or what is kept for it.
 """
 
 MARKS = frozenset({"stream", "serial", "shard", "sharding_constraint"})
-"""What the user says of a value; lowering takes them up."""
+"""Primitives by which the user says something of a value; lowering reads them."""
 
 IDENTITIES = MARKS | {"copy"}
-"""Equations that hand their operand on; lowering speaks of the value itself."""
+"""Primitives that return their operand; lowering works on the operand itself."""
 
 CONTROL_FLOW = frozenset({"cond", "scan", "while"})
-"""What has programs for bodies."""
+"""Primitives whose bodies become programs."""
 
 VIEWS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "transpose"})
-"""What computes nothing: XLA makes it where it is read."""
+"""Primitives that compute nothing: XLA fuses them into the reader."""
 
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
-"""Not `pure_callback`, which may be called any number of times."""
+"""Callbacks whose calls the user sees.
+
+`pure_callback` is not one: JAX may call it any number of times.
+"""
 
 
 def called_body(eqn: JaxprEqn) -> Any:
@@ -55,10 +58,10 @@ def called_body(eqn: JaxprEqn) -> Any:
 
 
 def keeps_its_barrier(eqn: JaxprEqn) -> bool:
-    """Whether it is a `remat` whose body must not be found in the forward's values.
+    """Whether it is a `remat` that must compute its body a second time.
 
-    remat's lowering rule has a barrier there: without it XLA finds them again and keeps
-    them instead of computing them twice.
+    JAX's own lowering of remat puts a barrier there.  Without one, XLA finds the same
+    values in the forward, keeps them, and computes nothing twice.
     """
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse"))
 
@@ -66,13 +69,13 @@ def keeps_its_barrier(eqn: JaxprEqn) -> bool:
 def has_callback(eqn: JaxprEqn) -> bool:
     """Whether the equation calls the host, itself or in a body, for all devices."""
     if eqn.primitive.name == "shard_map":
-        return False  # its body is each device's own
+        return False  # each device runs the body, and so the callback, by itself
     if eqn.primitive.name in CALLBACKS:
-        return not eqn.params.get("partitioned")  # each device speaks for itself
+        return not eqn.params.get("partitioned")  # each device calls for its own part
     bodies = jaxprs_in_params(eqn.params) if eqn.effects else ()
     return any(has_callback(inner) for body in bodies for inner in body.eqns)
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether it hands its operands on, none before all are there."""
+    """Whether it returns its operands, but none of them before all are there."""
     return eqn.primitive.name == "optimization_barrier"

@@ -1,10 +1,11 @@
 """The dim rule of products with groups of rows, such as those of experts.
 
-JAX's products run as `jhost.ragged_dot` does, which has kernels for GPUs.
+`jax.lax.ragged_dot_general` runs as `jhost.ragged_dot` does, which has kernels for
+GPUs.
 
-A device that has the weights of some groups multiplies the rows of these and gives 0
-for the others: the result is then the sum over the devices, and the gradient of the
-weights lies where they do.
+A device may have the weights of some groups.  It multiplies the rows of its groups and
+gives 0 for other rows, so the sum over the devices is the result.  The gradient of the
+weights is then on the devices that have the weights.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ from jhost.lowering.rules.reducers import Reducer, sum_of
 from jhost.lowering.rules.rows import can_be_summed
 
 _FORMS: dict[Any, Form] = {numbers(form, batch=0): form for form in get_args(Form)}
-"""The forms of JAX's products; all of those of matrices and their derivatives."""
+"""The dimension numbers that `jhost.ragged_dot` has a form for.
+
+They are those of `jax.lax.ragged_dot` and of its derivatives.
+"""
 
 
 @rule("ragged_dot_general", ragged_dot_p.name)
 def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     """As `dot_general`, with a ragged dim that is counted, and groups that are picked.
 
-    A part of the ragged dim has as many elements of each group as lie in it, and a part
-    of the groups is of the elements that lie in these.
+    A part of the ragged dim counts how many of its rows are in each group.  A part of
+    the groups works on the rows that are in its groups.
     """
     numbered = _numbers(eqn)
     (ragged,) = numbered.lhs_ragged_dimensions
@@ -54,11 +58,13 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     lhs, rhs, out = product(factors, eqn, products, of_rhs)
     groups = _groups(factors, eqn, ragged, products)
     rhs = tuple(groups if dim in of_rhs else mapped for dim, mapped in enumerate(rhs))
-    # A contraction of rows has a result for each group: in front, or behind batches.
+    # A contraction of the rows has a result for each group.  JAX puts that dim in
+    # front, and jhost's primitive puts it behind the batch dims.
     if len(out) < len(shape_of(eqn.outvars[0])):
         front = len(products[1][0]) if eqn.primitive is ragged_dot_p else 0
         out = (*out[:front], groups, *out[front:])
-    # Sizes of groups are the same along all other dims, or have these in front.
+    # Sizes of groups may differ along the dims in front of the ragged one; then the
+    # sizes have these dims too.
     ahead = tuple(lhs[dim] for dim in _ahead(len(lhs), ragged, products))
     sizes = (*ahead[: len(shape_of(eqn.invars[2])) - 1], None)
     grouped = _Grouped(rows=lhs[ragged], groups=groups, maps=(lhs, rhs, sizes, out))
@@ -66,16 +72,16 @@ def ragged_dot_general(eqn: JaxprEqn) -> DimRule:
     picked = frozenset[int]() if groups is None else frozenset({groups.factor})
     return dataclasses.replace(
         made,
-        # A part has to find out which of its rows are of which group.
+        # The positions of a part's rows say which group each of them is in.
         counted=picked | {lhs[ragged].factor},
         picked=picked,
-        reason="which part is a group's is computed",
+        reason="the devices compute where the rows of each group are",
         matmul=lambda shard: grouped.matmul(made, shard),
     )
 
 
 def _numbers(eqn: JaxprEqn) -> Any:
-    """What `jax.lax.ragged_dot_general` is told of dims."""
+    """The dimension numbers, as in `jax.lax.ragged_dot_general`."""
     if eqn.primitive is ragged_dot_p:
         return numbers(eqn.params["form"], batch=len(shape_of(eqn.invars[0])) - 2)
     return eqn.params["ragged_dot_dimension_numbers"]
@@ -84,7 +90,7 @@ def _numbers(eqn: JaxprEqn) -> Any:
 def _groups(
     factors: Factors, eqn: JaxprEqn, ragged: int, numbers: DotNumbers
 ) -> FactorDim | None:
-    """The groups, if values have a dim of them: a ragged batch has none."""
+    """The groups as a dim of the values, or None where they cannot be cut."""
     (contracted, _), (batch, _) = numbers
     count = shape_of(eqn.invars[2])[-1]
     dtype = aval_of(eqn.outvars[0]).dtype
@@ -106,7 +112,7 @@ def _ahead(rank: int, ragged: int, numbers: DotNumbers) -> list[int]:
 
 
 def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-    """As `rebind_product`; one of JAX's becomes one of jhost's that has its form."""
+    """As `rebind_product`, but a JAX primitive becomes jhost's if that has the form."""
     form = None if eqn.primitive is ragged_dot_p else _FORMS.get(_numbers(eqn))
     if form is None or eqn.params["group_offset"] is not None:
         return rebind_product(eqn, args, shard)
@@ -118,28 +124,36 @@ def _rebind_product(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[An
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Grouped:
-    """Which factors are rows in groups, and groups; maps of the operands and results"""
+    """A product by groups.
+
+    Attributes:
+        rows: the ragged dim.
+        groups: the groups, or None where they cannot be cut.
+        maps: the maps of lhs, rhs, the sizes of groups, and the result.
+    """
 
     rows: FactorDim
     groups: FactorDim | None
     maps: tuple[Dims, Dims, Dims, Dims]
 
     def rebind(self, eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        """Counts what of each group is among the rows here, and begins with its own."""
+        """Multiplies the rows here with the groups here, by counts of the rows here."""
         lhs, rhs, sizes = args
         rows = shape_of(eqn.invars[0])[self.maps[0].index(self.rows)]
         fewer = self.groups and shard.size(self.groups.factor) != sizes.shape[-1]
         if not fewer and shard.size(self.rows.factor) == rows:
             return _rebind_product(eqn, args, shard)
-        # Where each group ends in the whole, then how many rows here stand before that.
+        # `ends`: where each group ends in the whole, then how many rows here are before
+        # that end.  The counts of rows here are the differences.
         ends = jnp.cumsum(sizes, axis=-1).astype(np.int32)
         positions = shard.positions(self.rows.factor)
         ends = jnp.searchsorted(positions, ends, method="compare_all")
         counts = jnp.diff(ends, prepend=0)
         if not fewer:
             return _rebind_product(eqn, [lhs, rhs, counts.astype(sizes.dtype)], shard)
-        # The rows of the groups here are turned to the front, and back: so no more are
-        # multiplied, and those behind all groups are 0.
+        # The product begins with row 0, and gives 0 for rows behind all groups.  So the
+        # rows of the groups here are rotated to the front, and their results back: no
+        # other row is multiplied.
         before = self._here(ends - counts, shard)[..., 0]
         counts = self._here(counts, shard).astype(sizes.dtype)
         lhs, rhs = (self._turned(i, x, before) for i, x in enumerate((lhs, rhs)))
@@ -147,7 +161,7 @@ class _Grouped:
         return [self._turned(3, out, -before)]
 
     def _here(self, x: Any, shard: Shard) -> Any:
-        """What `x` says of the groups here: 0 of those with which they are padded."""
+        """The entries of `x` for the groups here; 0 for groups that are padding."""
         assert self.groups is not None
         count = shard.size(self.groups.factor)
         first = lax.index_in_dim(shard.positions(self.groups.factor), 0, keepdims=False)
@@ -156,7 +170,7 @@ class _Grouped:
         return lax.dynamic_slice_in_dim(padded, first, count, x.ndim - 1)
 
     def _turned(self, value: int, x: Any, by: Any) -> Any:
-        """`x`, the value of that map, with its rows turned by so many."""
+        """`x`, which `self.maps[value]` maps, with its rows rotated by `by`."""
         dims = self.maps[value]
         if self.rows not in dims:
             return x
@@ -171,7 +185,7 @@ class _Grouped:
         return jnp.moveaxis(turned, range(len(front)), front)
 
     def matmul(self, rule: DimRule, shard: Shard) -> tuple[int, int, int, int]:
-        """Batch, m, n and k, where groups are of about as many rows."""
+        """Batch, m, n and k, if all groups have the same number of rows."""
         batch, m, n, k = matmul_of(rule, shard)
         if self.groups is None:
             return batch, m, n, k

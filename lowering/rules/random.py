@@ -1,9 +1,10 @@
-"""Dim rules of random numbers: each part draws its own bits, which are the whole's.
+"""Dim rules of random numbers: a part draws the bits that the whole has there.
 
 JAX's threefry generator, in its partitionable form (the default), hashes a key with the
-position of an element in the flattened array.  A part then needs the positions of its
-elements and no others.  Other generators draw in an order that depends on the size, so
-their arrays stay whole; so do batches of their keys, of which JAX draws together.
+position of an element in the flattened array.  So a part needs only the positions of
+its own elements.  Other generators draw in an order that depends on the size, so their
+arrays stay whole.  So do batches of their keys, because JAX draws for all keys of a
+batch together.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from jhost.lowering.rules.dim_rule import (
 from jhost.lowering.rules.elementwise import elementwise
 
 _hash: Callable[..., Any] = threefry2x32_p.bind
-_WHOLE = "of this generator the bits drawn for a part are not those of the whole"
+_WHOLE = "this generator draws other bits for a part than for the whole array"
 
 # --- Bits --------------------------------------------------------------------- #
 
 
 @rule("random_bits")
 def random_bits(eqn: JaxprEqn) -> DimRule:
-    """A batch of keys has its dims in front; the dims drawn are counted factors."""
+    """The dims of a batch of keys come first; the dims drawn are counted factors."""
     if not hashes_positions(eqn):
         return without_factors(eqn, _WHOLE)
     factors = Factors()
@@ -69,18 +70,21 @@ def _words(keys: Any) -> list[Any]:
 
 
 def _in_front(word: Any, drawn: Dims) -> Any:
-    """A word of each key, alike for all that is drawn from it."""
+    """A word of each key, with dims of size 1 for what is drawn from the key."""
     return lax.expand_dims(word, range(word.ndim, word.ndim + len(drawn)))
 
 
 def _behind(count: Any, shape: Sequence[int]) -> Any:
-    """The counts of what is drawn from a key, which are the same for each."""
+    """The counts of what is drawn, repeated for each key of the batch."""
     batch = range(len(shape) - count.ndim)
     return lax.broadcast(count, [shape[dim] for dim in batch])
 
 
 def _narrowed(high: Any, low: Any, width: int) -> Any:
-    """Two words as one number: side by side, or one over the other and then cut."""
+    """Two words as one number: side by side, or combined by xor and cut.
+
+    So does `_threefry_random_bits_partitionable` in JAX (0.10 to 0.12).
+    """
     dtype = np.dtype(f"uint{width}")
     if width < 64:
         return lax.convert_element_type(high ^ low, dtype)
@@ -115,9 +119,9 @@ def _counts(dims: Dims, shape: Sequence[int], shard: Shard) -> tuple[Any, Any]:
         stride = math.prod(shape[number + 1 :])
         more = lax.broadcast_in_dim(steps * _low(stride), local, (number,))
         total = low + more
-        # Up to there the high word of every position is 0.
+        # In smaller arrays the high word of every position is 0.
         if math.prod(shape) > 1 << 32:
-            # A sum that wrapped round is less than what was added to.
+            # An unsigned sum that is less than its term has wrapped round.
             carry = lax.convert_element_type(total < low, np.uint32)
             more = lax.broadcast_in_dim(_high_word(steps, stride), local, (number,))
             high = high + more + carry
@@ -130,7 +134,7 @@ def _low(number: int) -> np.uint32:
 
 
 def _high_word(steps: Any, stride: int) -> Any:
-    """The high word of `steps * stride`, by halves of words.
+    """The high word of `steps * stride`, computed by halves of words.
 
     JAX has integers of 64 bits only where `jax_enable_x64` is set.
     """
@@ -148,9 +152,9 @@ def _high_word(steps: Any, stride: int) -> Any:
 
 @rule("random_split")
 def random_split(eqn: JaxprEqn) -> DimRule:
-    """The dims of a batch of keys are factors; the new keys of one are together."""
+    """The dims of a batch of keys are factors; one key's new keys stay together."""
     rank = len(shape_of(eqn.invars[0]))
-    # Of one key there is no batch to cut.
+    # One key has no batch to cut, whatever its generator.
     if rank and not makes_threefry_keys(eqn.invars[0]):
         return without_factors(eqn, _WHOLE)
     return leading(eqn, rank)

@@ -15,17 +15,17 @@ from typing import Any
 class WindowReads:
     """Which elements of a dim the steps of a factor read.
 
-    Step i reads the `extent` places from `first + stride * i` on.  Between each two
-    elements are `dilation - 1` empty places, and none is an element before the first or
-    behind the last one.
+    Step i reads `extent` places from place `first + stride * i` on.  Element e is at
+    place `dilation * e`, and all other places are empty, also before the first element
+    and behind the last.
 
     Attributes:
         size: the elements of the dim, without padding.
         first: the first place that step 0 reads.
-        stride: how much further the next step begins; negative in a reversal.
+        stride: how many places further the next step begins; negative in a reversal.
         extent: how many places a step reads.
-        dilation: how many places an element takes, itself included.
-        steps: the first of the steps that read anything, and the one behind the last.
+        dilation: how many places there are from one element to the next.
+        steps: the first step that reads anything, and the step behind the last one.
     """
 
     size: int
@@ -45,7 +45,7 @@ class WindowReads:
         return abs(self.stride) * (count - 1) + self.extent
 
     def window(self, count: int) -> int:
-        """How many elements `count` steps in a row read at most, wherever they begin"""
+        """The most elements that `count` steps in a row can read."""
         return (self.reach(count) + self.dilation - 2) // self.dilation + 1
 
     def shard(self, step: Any, count: int) -> Any:

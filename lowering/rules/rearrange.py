@@ -1,7 +1,7 @@
-"""Dim rules of what grows, shrinks, shifts or reverses dims: slices and their like.
+"""Dim rules of slices, pads, reversals and concatenations.
 
-An element of the result is one of an operand at another place, or none.  So a part of
-the result reads a window of the operand, which is as long and stands somewhere else.
+An element of the result is an element of an operand at another place, or padding.  So
+a part of the result reads a window of the operand, as long as the part and elsewhere.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from jhost.lowering.rules.windows import (
 )
 
 _MOST_PIECES = 8
-"""So many operands of a concatenation are put together on each device."""
+"""The most operands of a concatenation that is cut: each part selects among all."""
 
 
 def _one_operand(
     eqn: JaxprEqn, reads: dict[int, WindowReads], others: Sequence[Any] = ()
 ) -> DimRule:
-    """The rule where an element of the result is one of the first operand.
+    """The rule where each element of the result is an element of the first operand.
 
-    `reads` has the dims along which it stands elsewhere.
+    `reads` has the dims along which it has another position there.
     """
     operand, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     factors = Factors()
@@ -65,7 +65,7 @@ def _one_operand(
 
 @rule("slice")
 def slice(eqn: JaxprEqn) -> DimRule:
-    """Dims of which something is left out are read with an offset."""
+    """Dims that get shorter are read with an offset."""
     shapes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
     cut = [dim for dim, (size, left) in enumerate(shapes) if size != left]
     if not has_windows(eqn):
@@ -92,7 +92,8 @@ def slice(eqn: JaxprEqn) -> DimRule:
 def _is_small(eqn: JaxprEqn, dim: int) -> bool:
     """Whether so little is left of a dim that devices add up what each has of it.
 
-    One element has no parts, so the dim would be whole on every device instead.
+    A dim of one element has no parts.  Without the sum, the operand would have to be
+    whole on every device.
     """
     size, left = (shape_of(v)[dim] for v in (eqn.invars[0], eqn.outvars[0]))
     little = left == 1 or 8 * left <= size
@@ -100,10 +101,9 @@ def _is_small(eqn: JaxprEqn, dim: int) -> bool:
 
 
 def _small_slice(eqn: JaxprEqn, cut: Sequence[int]) -> DimRule:
-    """A slice with little left of a dim: what each device has of it, and no more.
+    """A slice that leaves little of a dim: each device gives the elements it has.
 
-    The sum over the devices is the slice.  Other dims of which something is left out
-    stay whole.
+    The sum over the devices is the slice.  Other dims that get shorter stay whole.
     """
     shape, starts = shape_of(eqn.invars[0]), eqn.params["start_indices"]
     small = {dim for dim in cut if _is_small(eqn, dim)}
@@ -188,7 +188,7 @@ def rev(eqn: JaxprEqn) -> DimRule:
 
 @rule("pad")
 def pad(eqn: JaxprEqn) -> DimRule:
-    """Padded dims are read with an offset; there is nothing where the padding is."""
+    """Padded dims are read with an offset; no element is read where padding is."""
     config, shape = eqn.params["padding_config"], shape_of(eqn.invars[0])
     padded = [dim for dim, widths in enumerate(config) if any(widths)]
     if not has_windows(eqn):
@@ -224,7 +224,7 @@ def pad(eqn: JaxprEqn) -> DimRule:
 
 @rule("concatenate")
 def concatenate(eqn: JaxprEqn) -> DimRule:
-    """Each operand is read with an offset, but for small ones, which are whole."""
+    """Each operand is read with an offset; small operands are whole instead."""
     dim, shapes = eqn.params["dimension"], [shape_of(v) for v in eqn.invars]
     sizes = [shape[dim] for shape in shapes]
     total = sum(sizes)
@@ -244,6 +244,8 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
 
     pieces = [FactorDim(factor, reads=each) for each in reads]
     operands = [
+        # An operand of up to a quarter of the result is whole: only the devices of that
+        # quarter need any of it, and windows would send to all.
         with_dim(piece if 4 * size > total else None)
         for piece, size in zip(pieces, sizes, strict=True)
     ]
@@ -264,10 +266,10 @@ def concatenate(eqn: JaxprEqn) -> DimRule:
 
 
 def _chosen(windows: Sequence[Any], dim: int, ends: Sequence[int], places: Any) -> Any:
-    """Of several values the one whose piece each place along a dim is in."""
+    """For each place along a dim, the element of the window whose piece it is in."""
     *others, chosen = windows
     places = lax.broadcast_in_dim(places, chosen.shape, (dim,))
-    # From the last on: before the end of each piece comes that piece.
+    # Backward: each select puts its piece over all places before that piece's end.
     for window, end in reversed([*zip(others, ends[:-1], strict=True)]):
         chosen = lax.select(lax.lt(places, lax.full_like(places, end)), window, chosen)
     return chosen

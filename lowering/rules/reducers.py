@@ -1,4 +1,4 @@
-"""How parts of what is reduced become one, and what changes nothing there."""
+"""How reducers combine two parts, and the neutral element of each reducer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from jax import lax
 from jhost._dtypes import has_infinity
 
 Reducer: TypeAlias = Literal["sum", "max", "min", "prod", "and", "or", "softmax"]
-"""How parts of a reduced factor become one; by "softmax", results together."""
+"""How parts of a reduced factor become one.
+
+"softmax" combines all results of an equation at once, by the statistics among them.
+"""
 
 COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
@@ -22,24 +25,25 @@ COMBINE: Mapping[Reducer, Callable[[Any, Any], Any]] = {
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
 }
-"""How reducers combine two values each; and and or are bitwise on integers."""
+"""How reducers combine two values; "and" and "or" are bitwise on integers."""
 
 
 def sum_of(dtype: np.dtype) -> Reducer:
-    """What adds up: of booleans, as in JAX's products of them, whether any is true."""
+    """The reducer of sums: "or" for booleans, as in JAX's products of booleans."""
     return "or" if dtype == np.bool_ else "sum"
 
 
 def identity(reducer: Reducer, dtype: np.dtype) -> Any:
-    """The scalar that changes nothing where it is combined with another.
+    """The scalar that changes no value that it is combined with.
 
-    Of sums that is -0.0, as -0.0 + 0.0 is 0.0 (IEEE 754, section 6.3).
+    For sums it is -0.0: 0.0 would turn -0.0 into 0.0 (IEEE 754, section 6.3).
     """
     match reducer:
         case "sum" if jnp.issubdtype(dtype, jnp.complexfloating):
             value: Any = complex(-0.0, -0.0)
         case "sum" if jnp.issubdtype(dtype, jnp.floating):
-            # A dtype of scales has no 0: these do not matter where values are 0.
+            # float8_e8m0fnu, the dtype of block scales, has no 0.  Any scale will do
+            # where the values of the block are 0.
             value = 1.0 if dtype == jnp.float8_e8m0fnu else -0.0
         case "sum" | "or":
             value = 0
@@ -59,10 +63,10 @@ def identity(reducer: Reducer, dtype: np.dtype) -> Any:
 
 
 def from_zero(x: Any) -> Any:
-    """`x` as a sum from 0 on gives it, which is never -0.0.
+    """`x` as a sum that begins with 0 gives it, so never -0.0.
 
-    XLA (of JAX 0.10 to 0.12) leaves the 0 away from sums of one element, and takes
-    x + 0 for x; so it is selected.
+    XLA (of JAX 0.10 to 0.12) simplifies a sum of one element, and x + 0, to x.  So the
+    zero is selected.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(from_zero(lax.real(x)), from_zero(lax.imag(x)))

@@ -1,7 +1,7 @@
-"""A dim whose elements go round: `jnp.roll` by a number that is known.
+"""The dim rule of a rotation: `jnp.roll` by a static number.
 
-JAX writes it as a concatenation of two slices, neither of which can come in equal
-parts.  `frontend/shifts.py` writes it as one equation.
+JAX writes it as a concatenation of two slices, and neither slice has equal parts.
+`frontend/shifts.py` makes one equation of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ def _rotated(
 
 
 rotate_p = define_primitive("rotate", _rotated)
-"""Both operands are one array: what stands in `dim` from `start` on, then the rest.
+"""The elements of `dim` from `start` on, then those before it.
 
-With `added` 0.0 is added to each element, which makes 0.0 of -0.0.
+It takes the array twice, because a dim can be read in one kind of window only: once
+for the first elements of the result, once for those that come round.  With `added`,
+0.0 is added to each element, which turns -0.0 into 0.0.
 """
 
 
@@ -56,7 +58,7 @@ def _with_0_added(x: jax.Array) -> jax.Array:
 
 @rule("rotate")
 def rotate(eqn: JaxprEqn) -> DimRule:
-    """The operand is read from `start` on, and once more for what comes round."""
+    """One operand is read from `start` on, the other for the elements before it."""
     shape, dim, start = shape_of(eqn.invars[0]), eqn.params["dim"], eqn.params["start"]
     size = shape[dim]
     factors = Factors()

@@ -1,8 +1,8 @@
-"""Indexed dims that are cut: which indices meet a part, and where in it.
+"""Indexed dims that are cut: which indices are in a part, and where in it.
 
-A device has some rows of a table and is asked for any.  Bounds are those of the whole:
-an index is brought into them, or found to be out of them, before it is looked for in
-the part.  Here, too, is what the rules of gather and scatter share about dims.
+A device has some rows of a table, and indices name any rows.  Bounds are those of the
+whole table, so an index is clipped to them, or found to be outside, before the device
+looks for it in its part.  The rules of gather and scatter share this and some maps.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ MODES = frozenset(
         lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     }
 )
-"""What may happen to indices out of bounds; of other modes nothing is known."""
+"""The modes for indices out of bounds whose meaning the rules keep."""
 
 
 def can_be_added_up(width: int, size: int) -> bool:
-    """Whether a sum of what devices have of a window costs no more than the whole dim.
+    """Whether summing a window over devices costs no more than gathering the dim.
 
-    A sum of all devices' terms costs as much as twice what it gives.
+    An all-reduce of n bytes moves as much as an all-gather of 2 n bytes.
     """
     return 2 * width <= size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The dims that an index picks from: an entry for each of its components.
+    """The dims that an index picks from; each field has an entry for each component.
 
-    `sizes` are those of the whole dims, also where a rule works on padded ones, and
-    `windows` the elements that are taken there.
+    Attributes:
+        dims: the operand's dim that the component points into.
+        sizes: the size of that dim in the whole, without padding.
+        windows: the elements that an index takes of the dim.
+        factors: the factor of the dim, or None where it stays whole.
     """
 
     dims: tuple[int, ...]
@@ -53,7 +56,7 @@ class Rows:
     factors: tuple[int | None, ...]
 
     def map(self, others: Dims) -> Dims:
-        """The operand's map, which is `others` beside the rows."""
+        """The operand's map: the rows' factors, and `others` for its other dims."""
         rows = {
             dim: FactorDim(factor)
             for dim, factor in zip(self.dims, self.factors, strict=True)
@@ -63,18 +66,18 @@ class Rows:
 
     @property
     def cuttable(self) -> frozenset[int]:
-        """The factors."""
+        """The factors of the dims that can be cut."""
         return frozenset(factor for factor in self.factors if factor is not None)
 
     @property
     def of_elements(self) -> Rows:
-        """The rows of windows that are taken apart along dims that can be cut."""
+        """These rows once windows are taken apart: one element of each dim to cut."""
         pairs = zip(self.factors, self.windows, strict=True)
         single = tuple(width if f is None else 1 for f, width in pairs)
         return dataclasses.replace(self, windows=single)
 
     def are_cut(self, operand: Sequence[int], shard: Shard) -> bool:
-        """Whether `shard` has other rows than all; padded, `operand` has more."""
+        """Whether `shard` has not exactly the whole's rows: fewer, or padding too."""
         if any(operand[d] != n for d, n in zip(self.dims, self.sizes, strict=True)):
             return True
         return any(
@@ -83,9 +86,10 @@ class Rows:
         )
 
     def bounded(self, indices: Any, *, clip: bool) -> Any:
-        """`indices` as int32: those out of bounds are clipped, or left just beyond."""
+        """`indices` as int32, clipped to the bounds, or to one beyond the bounds."""
         beyond = 0 if clip else 1
-        # Bounds in the indices' own dtype: a narrow or unsigned one may not reach them.
+        # The bounds are made in the indices' own dtype, and a narrow or unsigned dtype
+        # may not be able to hold them.
         most = jnp.iinfo(indices.dtype)
         ends = [min(end + beyond, most.max) for end in self._ends(self.sizes)]
         start = np.array(max(-beyond, most.min), indices.dtype)
@@ -97,8 +101,8 @@ class Rows:
         return self._between(indices, self.sizes)
 
     def found_in(self, shard: Shard, indices: Any) -> tuple[Any, Any]:
-        """`bounded` indices counted from the start of a part, and which it has."""
-        # A component that no factor follows begins at 0, as on every device.
+        """`bounded` indices counted from a part's start, and which are in the part."""
+        # A dim without a factor is whole on every device, so its part begins at 0.
         starts = [_start(shard, factor) for factor in self.factors]
         shift = lax.concatenate([lax.reshape(s, (1,)) for s in starts], 0)
         indices = lax.sub(indices, _over(shift, indices.shape))
@@ -112,7 +116,7 @@ class Rows:
         return lax.reduce_and(inside, (indices.ndim - 1,))
 
     def _ends(self, sizes: Sequence[int]) -> list[int]:
-        """The last index of each component at which all that is taken is there."""
+        """The last index of each component at which a whole window fits."""
         pairs = zip(sizes, self.windows, strict=True)
         return [size - window for size, window in pairs]
 
@@ -126,9 +130,9 @@ def rows_of(
     cut: Container[int],
     reducer: Reducer | None = None,
 ) -> Rows:
-    """The rows of an operand of that shape, of which windows are taken along `dims`.
+    """The rows of an operand of that shape; indices take windows along `dims`.
 
-    A dim that may be `cut` is a new factor.
+    A dim in `cut` becomes a new factor.
     """
 
     def factor(dim: int) -> int | None:
@@ -159,14 +163,15 @@ def _start(shard: Shard, factor: int | None) -> Any:
 
 
 def _over(components: Any, shape: Sequence[int]) -> Any:
-    """A number for each component, for every index of an array of them."""
+    """One number for each component, broadcast to the shape of an array of indices."""
     return lax.broadcast_in_dim(components, shape, (len(shape) - 1,))
 
 
 def can_be_summed(dtype: np.dtype) -> bool:
-    """Whether devices can add up values of this type: not keys, nor floats of 8 bits"""
+    """Whether devices can add up values of this dtype: not keys, nor 8-bit floats."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
+    # No collective of XLA's adds floats of 8 bits.
     return not jnp.issubdtype(dtype, jnp.floating) or bits(dtype) > 8
 
 

@@ -1,7 +1,8 @@
 """Dim rules of products of narrow values, in blocks with a scale each (MXFP8, NVFP4).
 
-A block stands along the contracted dim.  A step of that factor is as many blocks of
-both operands as end together, so no part cuts a block, and scales go with their values.
+A block is a stretch of the contracted dim.  A step of that factor is the fewest blocks
+after which blocks of both operands end.  So no part cuts a block, and scales go with
+their values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MATRICES: DotNumbers = ((2,), (2,)), ((0,), (0,))
 
 @rule("scaled_matmul", "scaled_matmul_wrapper")
 def scaled_matmul(eqn: JaxprEqn) -> DimRule:
-    """As `scaled_dot`; parts need no partitioning of JAX's around them."""
+    """As `scaled_dot`; a part binds the kernel without JAX's partitioning wrapper."""
     eqn = eqn.replace(primitive=scaled_matmul_p)
 
     def rebind(_: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
@@ -78,8 +79,9 @@ def _scaled(eqn: JaxprEqn, numbers: DotNumbers, rebind: Rebind) -> DimRule:
 
 
 def _steps(size: int, blocks: Sequence[int]) -> int:
-    """Into how many steps a contracted dim comes apart between two blocks."""
-    # One scale for all goes with every step, but for those of one element.
+    """The number of steps of a contracted dim; a step ends between two blocks."""
+    # One scale for the whole dim goes with every step, so any steps will do, but for
+    # steps of one element.
     counts = [count for count in blocks if count > 1] or [size // 2 or 1]
     steps = math.gcd(*counts)
     return steps if size % steps == 0 else 1
@@ -88,7 +90,7 @@ def _steps(size: int, blocks: Sequence[int]) -> int:
 def _followed(
     shape: Sequence[int], of_dims: Mapping[int, int], factors: Factors
 ) -> Dims:
-    """The map of an operand or its scales: one scale for all of a dim goes with all."""
+    """The map of an operand or of its scales; one scale for a whole dim stays whole."""
     sizes = [factors.sizes[of_dims[dim]] for dim in range(len(shape))]
     return tuple(
         None if have % steps else FactorDim(of_dims[dim], have // steps or 1)
@@ -99,4 +101,4 @@ def _followed(
 
 
 def _at_least_1(size: int) -> int:
-    return max(size, 1)  # of an empty dim
+    return max(size, 1)  # an empty dim has no steps, and 0 divides nothing

@@ -1,8 +1,8 @@
 """Dim rules of updates at indices, such as the gradient of an embedding's table.
 
-Each device may make some of the updates; what they come to is then reduced over the
-devices, and the operand counts on one of them.  A device that has some rows of the
-operand makes the updates of those.
+Each device may make some of the updates.  The results are then reduced over the
+devices, and only one device takes the operand into its result.  A device that has some
+rows of the operand makes the updates of these rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _REDUCERS: Mapping[str, Reducer | None] = {
     "scatter-max": "max",
     "scatter-min": "min",
     "scatter-mul": "prod",
-    "scatter-sub": "sum",  # of what is taken away, from 0 but for the first
+    # Each device subtracts its updates, the first from the operand and others from 0.
+    "scatter-sub": "sum",
 }
 _OF_BOOLS: Mapping[Reducer, Reducer] = {"max": "or", "min": "and"}
 
@@ -54,9 +55,9 @@ _OF_BOOLS: Mapping[Reducer, Reducer] = {"max": "or", "min": "and"}
 def scatter(eqn: JaxprEqn) -> DimRule:
     """Batching dims are factors, and so are operand dims updated in full.
 
-    A dim of which single elements are updated is a factor: a part of it takes the
-    updates that hit it.  The other dims of the indices are reduced over, if updates are
-    combined.
+    A dim whose single elements are updated is a factor: a part takes the updates that
+    hit it.  The dims of the indices that are not batching dims are reduced, if updates
+    can be combined.
     """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (shape_of(v) for v in eqn.invars)
@@ -105,14 +106,14 @@ def _written(operand: Sequence[int], windows: Sequence[int]) -> list[int]:
 
 
 def _reducer(eqn: JaxprEqn) -> Reducer | None:
-    """What combines the updates of several parts, if anything does."""
+    """The reducer that combines results of several parts, or None."""
     reducer = _REDUCERS[eqn.primitive.name]
     dtype = aval_of(eqn.invars[0]).dtype
     if reducer is None or not can_be_summed(dtype):
         return None
     if dtype == np.bool_:
         return _OF_BOOLS[reducer]
-    # Complex numbers have no least one to begin a maximum with.
+    # Complex numbers have no order, so a maximum of them has no neutral element.
     ordered = not jnp.issubdtype(dtype, jnp.complexfloating)
     return reducer if ordered or reducer in ("sum", "prod") else None
 
@@ -135,7 +136,16 @@ def _batch(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Updates:
-    """The rebind; `sizes` and `indices`, a shape, are as before any padding."""
+    """The rebind of a scatter.
+
+    Attributes:
+        rows: the operand's dims that indices pick from.
+        elements: how windows are taken apart where rows are cut.
+        reducer: combines the results of parts; None where parts cannot be combined.
+        reduced: the factors of the indices that are reduced.
+        sizes: the steps of each factor, without padding.
+        indices: the shape of the indices, without padding.
+    """
 
     rows: Rows
     elements: Elements
@@ -149,16 +159,17 @@ class _Updates:
         changed: dict[str, Any] = {}
         padded = shape_of(eqn.invars[1]) != self.indices
         if padded:
-            # The indices of padding are neither sorted nor unique.
+            # All of the padding's indices are equal: neither sorted nor unique.
             changed |= {"indices_are_sorted": False, "unique_indices": False}
         if self.rows.are_cut(shape_of(eqn.invars[0]), shard):
             indices = self.of_part(eqn, indices, shard)
             updates = self.elements.apart(updates)
             changed["dimension_numbers"] = self.numbers(eqn)
-            # Updates of other parts' rows are dropped here, whatever the user's mode.
+            # A part must drop the updates of other parts' rows, whatever mode the user
+            # chose for rows out of bounds.
             changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP
             changed["indices_are_sorted"] = False
-        # Else each part of the updates would add the operand once more.
+        # Without this, each part of the updates would add the operand once more.
         parts = any(shard.size(f) != self.sizes[f] for f in self.reduced)
         if parts or padded:
             operand = self.once(operand, holds_first(shard, sorted(self.reduced)))
@@ -170,14 +181,15 @@ class _Updates:
         bounded = self.rows.bounded(indices, clip=clip)
         each = self.elements.indices(bounded)
         local, here = self.rows.of_elements.found_in(shard, each)
-        # A window that is not all in bounds is dropped as a whole.
+        # JAX drops a window that is partly out of bounds as a whole.  Its elements have
+        # indices of their own here, so each of them is dropped.
         for mask in (here, self.rows.in_bounds(bounded)):
             mask = lax.broadcast_in_dim(mask, local.shape, range(mask.ndim))
             local = lax.select(mask, local, lax.full_like(local, -1))
         return local
 
     def numbers(self, eqn: JaxprEqn) -> lax.ScatterDimensionNumbers:
-        """Which dims are which once windows are taken apart."""
+        """The dimension numbers once windows are taken apart."""
         numbers = eqn.params["dimension_numbers"]
         inserted = sorted((*numbers.inserted_window_dims, *self.elements.dims))
         return numbers._replace(
@@ -186,7 +198,7 @@ class _Updates:
         )
 
     def once(self, operand: Any, counts: Any) -> Any:
-        """The operand where it counts, elsewhere what changes nothing."""
+        """The operand on the device that `counts`, elsewhere the neutral element."""
         assert self.reducer is not None
         neutral = identity(self.reducer, operand.dtype)
         return lax.select(counts, operand, lax.full_like(operand, neutral))

@@ -28,13 +28,13 @@ def reshape(eqn: JaxprEqn) -> DimRule:
     """A factor for each run of dims that the reshape splits, merges or leaves alone.
 
     A run `[6, 5]` that becomes `[10, 3]` has gcd(6, 10) = 2 contiguous halves in both
-    shapes: a factor of 2 steps, each 3 elements of the one dim and 5 of the other.
+    shapes.  Its factor has 2 steps; a step is 3 elements of the 6, and 5 of the 10.
     """
     operand, result = shape_of(eqn.invars[0]), eqn.params["new_sizes"]
     factors = Factors()
     operand_map: dict[int, FactorDim] = {}
     result_map: dict[int, FactorDim] = {}
-    # With `dimensions` it is a transpose as well.
+    # With `dimensions` it is a transpose as well, and all dims stay whole.
     if eqn.params["dimensions"] is None:
         for source, target in _outermost(operand, result):
             steps = math.gcd(operand[source], result[target])
@@ -52,10 +52,10 @@ def reshape(eqn: JaxprEqn) -> DimRule:
 def _outermost(
     operand: Sequence[int], result: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """The outermost dims of the shortest runs of equal size; dims of size 1 aside."""
+    """The outermost dims of the shortest runs of equal size, without dims of size 1."""
     if 0 in operand:
         return
-    # A dim of size 1 belongs to no run, so that both sides have as many runs.
+    # Left out, because dims of size 1 would make more runs on one side than the other.
     sources = (dim for dim, size in enumerate(operand) if size != 1)
     targets = (dim for dim, size in enumerate(result) if size != 1)
     for source, target in zip(sources, targets, strict=True):
@@ -73,7 +73,7 @@ def _outermost(
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(eqn: JaxprEqn) -> DimRule:
-    """All dims of the result are factors; the new and the stretched ones only its."""
+    """All dims of the result are factors; the operand lacks new and stretched ones."""
     shape = eqn.params["shape"]
     factors = Factors()
     dims = factors.dims(shape)
@@ -128,14 +128,14 @@ def tile(eqn: JaxprEqn) -> DimRule:
 
 @rule("iota")
 def iota(eqn: JaxprEqn) -> DimRule:
-    """All dims are factors; a part of the counted dim counts where it stands."""
+    """All dims are factors; a part of the counted dim counts its own positions."""
     shape, counted = eqn.params["shape"], eqn.params["dimension"]
     factors = Factors()
     dims = factors.dims(shape)
 
     def rebind(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> list[Any]:
-        # Counted in int32 and converted once, as XLA does for narrow dtypes, where
-        # the start of a part would be rounded or wrap round.
+        # Counted in int32 and converted once, as XLA does for narrow dtypes.  A part's
+        # start would be rounded, or wrap round, if it were added in a narrow dtype.
         del args
         count = shard.positions(dims[counted].factor)
         local = part_shape(dims, shape, shard)

@@ -1,4 +1,4 @@
-"""`jax.shard_map`: its specs say which axes shard which dims, and nothing else may.
+"""The dim rule of `jax.shard_map`: only its specs say which axes shard which dims.
 
 A dim that a spec shards is a factor of its own, pinned to the axes of the spec; all
 other dims are whole.  A program runs inside a `shard_map` over the whole mesh already,
@@ -71,7 +71,7 @@ def _in_place(eqn: JaxprEqn, args: Sequence[Any], shard: Shard) -> Sequence[Any]
 
 
 def evaluate_in_place(body: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """The results of a body where no type says what varies."""
+    """The results of a body where types do not say over which axes values vary."""
     return evaluate_by(
         body, body.consts, args, _equation, lambda literal: without_mesh(literal.val)
     )
@@ -86,8 +86,9 @@ def _equation(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 def _in_here(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in MARKS or name == "reshard":
-        # Of axes over which the body is not manual: there the device has all of it.
-        # JAX adds the second where one operand's type has automatic axes in it.
+        # These speak of axes over which the user's body is not manual, and there each
+        # device has all of the value.  JAX itself adds a `reshard` where the type of an
+        # operand has automatic axes in it.
         return args
     if name in CALLS:
         args = lax.optimization_barrier(args) if keeps_its_barrier(eqn) else args
@@ -96,6 +97,6 @@ def _in_here(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def bind_in_place(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """An equation with the programs that it holds on the types there are in here."""
+    """Binds an equation whose own programs are traced for the types in here."""
     params = untyped_params(eqn.params, evaluate_in_place)
     return bind(eqn.replace(params=params), args)

@@ -1,7 +1,8 @@
 """Windows of dims as rules map them, and as devices hold them.
 
-A part that reads windows gets the elements of its own window, with anything where the
-whole has none.  What the whole has there, such as padding, is put in its place here.
+A part that reads windows gets the elements of its own window, with any values where
+the whole has no element.  These functions write there what the whole has, such as
+padding.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from jhost.lowering.rules.reads import WindowReads
 def reading(
     factors: Factors, reads: WindowReads, count: int
 ) -> tuple[FactorDim | None, FactorDim | None]:
-    """How a dim that is read in windows follows a new factor of `count` steps.
+    """The maps of a dim read in windows, and of a dim with one element a step.
 
-    And how a dim does that has an element a step.  Both are whole where there is
-    nothing to read or to give.
+    Both follow a new factor of `count` steps.  Both are whole (None) where one of them
+    is empty, or too long to count.
     """
     if not 0 < count <= MOST_POSITIONS or not 0 < reads.size <= MOST_POSITIONS:
         return None, None
@@ -39,31 +40,34 @@ def reading_dim(factor: int, reads: WindowReads, count: int) -> FactorDim:
     """How a dim that is read in windows follows a factor of `count` steps."""
     inside = reads.first >= 0 and reads.first + reads.extent <= reads.stride
     if inside and reads.dilation == 1 and reads.size == reads.stride * count:
-        return FactorDim(factor, reads.stride)  # each step reads its own elements
+        return FactorDim(factor, reads.stride)  # windows do not overlap
     return FactorDim(factor, reads=reads)
 
 
 def has_windows(eqn: JaxprEqn) -> bool:
-    """Whether elements can be left out of its values and put in: random keys cannot"""
+    """Whether elements of its values can be left out and filled in.
+
+    Random keys cannot: no value of their dtype can stand for padding.
+    """
     dtypes = (aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars))
     return not any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes)
 
 
 def is_whole(mapped: FactorDim | None, shard: Shard) -> bool:
-    """Whether all steps are here, and no others, so that the equation fits as it is."""
+    """Whether the steps here are those of the whole, so the equation fits as it is."""
     if mapped is None or mapped.reads is None:
         return True
     return shard.parts(mapped.factor) == 1 and _all_steps(mapped, shard)
 
 
 def _all_steps(mapped: FactorDim, shard: Shard) -> bool:
-    """Whether there are as many steps as without padding."""
+    """Whether there are as many steps here as in the whole without padding."""
     assert mapped.reads is not None
     return shard.size(mapped.factor) == mapped.reads.count
 
 
 def without_padding(x: Any, dims: Sequence[FactorDim | None], shard: Shard) -> Any:
-    """`x` less the padding of dims that are read in windows, where they are whole."""
+    """`x` without the padding of whole dims that are read in windows."""
     for dim, mapped in enumerate(dims):
         if mapped is not None and mapped.reads is not None and is_whole(mapped, shard):
             x = lax.slice_in_dim(x, 0, mapped.reads.size, axis=dim)
@@ -75,7 +79,7 @@ def window_of(
 ) -> Any:
     """The places that the steps here read along a dim, in order.
 
-    `fill` stands where there is no element; without one, anything does.
+    `fill` stands where there is no element; without `fill`, any value may.
     """
     reads, count = mapped.reads, shard.size(mapped.factor)
     assert reads is not None
@@ -84,7 +88,8 @@ def window_of(
         start = reads.start(0, count)
         x = lax.slice_in_dim(x, 0, reads.size, axis=dim)
         x = padded(x, dim, value, (-start, start + reads.window(count) - reads.size))
-    # Where every device's window lies in the dim, XLA sees no comparison.
+    # Nothing is compared where every device's window lies in the dim: XLA would not
+    # find out that the comparison is always true.
     elif fill is not None and _leaves(reads, count, shard.parts(mapped.factor)):
         start = reads.start(first_step(shard, mapped.factor), count)
         number = start + lax.broadcasted_iota(np.int32, x.shape, dim)
@@ -105,7 +110,7 @@ def _dilated(x: Any, dim: int, mapped: FactorDim, shard: Shard, value: Any) -> A
     assert reads is not None
     x = padded(x, dim, value, (0, reads.dilation - 1), reads.dilation - 1)
     first = reads.shard(first_step(shard, mapped.factor), count)
-    # All devices begin at the same place between two elements: a static slice.
+    # Here every device begins equally far behind an element, so the slice is static.
     if shard.parts(mapped.factor) == 1 or reads.stride % reads.dilation == 0:
         first = reads.shard(0, count)
     into = first % reads.dilation
@@ -127,7 +132,7 @@ def part_of_whole(x: Any, dim: int, mapped: FactorDim, shard: Shard) -> Any:
 def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
     """`size` elements of a dim, from `start` on, and `fill` where `x` has none."""
     x = padded(x, dim, fill, (size, size))
-    # Beyond either end of what is padded there is no more than `fill`.
+    # Beyond either end of the padded array there is only `fill`, so clamping is right.
     last = np.int32(x.shape[dim] - size)
     start = lax.clamp(np.int32(0), start + np.int32(size), last)
     return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
@@ -136,7 +141,7 @@ def slice_or_fill(x: Any, dim: int, start: Any, size: int, fill: Any) -> Any:
 def padded(
     x: Any, dim: int, value: Any, widths: tuple[int, int], interior: int = 0
 ) -> Any:
-    """`x` with so many more elements at both ends of a dim, or with fewer."""
+    """`x` with `widths` more elements at the ends of a dim; negative ones are fewer."""
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (*widths, interior)
     return lax.pad(x, value, config)

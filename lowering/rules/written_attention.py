@@ -1,7 +1,8 @@
 """Dim rules of `jhost.dot_product_attention`, which is written out in JAX.
 
-They are those of cuDNN's kernels (`attention.py`), but parts know where they stand:
-windows and lengths are those of the whole, and segments come along as keys do.
+They are like the rules of cuDNN's kernels (`attention.py`), but a part gets the
+positions of its queries and keys.  So windows and lengths count in the whole array, and
+segment ids are cut as queries and keys are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jhost.lowering.rules.reducers import Reducer
 
 @rule("dot_product_attention")
 def attention(eqn: JaxprEqn) -> DimRule:
-    """What queries find, and the logarithms of their rows' sums."""
+    """The results of the queries, and the logarithm of each row's sum."""
     maps = _maps(eqn, cut=(None, "softmax"))
     results, depth = _of_results(maps), forward_depth(maps.sizes)
     combine = weighted(heads_first=True)  # as the sums stand
@@ -38,7 +39,7 @@ def attention(eqn: JaxprEqn) -> DimRule:
 
 @rule("dot_product_attention_jvp")
 def attention_jvp(eqn: JaxprEqn) -> DimRule:
-    """The tangents of both, to which parts of the keys add."""
+    """The tangents of both results; those for parts of the keys add up."""
     maps = _maps(eqn, cut=(None, "sum"))
     operands, results = _operands(eqn, maps), _of_results(maps)
     more = [*results, *(operands[number] for number in eqn.params["argnums"])]
@@ -48,7 +49,7 @@ def attention_jvp(eqn: JaxprEqn) -> DimRule:
 
 @rule("dot_product_attention_vjp")
 def attention_vjp(eqn: JaxprEqn) -> DimRule:
-    """The gradient of a bias is summed over all that it was stretched over."""
+    """The gradient of a bias is summed over the dims along which it was stretched."""
     maps = _maps(eqn, _bias_reducers(eqn), cut=("sum", "sum"))
     operands, given = _operands(eqn, maps), _of_results(maps)
     results = [operands[number] for number in eqn.params["argnums"]]
@@ -66,14 +67,15 @@ def _rule(
     depth: int,
     combine: Combine | None = None,
 ) -> DimRule:
-    """The rule, with the scores that its products leave in memory for each other."""
+    """The rule, with the traffic of scores, which XLA's kernels keep in memory."""
     operands = [*_operands(eqn, maps), *more]
     blocks = partial(WrittenBlocks, compute=compute)
     made = maps.rule(operands, results, depth, blocks, combine)
     rebind = cast(WrittenBlocks, made.rebind)
     dtype = aval_of(eqn.invars[0]).dtype
-    # XLA's kernels move a score three times as it is made, and two or three times as a
-    # weight, beside their products: by times on an H200 (docs/attention.md).
+    # Between the products XLA's kernels move a score three times in the dtype that it
+    # is made in, and two or three times as a weight.  The numbers fit times measured on
+    # an H200 (docs/attention.md).
     each = 3 * width(dtype).itemsize + (3 if more else 2) * dtype.itemsize
 
     def matmul(shard: Shard) -> tuple[int, int, int, int]:
@@ -88,7 +90,7 @@ def _rule(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenBlocks(AttentionBlocks):
-    """Runs `compute`, which masks keys by where they stand."""
+    """Runs `compute`, which masks keys by their positions."""
 
     compute: Callable[..., list[Any]]
 
@@ -100,7 +102,7 @@ class WrittenBlocks(AttentionBlocks):
         return self.as_it_is(eqn, args)
 
     def made(self, shard: Shard) -> int:
-        """For how many keys a query's scores are made, on the average: by blocks."""
+        """How many keys a query has scores for, on average: whole blocks of them."""
         side, rows, columns = self.blocks(shard)
         here = shard.size(self.queries), shard.size(self.keys)
         if not side or here == self.sizes:
@@ -117,13 +119,13 @@ class WrittenBlocks(AttentionBlocks):
         return self.unless(self.is_hidden(distance, side), eqn, args)
 
     def is_hidden(self, distance: Any, side: int) -> Any:
-        """Of a block whose first query stands so far behind its first key."""
+        """Whether a block is hidden whose first query is `distance` behind its key."""
         left = self.window.left
         far = False if left is None else distance - side >= left
         return (distance < 0) | far
 
     def unless(self, hidden: Any, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        """Nothing is computed where all keys are hidden."""
+        """The results of the part; nothing is computed where all keys are hidden."""
         return lax.cond(
             hidden,
             lambda *args: self.nothing(eqn, args),
@@ -153,13 +155,13 @@ def _maps(
 
 
 def _of_results(maps: Maps) -> list[Dims]:
-    """Of what queries find, and of the sums."""
+    """The maps of both results: of the queries, and of the logarithms of sums."""
     found = maps.of_queries()
     return [found, found[:-1]]
 
 
 def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
-    """The maps of queries, keys, values and what masks them."""
+    """The maps of queries, keys, values, and the operands that mask them."""
     settings: AttentionSettings = eqn.params["settings"]
     queries, keys = maps.of_queries(), maps.of_keys()
     of: dict[str, Dims] = {
@@ -175,7 +177,7 @@ def _operands(eqn: JaxprEqn, maps: Maps) -> list[Dims]:
 
 
 def _bias_reducers(eqn: JaxprEqn) -> list[Reducer | None]:
-    """Over batches and over heads: where the gradient of a bias lacks them."""
+    """The reducers over batch and heads, for dims that a bias's gradient lacks."""
     bias = eqn.params["settings"].bias
     *full, _, heads, _ = shape_of(eqn.invars[0])
     full.append(heads)

@@ -1,9 +1,9 @@
-"""Barriers in pieces, one an operand, so that a transfer need not wait for the others.
+"""Barriers in pieces, one for each operand, so that no operand waits for the others.
 
-The backward of a `jax.checkpoint` has all that it reads in one barrier, the weights and
-the incoming gradient.  In its piece a weight can be gathered before that gradient is
-there.  It still goes through a barrier: without one XLA would find the forward's gather
-again, and keep what it brought.
+The backward of a `jax.checkpoint` has all its operands in one barrier: the weights and
+the incoming gradient.  With a piece of its own, a weight can be gathered before that
+gradient is there.  The weight still goes through a barrier.  Without one XLA would see
+that the forward has made the same gather, and keep the gathered weight until then.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jhost.lowering.units.make import unit_of
 
 
 class Barriers:
-    """Takes barriers apart, and puts together again what then stands together."""
+    """Takes barriers apart, and merges the pieces that end up side by side."""
 
     def __init__(self) -> None:
         self.whole: dict[int, ir.Compute] = {}
-        """By the identity of a piece, the barrier that it is of."""
+        """The barrier that a piece comes from, by the identity of the piece."""
         self.pieces: list[ir.Compute] = []
 
     def apart(self, body: Iterable[ir.Stmt]) -> Iterator[ir.Stmt]:
@@ -38,11 +38,11 @@ class Barriers:
         for source, out in zip(stmt.ins, stmt.outs, strict=True):
             piece = _barrier(stmt.unit.name, [source], [out])
             self.whole[id(piece)] = stmt
-            self.pieces.append(piece)  # so that no other has its identity
+            self.pieces.append(piece)  # kept alive, so that its identity stays its own
             yield piece
 
     def together(self, body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
-        """The statements, where pieces of one barrier in a row are one again."""
+        """The statements, with pieces of one barrier merged where they are in a row."""
         pieces: list[ir.Compute] = []
         for stmt in body:
             whole = self.whole.get(id(stmt))
@@ -59,7 +59,7 @@ class Barriers:
 
     def _merged(self, pieces: Sequence[ir.Compute]) -> ir.Compute:
         whole = self.whole[id(pieces[0])]
-        # Nothing moved: the program keeps the statement that it had.
+        # All pieces are still together, so the program keeps its own statement.
         if len(pieces) == len(whole.ins):
             return whole
         ins, outs = zip(*((p.ins[0], p.outs[0]) for p in pieces), strict=True)
@@ -67,10 +67,13 @@ class Barriers:
 
 
 def passed_on(stmt: ir.Stmt) -> dict[str, ir.Buffer] | None:
-    """What a barrier passes on, by the names that it gives; None of no barrier."""
+    """The operand of each result of a barrier, by the result's name.
+
+    None if the statement is not a barrier.
+    """
     if not isinstance(stmt, ir.Compute) or len(stmt.unit.eqns) != 1:
         return None
-    # With a literal among its operands it has fewer of them than results.
+    # A barrier with a literal operand has fewer operands than results.
     whole = len(stmt.ins) == len(stmt.outs)
     if not whole or not is_barrier(stmt.unit.eqns[0].eqn):
         return None

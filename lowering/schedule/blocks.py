@@ -1,4 +1,4 @@
-"""The statements of a program in blocks, and what may stand elsewhere than it does."""
+"""The statements of a program in blocks, and which blocks may move."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jhost.lowering.schedule.barriers import Barriers
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StatementBlock:
-    """A statement, or those from one switch of streams to the way back.
+    """A statement, or all statements from a switch of streams to the switch back.
 
-    `reads` and `writes` have the names of what it touches, and of the memory that is
-    behind an alias.
+    `reads` and `writes` have the names of its buffers, and for an alias also the name
+    of the memory behind it.
     """
 
     stmts: tuple[ir.Stmt, ...]
@@ -41,7 +41,7 @@ class StatementBlock:
 
     @property
     def can_wait(self) -> bool:
-        """Whether it is no work, and nothing but its values says when it ran."""
+        """Whether it is no work, and can run later without any effect but on values."""
         if isinstance(self.stmt, ir.Set):
             return True
         return (
@@ -53,7 +53,7 @@ class StatementBlock:
 
 
 class StatementBlocks:
-    """The blocks of a program, and who makes what."""
+    """The blocks of a program, and which block makes each value."""
 
     def __init__(self, program: Program) -> None:
         self.aliases = Aliases(program.body)
@@ -74,7 +74,7 @@ class StatementBlocks:
         for stmt in stmts:
             read, written = reads_writes(stmt)
             reads |= self._names(read)
-            # An alias is another name for memory, and writes nothing there.
+            # An alias gives memory another name, and writes nothing to it.
             alias = isinstance(stmt, ir.Select)
             writes |= {stmt.out.name} if alias else self._names(written)
         return StatementBlock(
@@ -100,9 +100,10 @@ class StatementBlocks:
     # --- Before a transfer ---------------------------------------------------- #
 
     def before(self, stmt: ir.Communicate) -> tuple[set[int], list[int]]:
-        """The blocks that make what a transfer is made of, and what goes with it.
+        """The blocks that make the source of a transfer, and the blocks along with it.
 
-        These are the cheap blocks between the others and the transfer, in order.
+        The blocks along with it are cheap ones, behind all of the first kind.  They are
+        issued with the transfer.
         """
         behind, along = set[int](), set[int]()
         waiting = list(self._names([stmt.source]))
@@ -115,7 +116,7 @@ class StatementBlocks:
                 waiting += self.all[number].reads
             else:
                 behind.add(number)
-        # Those before the last maker stand before the transfer wherever it goes.
+        # Cheap blocks before the last maker are before the transfer in any case.
         return behind, sorted(n for n in along if n > max(behind, default=-1))
 
     def goes_along(self, number: int) -> bool:
@@ -123,7 +124,7 @@ class StatementBlocks:
         stmt = self.all[number].stmt
         if isinstance(stmt, ir.Select):
             return True
-        # What is written into memory that others write to as well keeps its place.
+        # Other statements write to the same memory, and their order must stay.
         if not all(map(self._is_whole, reads_writes(stmt)[1])):
             return False
         if not isinstance(stmt, ir.Compute):
@@ -131,11 +132,11 @@ class StatementBlocks:
         if stmt.reducer or not all(map(_is_cheap, stmt.unit.eqns)):
             return False
         views = all(eqn.eqn.primitive.name in VIEWS for eqn in stmt.unit.eqns)
-        numbers = not any(out.shape for out in stmt.outs)  # such as where to read
+        numbers = not any(out.shape for out in stmt.outs)  # scalars, such as an index
         return views or numbers or _bytes(stmt.outs) <= _bytes(stmt.ins)
 
     def makes(self, number: int) -> int:
-        """How many bytes a block computes that sees some dim as a whole."""
+        """The bytes that a block computes, or 0 if all that it computes is cheap."""
         stmt = self.all[number].stmt
         if not isinstance(stmt, ir.Compute) or all(map(_is_cheap, stmt.unit.eqns)):
             return 0
@@ -144,13 +145,13 @@ class StatementBlocks:
     # --- Behind it ------------------------------------------------------------ #
 
     def reader(self, number: int, stmt: ir.Communicate) -> int:
-        """The first block behind a number that reads what comes, and cannot wait."""
+        """The first block behind `number` that reads a transfer and cannot wait."""
         found = {stmt.out.name}
         for later in range(number + 1, len(self.all)):
             block = self.all[later]
             if found.isdisjoint(block.reads):
                 continue
-            # What waits reads it later, and so does who reads what that makes.
+            # This block can wait, so its own readers read the transfer through it.
             if not block.can_wait:
                 return later
             found |= block.writes
@@ -158,24 +159,24 @@ class StatementBlocks:
 
 
 def communication_of(stmt: ir.Stmt) -> str | None:
-    """The communication that a statement is, or waits for, by name."""
+    """The name of the communication that a statement is, or waits for."""
     if isinstance(stmt, ir.Communicate):
         return stmt.name
     return stmt.communication if isinstance(stmt, ir.Wait) else None
 
 
 _PARTS = VIEWS | {"dynamic_slice", "slice"}
-"""What takes parts of a value, or sees it otherwise."""
+"""Primitives that take parts of a value, or see it in another shape."""
 
 
 def _is_cheap(eqn: ir.UnitEqn) -> bool:
-    """Whether an equation works on one element at a time, and on nothing but values."""
+    """Whether an equation works on one element at a time, and has no effects."""
     rule = eqn.rule
     if rule.contracts or rule.reduces or rule.is_closed or eqn.eqn.effects:
         return False
     if eqn.eqn.primitive.name in _PARTS:
         return True
-    # What sorts, adds up along a dim or looks rows up sees some dim as a whole.
+    # A sort, a cumulative sum or a lookup of rows needs some dim as a whole.
     whole = any(None in dims for dims in rule.results)
     return not (whole or rule.picked or rule.updates)
 
@@ -190,7 +191,7 @@ def _cut(body: Iterable[ir.Stmt]) -> Iterator[list[ir.Stmt]]:
     away = False
     for stmt in body:
         if isinstance(stmt, ir.SetCurrentStream):
-            # What stands on another stream is in order there, and moves as one.
+            # Statements on another stream are in order already, and move as one.
             away = stmt.stream != MAIN
         stmts.append(stmt)
         if not away:

@@ -1,8 +1,8 @@
-"""Cheap values that one loop keeps for a later one are computed again there.
+"""Cheap values that one loop would keep for a later loop are computed again there.
 
-In a program with a derivative, the forward computes most of what the backward reads,
-element by element.  XLA fuses such values into their readers.  A loop that makes them
-for another loop has to write them to memory, chunk by chunk.
+In a program with a derivative, the backward reads many values that the forward computes
+element by element.  XLA fuses such values into their readers.  But a loop that makes
+them for another loop has to write them to memory, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Cheap: TypeAlias = Compute | Select
 
 
 def with_copies(program: Program) -> tuple[Program, set[str]]:
-    """`program` with cheap values made anew where fewer bytes are kept then.
+    """`program` with cheap values computed again where that keeps fewer bytes.
 
-    A value that is also read behind work that it goes into (a contraction, say) is kept
-    for that, or computed again there from others that are, whatever takes fewer bytes.
+    A value may go into work, a contraction for example, and be read behind that work
+    too.  It is then kept, or computed again from kept values, whichever takes fewer
+    bytes.
 
     Returns:
-        The program, and the names of what is to be computed where it is first read.
+        The program, and the names of the values to compute where they are first read.
     """
     # Without loops XLA itself computes such values where they are read.
     if all(mark.spec.pipeline == "off" for mark in stream_choices(program)):
@@ -45,10 +46,10 @@ def with_copies(program: Program) -> tuple[Program, set[str]]:
 
 
 class _Flow:
-    """What reads the values of a program, and which of them are cheap to make.
+    """Which statements read which values, and which values are cheap to make.
 
-    The depth of a value is the largest number of statements that are work on a way to
-    it.  A value is computed again from values of its own depth, and from those that are
+    The depth of a value is the largest number of works on a path from the params to it.
+    A value is computed again from values of its own depth, and from values that are
     `kept_anyway`: params and results.
     """
 
@@ -59,9 +60,10 @@ class _Flow:
         self.sizes: dict[str, int] = {}
         self.makers: dict[str, Cheap] = {}
         self.made_by: dict[str, int] = {}
-        # For each statement three sets of them, as integers with a bit for each: all
-        # that it needs, those that it needs through heavy ones, and its peers (itself,
-        # and those of its own depth that it needs through none).
+        # Three sets of statements for each statement: all that it needs; those that it
+        # needs through a heavy one; and its peers, which are itself and the statements
+        # of its own depth that it needs through no heavy one.  A set is an integer with
+        # a bit for each statement, because unions of such sets are all that is done.
         self.needs: list[int] = []
         self.past_heavy: list[int] = []
         self.peers: list[int] = []
@@ -70,7 +72,7 @@ class _Flow:
             self.add(number, stmt)
 
     def add(self, number: int, stmt: Stmt) -> None:
-        """Note the next statement; those that make its operands are known already."""
+        """Note the next statement; the makers of its operands are known already."""
         reads, writes = reads_writes(stmt)
         depth = max((self.depths.get(b.name, 0) for b in reads), default=0)
         heavy = _is_heavy(stmt)
@@ -78,7 +80,7 @@ class _Flow:
         for name in {b.name for b in reads if b.name in self.made_by}:
             maker = self.made_by[name]
             needs |= self.needs[maker] | 1 << maker
-            # All that a heavy maker needs is past it.
+            # If the maker is heavy, all that it needs is needed through heavy work.
             through = self.needs if _is_heavy(self.body[maker]) else self.past_heavy
             past_heavy |= through[maker]
             if self.depths[name] == depth and not heavy:
@@ -94,10 +96,10 @@ class _Flow:
                 self.makers[buffer.name] = stmt
 
     def is_behind(self, number: int, name: str) -> bool:
-        """Whether a statement stands behind work that a value or its peer goes into.
+        """Whether a statement is behind work that the value, or its peer, goes into.
 
-        A derivative that the forward computes goes into no work of the forward, but the
-        value that it is made of does.
+        Peers count, because a derivative that the forward computes goes into no work of
+        the forward, but the value that it is made of does.
         """
         maker = self.made_by.get(name)
         return maker is not None and bool(self.past_heavy[number] & self.peers[maker])
@@ -106,10 +108,12 @@ class _Flow:
         """The values that are computed again behind the work that they go into."""
         wanted = self._read_behind()
         again: set[str] = set()
-        # Matmuls before and behind read it from memory, so it is written in any case.
+        # Matmuls on both sides read such a value from memory, so it is written anyway,
+        # and keeping it takes no more time.
         for name in self._read_by_work_on_both_sides():
-            self.makers.pop(name, None)  # to keep it takes no time
-        # The deepest first: what a cut keeps is then wanted at its own depth.
+            self.makers.pop(name, None)
+        # From the deepest up: a value that a cut keeps is then wanted at its own depth,
+        # which comes later.
         for depth in range(max(wanted, default=-1), -1, -1):
             at_depth = wanted.get(depth, set())
             made_of = self._made_of(at_depth, depth)
@@ -124,7 +128,7 @@ class _Flow:
         return again
 
     def _read_behind(self) -> dict[int, set[str]]:
-        """The values that are read behind work that they go into, by depth."""
+        """The values that are read behind work that they go into, by their depth."""
         found: dict[int, set[str]] = {}
         for number, stmt in enumerate(self.body):
             for name in (buffer.name for buffer in reads_writes(stmt)[0]):
@@ -156,7 +160,7 @@ class _Flow:
         return found
 
     def _bytes(self, wanted: Mapping[int, set[str]], depth: int, name: str) -> int:
-        """The bytes that it takes to keep a value for those deeper than `depth`."""
+        """The bytes that keeping a value takes, in a cut at `depth`."""
         own = self.depths[name]
         if name in self.kept_anyway or (own < depth and name in wanted.get(own, ())):
             return 0
@@ -164,7 +168,7 @@ class _Flow:
 
 
 def _is_heavy(stmt: Stmt) -> bool:
-    """Whether a statement is work to wait for, as no elementwise one and no sum is."""
+    """Whether a statement is work; elementwise statements and sums are not."""
     if not isinstance(stmt, Compute):
         return not isinstance(stmt, Select)
     rules = [each.rule for each in stmt.unit.eqns]
@@ -172,7 +176,7 @@ def _is_heavy(stmt: Stmt) -> bool:
 
 
 def is_cheap(stmt: Stmt) -> TypeGuard[Cheap]:
-    """Whether a statement takes less time than to read the value that it makes."""
+    """Whether making the value takes less time than reading it from memory."""
     if not isinstance(stmt, Compute):
         return isinstance(stmt, Select)
     names = [each.eqn.primitive.name for each in stmt.unit.eqns]
@@ -180,7 +184,7 @@ def is_cheap(stmt: Stmt) -> TypeGuard[Cheap]:
 
 
 def operands(stmt: Cheap) -> list[str]:
-    """The names of what a cheap statement makes its value of."""
+    """The names of the values that a cheap statement reads."""
     return [buffer.name for buffer in reads_writes(stmt)[0]]
 
 
@@ -223,12 +227,12 @@ def _with_copies(
         if not is_cheap(stmt) or (out := made_by(stmt)).name not in again:
             body.append(replace_buffers(stmt, behind))
             continue
-        # Something reads it before that work as well: it gets a copy of its own.
+        # It is read before that work as well, so the later readers get a copy.
         if out.name in read_before:
             body.append(replace_buffers(stmt, behind))
             fresh = names.fresh(f"{out.name}_again")
             copies[out.name] = out = dataclasses.replace(out, name=fresh)
-        # `compute_late.py` then puts it where it is first read.
+        # `compute_late.py` moves it to its first reader.
         late.add(out.name)
         body.append(renamed(stmt, {n: copies[n] for n in copied}, out))
     return dataclasses.replace(program, body=tuple(body)), late

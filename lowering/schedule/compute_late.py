@@ -1,7 +1,7 @@
 """Cheap values are computed where they are first read, if that keeps no more bytes.
 
-JAX puts what the backward needs where the forward is, so the derivatives of all
-activations come first.  With streams, they would join the first loop that works on the
+JAX computes in the forward what the backward needs, so the derivatives of all
+activations come first.  With streams, these would join the first loop that works on the
 same rows, and would be kept from there to the loop that reads them.
 """
 
@@ -23,9 +23,9 @@ from jhost.lowering.streams.plan import with_plan_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComputeLate(EachProgram):
-    """Straight-line programs with streams, what can wait right before its readers.
+    """Programs with streams -> the same, with cheap statements before their readers.
 
-    A contraction is work that may hide a transfer, and stays where it is.
+    A contraction is work that may hide a transfer, so it stays where it is.
     """
 
     name: ClassVar[str] = "compute_late"
@@ -44,22 +44,24 @@ class ComputeLate(EachProgram):
 
 
 def _places(program: Program, late: Container[str]) -> list[int]:
-    """For each statement, the one before which it stands, or itself.
+    """For each statement, the number of the statement that it moves before.
 
-    It goes from the last statement to the first, so that it knows where the readers
-    stand.  Values that are `late` wait for their readers in any case.
+    A statement that stays has its own number.  Values in `late` always move to their
+    readers.
     """
     end = len(program.body)
     first = {result.name: end for result in program.results}
     last = dict.fromkeys((b.name for b in (*program.params, *program.results)), end)
     places = list(range(end))
+    # From the last to the first: a statement has to know where its readers have moved.
     for number in reversed(range(end)):
         stmt = program.body[number]
         reads, writes = reads_writes(stmt)
         if _can_wait(stmt) or any(buffer.name in late for buffer in writes):
             reader = min(first.get(buffer.name, number) for buffer in writes)
             kept = [b for b in reads if last.get(b.name, number) < reader]
-            # Put off, it keeps its operands until then, and not its result.
+            # Moved, the statement keeps its operands alive until then, and not its
+            # result.
             if writes[0].name in late or _bytes(kept) <= _bytes(writes):
                 places[number] = reader
         place = places[number]

@@ -17,10 +17,10 @@ from jhost.lowering.ir.rewrite import replace_buffers
 def copied(
     stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer], names: FreshNames
 ) -> tuple[list[ir.Stmt], dict[str, ir.Buffer]]:
-    """A copy of some statements, with what they read by other names replaced.
+    """A copy of some statements that reads `known` values instead of the original ones.
 
     Returns:
-        The statements, and what they make, by the names of the original.
+        The statements, and the values that they make, by the names of the original.
     """
     made: dict[str, ir.Buffer] = {}
     communications: dict[str, str] = {}
@@ -30,7 +30,8 @@ def copied(
                 name = names.fresh(buffer.name)
                 made[buffer.name] = dataclasses.replace(buffer, name=name)
         if isinstance(stmt, ir.Communicate):
-            # A wait finds its communication by name, so no two under way share one.
+            # A wait finds its communication by name, so two that may be under way at
+            # one time must not share a name.
             communications[stmt.name] = names.fresh(stmt.name)
     replaced = {**known, **made}
     copies = [

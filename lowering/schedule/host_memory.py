@@ -1,4 +1,4 @@
-"""What lies in another memory than the device's, as an offloading policy puts it."""
+"""Values in the host's memory, where an offloading policy puts them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jhost.lowering.ir.program import Program
 
 
 def results_off_device(program: Program) -> set[str]:
-    """The results that lie in another memory, by name.
+    """The names of the results that are in the host's memory.
 
-    A buffer has no memory of its own here: what `jax.device_put` makes does, and what
-    is copied of it.  What leaves control flow counts if anything that leaves a body of
-    it does.
+    A buffer of this IR does not say its memory.  Results of `jax.device_put` do, and a
+    copy is in the memory of its operand.  All results of control flow count if any
+    result of one of its bodies does.
     """
     found: set[str] = set()
     for stmt in program.body:
@@ -33,6 +33,6 @@ def results_off_device(program: Program) -> set[str]:
 
 
 def _is_off_device(aval: object) -> bool:
-    """Whether values of this type lie in another memory."""
+    """Whether values of this type are in the host's memory."""
     space = getattr(aval, "memory_space", jax.memory.Space.Device)
     return space == jax.memory.Space.Host

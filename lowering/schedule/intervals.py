@@ -1,4 +1,4 @@
-"""From where on a transfer may be under way, and which work reads what it brings."""
+"""The interval of a transfer: where it may be issued, and which work reads it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from jhost.lowering.ir.transfers import larger_side
 from jhost.lowering.schedule.blocks import StatementBlocks
 
 IsOpen: TypeAlias = Callable[[ir.Communicate], bool]
-"""Whether a transfer may stand elsewhere than it does."""
+"""Whether a transfer may be moved."""
 
 GATHERING = ("AllGather", "CollectivePermute")
-"""What brings bytes that a device has not had, and adds nothing up."""
+"""Transfers that bring a device new bytes, and add nothing up."""
 
 _WINDOW = 2
-"""How many times the largest gather those are that have come and were not read yet."""
+"""Gathers that are not read yet take at most so many times the largest one's bytes."""
 
 _AHEAD = 8
-"""How many works a gather is ahead of its reader at most.
+"""The most works between a gather and its reader.
 
-What comes earlier takes memory for longer, and is hidden no better.
+A gather that is issued earlier takes memory for longer, and is hidden no better.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferInterval:
-    """A transfer with work between the block that it is issued before and its reader.
+    """A transfer that has work between its issue and its reader.
 
-    `ready` is the last block that makes what it is made of, -1 if that is given, and
-    `reader` the first one that reads what comes and cannot wait.  The blocks `along`
-    are issued with it.
+    Attributes:
+        stmt: the transfer.
+        ready: the last block that makes its source, or -1 if the source is a param.
+        issue: the block that it is issued before.
+        reader: the first block that reads it and cannot wait.
+        along: the cheap blocks that are issued with it.
     """
 
     stmt: ir.Communicate
@@ -47,18 +50,18 @@ class TransferInterval:
 
     @property
     def bytes(self) -> int:
-        """Of the larger side, which is what a gather brings and a sum is made of."""
+        """The bytes of the larger side: a gather's result, or a sum's terms."""
         return larger_side(self.stmt)
 
 
 def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval]:
-    """Those of gathers and sums, by reader: who is needed first comes first."""
+    """The intervals of gathers and sums, in the order of their readers."""
     found: dict[int, TransferInterval] = {}
     for number, stmt, reader, working in sorted(
         (*_gathers(blocks, is_open), *_sums(blocks, is_open)), key=lambda each: each[0]
     ):
         behind, along = blocks.before(stmt)
-        # What is made of another transfer stays where that one is waited for.
+        # A transfer of a value that another moved transfer brings keeps its place.
         if not found.keys().isdisjoint(behind):
             continue
         ready = max(behind, default=-1)
@@ -69,11 +72,12 @@ def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval
 
 
 _Movable: TypeAlias = tuple[int, ir.Communicate, int, list[int]]
-"""Its block, itself, its reader's block, and the work that it may be issued before."""
+"""Its block, the transfer, its reader's block, and the works to issue it before."""
 
 
 def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
-    # A sum keeps its source, which is there in any case, so loops count as well.
+    # Loops count as work here: a sum under way needs no memory but its source, which is
+    # there anyway.
     working = [number for number, block in enumerate(blocks.all) if block.works]
     for number, stmt in blocks.transfers():
         if stmt.kind in ("ReduceScatter", "AllReduce") and is_open(stmt):
@@ -81,7 +85,8 @@ def _sums(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
 
 
 def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
-    # A loop would keep the whole for all of its iterations.
+    # No loops: behind a loop, the gathered value would take memory for all its
+    # iterations.
     working = [number for number, block in enumerate(blocks.all) if block.contracts]
     found = [
         (number, stmt, blocks.reader(number, stmt))
@@ -91,9 +96,9 @@ def _gathers(blocks: StatementBlocks, is_open: IsOpen) -> Iterator[_Movable]:
     window = _WINDOW * max((larger_side(stmt) for _, stmt, _ in found), default=0)
     unread: list[tuple[int, int]] = []
     turn = 0
-    # In the order of their readers: on one lane what comes first is needed first.
+    # In the order of their readers: one queue moves all, so the first is needed first.
     for number, stmt, reader in sorted(found, key=lambda each: each[2]):
-        # There is room again where the reader of the oldest one has run.
+        # There is room again once the reader of the oldest one has run.
         while sum(size for _, size in unread) + larger_side(stmt) > window:
             turn, _ = unread.pop(0)
         unread.append((reader, larger_side(stmt)))

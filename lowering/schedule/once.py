@@ -1,8 +1,8 @@
-"""Gathers of what no iteration of a scan changes, made once in front of it.
+"""Gathers of values that no iteration of a scan changes, made once in front of it.
 
-Microbatches all read the same weights.  Their layers' first gather, which nothing in
-the body can hide, brings the same each time.  What it brought is kept for the whole
-scan, as a cycle would keep it from one iteration to the next.
+All microbatches read the same weights.  The first gather of their layers, which nothing
+in the body can hide, brings the same weights each time.  The result is kept for the
+whole scan; a cycle would also keep it, from one iteration to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jhost.lowering.schedule.cycle import Early, MovableTransfers
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Once:
-    """The gathers of a scan that stand in front of it; `core` is the body without."""
+    """The gathers to put in front of a scan; `core` is the body without them."""
 
     scan: ir.Scan
     gathers: tuple[Early, ...]
@@ -32,8 +32,8 @@ class Once:
 
 
 def once_of(scan: ir.Scan, found: MovableTransfers) -> Once | None:
-    """The gathers of what no iteration changes, which nothing in one can hide."""
-    # One iteration gathers once in any case.
+    """The gathers that no iteration changes, and that nothing in one can hide."""
+    # A scan of one iteration gathers once already.
     if scan.length < 2:
         return None
     gathers = tuple(each for each in found.early() if _reads(each) <= found.constant)
@@ -41,7 +41,7 @@ def once_of(scan: ir.Scan, found: MovableTransfers) -> Once | None:
 
 
 def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
-    """`program` with those gathers in front of a scan of its own; and that scan."""
+    """`program` with these gathers in front of a new scan; and the new scan."""
     stmts, came = _gathered(once, FreshNames.of(program))
     scan = _that_reads(came, once)
     place = next(n for n, stmt in enumerate(program.body) if stmt is once.scan)
@@ -50,8 +50,8 @@ def with_once(program: Program, once: Once) -> tuple[Program, ir.Scan]:
 
 
 def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buffer]]:
-    """The statements that gather, and what comes."""
-    # Of a body's params the consts come first.
+    """The statements that gather, and the gathered values."""
+    # The consts come first among the params of a body.
     pairs = zip(once.scan.body.params, once.scan.consts, strict=False)
     known = {param.name: const for param, const in pairs}
     body: list[ir.Stmt] = []
@@ -65,7 +65,7 @@ def _gathered(once: Once, names: FreshNames) -> tuple[list[ir.Stmt], list[ir.Buf
 
 
 def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
-    """The scan, to whose constants belongs what came."""
+    """The scan with the gathered values as further constants."""
     scan, first = once.scan, len(once.scan.consts)
     params = scan.body.params
     outs = (stmt.out for stmt in once.stmts)
@@ -76,6 +76,6 @@ def _that_reads(came: Sequence[ir.Buffer], once: Once) -> ir.Scan:
 
 
 def _reads(gather: Early) -> set[str]:
-    """What a gather and all that is issued with it are made of."""
+    """The names of all that a gather, and the statements issued with it, read."""
     read, _ = read_and_made(gather.issued)
     return {*read}

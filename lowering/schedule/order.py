@@ -1,32 +1,34 @@
 """When transfers outside of chunked loops are issued, and when they are waited for.
 
 A collective that is waited for where it is issued runs alone: nothing is computed until
-it has ended.  So a transfer has an interval.  One walk over a program's statements
-gives all of them, by counts and not by seconds: all processes write the same program.
+it has ended.  So each transfer gets an interval.  One walk over a program's statements
+finds all intervals.  It counts works and bytes and knows no seconds, because all
+processes have to write the same program.
 
 - *Work* takes long enough to hide a transfer: contractions, and for sums loops as well.
   It keeps its order.
-- A gather makes bytes more.  It is issued before the first work behind its source, a
-  few works ahead of its reader at most, once a window of bytes has room for it beside
-  those that nothing has read yet.
+- A gather makes more bytes.  It is issued before the first work behind its source, but
+  at most a few works ahead of its reader, and only once a window of bytes has room for
+  it beside gathers that nothing has read yet.
 - A permute brings bytes as a gather does, and has an interval like one.
 - A sum over devices makes no more bytes, and frees its terms.  It is issued before the
-  next work, and waited for when the window has no room for the next terms that are
-  made.  Behind the last work little hides it, and the window is smaller: there it has
-  to have room for anything large that is made.
+  next work, and waited for when the window has no room for the next terms.  Behind the
+  last work little hides it.  The window is smaller there, and has to have room for any
+  large value that is made.
 - A transfer is waited for before the first work that reads it.  Cheap readers wait with
-  it.  So does a collective that was issued before it over the same devices: these have
-  ended by then, as they run in order.
+  it.  Earlier collectives over the same devices are waited for at the same place: they
+  run in order, so they have ended by then.
 - Cheap statements between a source and a transfer are issued with the transfer.  So a
   weight that is cast where it is used is cast and gathered early.
 
 Permutes within a process are copies, which run beside work from the moment they are
-issued.  A collective's kernel starts when the work that runs has ended.  It runs beside
+issued.  A collective's kernel starts when the running work has ended.  It runs beside
 the work after that, if nothing waits for it there.
 
-On two H100s four layers of Llama 8B with sharded weights, forward and backward, take
-45.0 ms by permutes in this order, and 48.9 by collectives where they are read.  Data
-parallel they take 41.9, 44.2 by collectives, and 38.4 without any communication.
+Four layers of Llama 8B with weights sharded over two H100s, forward and backward, take
+45.0 ms with permutes in this order, and 48.9 ms with collectives where they are read.
+Data parallel, they take 41.9 ms in this order, 44.2 ms with collectives, and 38.4 ms
+without any communication.
 """
 
 from __future__ import annotations
@@ -56,31 +58,31 @@ TransferForm: TypeAlias = Literal["permutes", "collective"]
 """How a transfer is made: by permutes, or as the collective that it is."""
 
 _WINDOW = 5
-"""How many times the largest sum's terms the sums under way may take.
+"""Sums under way take at most so many times the bytes of the largest sum's terms.
 
-So there is room for two all-reduces as permutes, which bring as much as they send, and
-for three reduce-scatters over two devices.
+There is room for two all-reduces as permutes, which bring as much as they send, and for
+three reduce-scatters over two devices.
 """
 
 _LAST_WINDOW = 2
-"""The same behind the last work, where little hides what is under way.
+"""The same behind the last work, where little hides a transfer under way.
 
-A step's embedding has a gradient that is as large as that of the vocabulary's weights.
+There the gradient of a step's embedding comes, as large as that of its output weights.
 """
 
 
 def beside_work(program: Program, is_open: IsOpen) -> list[ir.Communicate]:
-    """The gathers and sums, of those that are open, that have work to stand beside."""
+    """The open gathers and sums that have work to stand beside."""
     kinds = (*GATHERING, "ReduceScatter", "AllReduce")
     moved = (stmt for stmt in program.body if isinstance(stmt, ir.Communicate))
-    # Most programs that passes ask about have none.
+    # Most programs have none, and blocks and intervals take long to make.
     if not any(stmt.kind in kinds and is_open(stmt) for stmt in moved):
         return []
     return [each.stmt for each in intervals(StatementBlocks(program), is_open)]
 
 
 def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
-    """`program` with those of `beside_work` that have a way, by name, beside work."""
+    """`program` with the transfers that have a form in `ways` moved beside work."""
     if not ways:
         return program
     walk = _Walk(program, ways)
@@ -93,7 +95,7 @@ def in_order(program: Program, ways: Mapping[str, TransferForm]) -> Program:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _ScheduledTransfer:
-    """A transfer, with those of its rounds that have not ended."""
+    """A transfer, with its rounds that have not ended yet."""
 
     interval: TransferInterval
     way: TransferForm
@@ -105,9 +107,9 @@ class _ScheduledTransfer:
 
     @property
     def held(self) -> int:
-        """The bytes of a sum's terms, and of what comes.
+        """The bytes of a sum's terms, and of the terms that come from other devices.
 
-        As a collective of XLA's an all-reduce works in place.
+        XLA's own all-reduce works in place.
         """
         if self.way == "collective" and self.interval.stmt.kind == "AllReduce":
             return self.interval.bytes
@@ -118,7 +120,8 @@ class _ScheduledTransfer:
 class _Walk:
     """A walk through a program, with the transfers to come and those under way.
 
-    A block that reads what is not there yet, and can wait, is `put_off` until it is.
+    A block that can wait, and reads a value that is not there yet, is `put_off` until
+    the value is there.
     """
 
     def __init__(self, program: Program, ways: Mapping[str, TransferForm]) -> None:
@@ -130,7 +133,7 @@ class _Walk:
             )
             for each in intervals(self.blocks, lambda stmt: stmt.name in ways)
         }
-        """By the name of what they bring, those that have not ended."""
+        """The transfers that have not ended, by the names of their results."""
         self.moved = {each.interval.stmt.name for each in self.transfers.values()}
         self.to_come = [*self.transfers.values()]
         terms = (t.interval.bytes for t in self.transfers.values() if t.sums)
@@ -139,9 +142,9 @@ class _Walk:
         working = (n for n, block in enumerate(self.blocks.all) if block.works)
         self.last_work = max(working, default=-1)
         self.sums: list[list[_ScheduledTransfer]] = []
-        """Sums under way, by when they were issued."""
+        """Sums under way: those issued at one time are one list."""
         self.again: list[_ScheduledTransfer] = []
-        """Those of which another round is under way since the last sums were issued."""
+        """Sums whose next round began after the last list of sums was issued."""
         self.queue: list[_ScheduledTransfer] = []
         """Collectives under way, in the order in which they were issued."""
         self.seen: set[int] = set()
@@ -158,7 +161,7 @@ class _Walk:
         return self.body
 
     def block(self, number: int, block: StatementBlock) -> None:
-        """A block, or what it does later; before it what is issued and waited for."""
+        """Append a block or put it off; issue before it, and wait for what it reads."""
         if not block.reads.isdisjoint(self.missing()):
             if block.can_wait:
                 self.put_off.append(block)
@@ -167,8 +170,8 @@ class _Walk:
         waited = self.make_room(number)
         if block.works:
             self.issue([t for t in self.to_come if t.interval.issue == number])
-        # While gathers are under way, work stands on a stream as well: its tokens say
-        # when they are issued and when they are waited for.
+        # While gathers are under way, work stands on a stream too.  Tokens then tell
+        # XLA before which work to issue a gather, and behind which to wait for it.
         beside = waited or any(not t.sums for t in self.under_way())
         ordered = block.contracts or (waited and number > self.last_work)
         self.body += _on_own(block) if beside and ordered else block.stmts
@@ -178,14 +181,14 @@ class _Walk:
         return [t for t in self.transfers.values() if id(t) not in waiting]
 
     def missing(self) -> set[str]:
-        """What is not there yet, and what is made of it."""
+        """The values that are not there yet, and those that are made of them."""
         made = (block.writes for block in self.put_off)
         return set(self.transfers).union(*made)
 
     # --- Issue ---------------------------------------------------------------- #
 
     def issue(self, transfers: Sequence[_ScheduledTransfer]) -> None:
-        """Issue what is due."""
+        """Issue transfers, gathers before sums."""
         for transfer in transfers:
             self.along(transfer)
         self.to_come = [each for each in self.to_come if each not in transfers]
@@ -200,7 +203,7 @@ class _Walk:
         self.queue += [each for each in (*gathers, *sums) if each.way == "collective"]
 
     def along(self, transfer: _ScheduledTransfer) -> None:
-        """What goes with a transfer, unless it has had its turn."""
+        """Append the blocks along with a transfer that were not appended yet."""
         numbers = [n for n in transfer.interval.along if n not in self.seen]
         reads = {transfer.interval.stmt.source.name}
         self.require(reads.union(*(self.blocks.all[n].reads for n in numbers)))
@@ -222,7 +225,7 @@ class _Walk:
         window = _WINDOW * self.largest
         if number > self.last_work:
             made, window = self.blocks.makes(number), _LAST_WINDOW * self.largest
-        # Not for all: what was issued last has had no work beside it.
+        # Only for the first sums: the sums issued last have had no work beside them.
         if not (made and self.sums and made + self.held > window):
             return False
         self.round()
@@ -233,7 +236,7 @@ class _Walk:
         return sum(each.held for sums in (*self.sums, self.again) for each in sums)
 
     def round(self) -> None:
-        """Wait for the first sums under way; what has another round goes on."""
+        """Wait for the first sums under way, and issue their next round."""
         first = self.sums.pop(0)
         self.moves(*_waits(first), *_ends(first))
         if left := self.round_over(first):
@@ -244,7 +247,7 @@ class _Walk:
     # --- Wait ----------------------------------------------------------------- #
 
     def require(self, names: Iterable[str]) -> None:
-        """Have all there that has these names, or that they are made of."""
+        """End the transfers that values of these names are made of."""
         wanted = set(names)
         for block in reversed(self.put_off):
             if not wanted.isdisjoint(block.writes):
@@ -252,7 +255,7 @@ class _Walk:
         self.end([t for name, t in self.transfers.items() if name in wanted])
 
     def end(self, transfers: Sequence[_ScheduledTransfer]) -> None:
-        """Wait for transfers and for all rounds that they have left."""
+        """Make and wait for all rounds that transfers have left."""
         if not transfers:
             return
         assert not any(each in self.to_come for each in transfers)
@@ -273,7 +276,7 @@ class _Walk:
     def ended_before(
         self, transfers: Sequence[_ScheduledTransfer]
     ) -> Iterator[_ScheduledTransfer]:
-        """Collectives that have ended once others have: they run in order."""
+        """Earlier collectives over the same axes, which run in order and end first."""
         axes = set[tuple[str, ...]]()
         for each in reversed(self.queue):
             if each in transfers:
@@ -284,7 +287,7 @@ class _Walk:
     def round_over(
         self, transfers: Sequence[_ScheduledTransfer]
     ) -> list[_ScheduledTransfer]:
-        """Those of the transfers that have another round; the others have ended."""
+        """The transfers that have another round; the others are marked as ended."""
         for transfer in transfers:
             transfer.rounds.pop(0)
             if not transfer.rounds:
@@ -293,7 +296,7 @@ class _Walk:
         return [transfer for transfer in transfers if transfer.rounds]
 
     def resume(self) -> None:
-        """Append what was put off, as far as what it waited for is there."""
+        """Append the blocks that were put off and whose operands are there now."""
         waiting, self.put_off = self.put_off, []
         for block in waiting:
             if block.reads.isdisjoint(self.missing()):
@@ -302,7 +305,7 @@ class _Walk:
                 self.put_off.append(block)
 
     def moves(self, *stmts: ir.Stmt) -> None:
-        """Statements on the queue of transfers, which the main one waits for."""
+        """Append statements on the queue of transfers; the main one waits for them."""
         self.body += [*_on_transfers(stmts), ir.Synchronize(stream=TRANSFERS)]
 
 
@@ -330,13 +333,13 @@ def _ends(transfers: Sequence[_ScheduledTransfer]) -> list[ir.Stmt]:
 
 
 def _on_transfers(stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
-    """Statements on the queue of transfers, once what is computed so far is."""
+    """Statements on the queue of transfers, behind all that is computed so far."""
     moved = on_stream(TRANSFERS, [ir.Synchronize(stream=MAIN), *stmts])
     return [ir.GetCurrentStream(stream=MAIN), *moved]
 
 
 def _on_own(block: StatementBlock) -> Sequence[ir.Stmt]:
-    """A block that is work on the main stream, on that of such work."""
+    """A block of the main stream, on the stream for work that has an order."""
     if not isinstance(block.stmt, ir.Compute):
         return block.stmts  # loops have streams already
     own = on_stream(OWN, [ir.Synchronize(stream=MAIN), *block.stmts])

@@ -1,14 +1,14 @@
-"""How a collective is made of permutes, and of parts that are put together or added.
+"""How permutes make a collective: devices put parts together, or add them.
 
-At step k a device sends to the device k ranks further on.  The parts of a whole are
-counted from the device itself on.
+At step k a device sends to the device k ranks further on.  Each device counts the parts
+of a whole from its own part on.
 
 - All-gather: each device sends its shard to all others, which put it in its place.
 - Reduce-scatter: each device gets all others' terms of its part, and adds them up.
 - All-reduce: each device swaps all that it has with one other device in each round.  In
-  round j that is the device whose rank differs by bit j (recursive doubling; Thakur,
-  Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
-  MPICH").  All devices add the same pairs, so they have equal bits.
+  round j the other device is the one whose rank differs in bit j (recursive doubling;
+  Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
+  Operations in MPICH").  All devices add the same pairs, so they get equal bits.
 
 Loops over chunks do the same chunk by chunk: see `loops/moves.py`.
 """
@@ -35,9 +35,9 @@ from jhost.lowering.units.make import unit_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Round:
-    """What a device sends at one time, and what it does once all of that has come.
+    """What a device sends at one time, and what it does once all of it has come.
 
-    `sends` are communications, and aliases of their operands.
+    `sends` has communications, and aliases for their operands.
     """
 
     sends: tuple[ir.Stmt, ...]
@@ -54,14 +54,11 @@ class Round:
 
 
 def is_made_of_permutes(stmt: ir.Communicate, mesh: Mapping[str, int]) -> bool:
-    """Whether `Permutes.rounds` knows how to make a collective.
-
-    All-reduces are those over a power of two of devices.  Floats of eight bits, or
-    fewer, are not summed: some have no infinity, and `reduce_precision` knows only
-    those that do.  Neither are integers of fewer.
-    """
+    """Whether `Permutes.rounds` knows how to make a collective."""
     if stmt.kind == "AllGather":
         return True
+    # Some floats of at most 8 bits have no infinity, and `lax.reduce_precision`, which
+    # `_both` needs, assumes that there is one.
     tiny = is_narrow(stmt.out) and bits(stmt.out.dtype) <= 8
     if stmt.reducer != "sum" or tiny:
         return False
@@ -103,10 +100,10 @@ class Permutes:
     def _placed(
         self, stmt: ir.Communicate, shards: Sequence[ir.Buffer]
     ) -> Iterator[ir.Stmt]:
-        """The device's own shard and what came, each in its place of the whole.
+        """The device's own shard and those that came, each in its place of the whole.
 
-        Not before all is there: XLA would make room for the whole when a program
-        begins, and put the shard there.
+        A barrier has them all wait for the last one.  Without it XLA would allocate the
+        whole when the program begins, to put the device's own shard there.
         """
         there = [
             dataclasses.replace(shard, name=self.names.fresh(shard.name))
@@ -123,7 +120,7 @@ class Permutes:
             yield ir.Set(out=part.out, source=shard)
 
     def _scattered(self, stmt: ir.Communicate) -> Round:
-        """Each device sends the part of the one `step` further on to it, and adds."""
+        """Each device sends every other device's part to it, and adds what comes."""
         sends: list[ir.Stmt] = []
         came: list[ir.Buffer] = []
         for step in range(1, axes_size(stmt.axes, self.mesh)):
@@ -136,7 +133,7 @@ class Permutes:
         return Round(tuple(sends), (own, self._unit(total, (own.out, *came), stmt.out)))
 
     def _doubled(self, stmt: ir.Communicate) -> Iterator[Round]:
-        """Each device adds what the other one of the round had after the last round."""
+        """Each device adds the sum that its partner had after the round before."""
         has, devices = stmt.source, axes_size(stmt.axes, self.mesh)
         for bit in (2**number for number in range(devices.bit_length() - 1)):
             permute = self._sent(stmt, has, self._partner(stmt, bit))
@@ -148,7 +145,7 @@ class Permutes:
             has = out
 
     def _partner(self, stmt: ir.Communicate, bit: int) -> Index:
-        """To the device whose rank differs by `bit`."""
+        """The shift to the device whose rank differs in `bit`."""
         devices = axes_size(stmt.axes, self.mesh)
         if devices == 2:
             return Constant(1)
@@ -167,9 +164,9 @@ class Permutes:
         return permute(source, out, stmt.axes, shift, self.names)
 
     def _part(self, stmt: ir.Communicate, step: int) -> ir.Select:
-        """An alias of what the device `step` further on has or gets of the whole.
+        """An alias for the part of the device `step` further on.
 
-        The whole is an all-gather's result, or a reduce-scatter's operand.
+        It is a part of an all-gather's result, or of a reduce-scatter's operand.
         """
         assert stmt.dim is not None
         whole, shard = stmt.out, stmt.source
@@ -257,12 +254,10 @@ def combined(reducer: Reducer, widen: bool, *terms: jax.Array) -> jax.Array:
 
 
 def _both(widen: bool, here: jax.Array, came: jax.Array) -> jax.Array:
-    """Their sum; of narrow floats in float32.
-
-    The local term is rounded as the sent one was.  XLA may otherwise keep it wider, or
-    fuse a product with the addition, and devices would differ by the last bit.
-    """
+    """The sum of two terms; narrow floats are added in float32."""
     dtype = here.dtype
+    # The local term is rounded as the sent one was.  Otherwise XLA may keep it wider,
+    # or fuse a product into the addition, and devices would differ in the last bit.
     here = lax.optimization_barrier(here)
     if widen:
         info = jnp.finfo(dtype)

@@ -1,10 +1,10 @@
 """When transfers in loops over chunks are issued, and when they are waited for.
 
-It is the rule of `order.py`, in an iteration.  A transfer is issued as soon as its
-source is there, and what makes the source goes before work that nothing waits for.  It
-is waited for right before its first reader.  So of two values that were there before
-the iteration began, the second is on its way while the first is worked on.  What is
-sent goes while the gradient of a weight is added up.
+The rule is that of `order.py`, inside of an iteration.  A transfer is issued as soon as
+its source is there, and the computations of the source go before work that no transfer
+needs.  It is waited for right before its first reader.  So if an iteration gathers two
+values that were there before it began, the second moves while the first is worked on.
+A chunk that is sent moves while the gradient of a weight is added up.
 
 Then iterations are staggered: see `stages.py`.
 """
@@ -24,12 +24,12 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.schedule.stages import in_stages
 
 _BORDERS = ir.GetCurrentStream | ir.SetCurrentStream | ir.Synchronize | ir.For
-"""What nothing is moved across."""
+"""Statements that nothing is moved across."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduleLoops(EachProgram):
-    """Loops -> loops that issue early and wait late, each iteration a stage ahead."""
+    """Loops -> loops that issue early and wait late, with staggered iterations."""
 
     name: ClassVar[str] = "schedule_loops"
 
@@ -42,7 +42,7 @@ class ScheduleLoops(EachProgram):
 
 
 def _with_loops(body: Sequence[ir.Stmt], memory: dict[str, str]) -> Iterator[ir.Stmt]:
-    """The statements, with loops in order; `memory` has what each name stands for."""
+    """The statements, with loops in order; `memory` has the memory of each name."""
     for stmt in body:
         if isinstance(stmt, ir.For):
             inner = [*_with_loops(_stretches(stmt.body), dict(memory))]
@@ -54,7 +54,7 @@ def _with_loops(body: Sequence[ir.Stmt], memory: dict[str, str]) -> Iterator[ir.
 
 
 def _stretches(body: Sequence[ir.Stmt]) -> list[ir.Stmt]:
-    """`body` with what stands between two borders in order."""
+    """`body` with the statements between each two borders in order."""
     ordered: list[ir.Stmt] = []
     stretch: list[ir.Stmt] = []
     aliases = Aliases(body)
@@ -81,13 +81,13 @@ class _BetweenBorders:
         return self.waiting_late(self.issued_early())
 
     def issued_early(self) -> list[ir.Stmt]:
-        """Each transfer, and what makes its source, behind the last that it needs."""
+        """Each transfer, and each maker of a source, right behind what it needs."""
         ordered: list[ir.Stmt] = []
         urgent = self.sources()
         for stmt in self.stmts:
             place = len(ordered)
             if isinstance(stmt, ir.Communicate):
-                # Transfers keep their order: the first is needed first.
+                # Transfers keep their order, because the first is needed first.
                 place = _behind(ordered, stmt, self.holds_transfer)
             elif stmt in urgent:
                 place = _behind(ordered, stmt, partial(self.holds_source, urgent))
@@ -95,7 +95,7 @@ class _BetweenBorders:
         return ordered
 
     def sources(self) -> list[ir.Stmt]:
-        """The computations of which something is sent."""
+        """The computations whose results are sent, directly or through others."""
         found: list[ir.Stmt] = []
         wanted: set[str] = set()
         for stmt in reversed(self.stmts):
@@ -114,15 +114,15 @@ class _BetweenBorders:
     def holds_source(
         self, urgent: Sequence[ir.Stmt], before: ir.Stmt, stmt: ir.Stmt
     ) -> bool:
-        """Whether what makes a source cannot be computed ahead of a statement.
+        """Whether the maker of a source cannot move ahead of the statement `before`.
 
-        Nor is it computed ahead of a wait: what stands before that hides what comes.
+        It stays behind a wait too, because the work before the wait hides its transfer.
         """
         moves = isinstance(before, ir.Communicate | ir.Wait)
         return moves or before in urgent or self.needs(before, stmt)
 
     def insert(self, ordered: list[ir.Stmt], place: int, stmt: ir.Stmt) -> None:
-        """Put a statement there, behind the aliases that it goes through."""
+        """Put a statement at a place, and its aliases right before it."""
         through = {
             select.out.name
             for buffer in (b for buffers in reads_writes(stmt) for b in buffers)
@@ -137,7 +137,7 @@ class _BetweenBorders:
         ordered[place:] = [*moved, stmt, *rest]
 
     def waiting_late(self, stmts: Sequence[ir.Stmt]) -> list[ir.Stmt]:
-        """Each wait before the first statement that needs what it waits for."""
+        """Each wait right before the first statement that needs its transfer."""
         ordered: list[ir.Stmt] = []
         waits: list[ir.Wait] = []
         for stmt in stmts:
@@ -150,14 +150,15 @@ class _BetweenBorders:
         return [*ordered, *waits]
 
     def needs(self, before: ir.Stmt, stmt: ir.Stmt) -> bool:
-        """Whether a statement reads or changes what one `before` it makes or reads.
+        """Whether a statement has to stay behind the statement `before`.
 
-        A wait makes what its transfer brings.
+        It does if both touch the same memory and one of them writes it.  A wait counts
+        as the statement that writes what its transfer brings.
         """
         if isinstance(before, ir.Wait):
             transfer = self.transfers.get(before.communication)
             return transfer is None or self.needs(transfer, stmt)
-        # An alias is no access, and moves along with whoever goes through it.
+        # An alias is no access, and `insert` moves it with the statement that uses it.
         if isinstance(before, ir.Select) or isinstance(stmt, ir.Select):
             return False
         reads, writes = self.touched(stmt)
@@ -168,10 +169,8 @@ class _BetweenBorders:
         return any(self.is_one_place(one, other) for one, other in pairs)
 
     def is_one_place(self, one: ir.Buffer, other: ir.Buffer) -> bool:
-        """Whether two written buffers may share an element.
-
-        None is written through two aliases in one iteration.
-        """
+        """Whether two written buffers may share an element."""
+        # Loops never write one element through two aliases in one iteration.
         memory = self.aliases.memory(one).name
         whole = memory in (one.name, other.name)
         same = memory == self.aliases.memory(other).name

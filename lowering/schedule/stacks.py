@@ -1,4 +1,4 @@
-"""Computations on stacks, at the place of an iteration that is counted."""
+"""Reads and writes of a scan's stacks, at the place that a counter says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jhost.lowering.units.make import unit_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacks:
-    """Appends to `body` what reads and writes the stacks of a scan."""
+    """Appends to `body` the statements that read and write the stacks of a scan."""
 
     scan: ir.Scan
     names: FreshNames
@@ -25,7 +25,7 @@ class Stacks:
     def read(
         self, stack: ir.Buffer, part: ir.Buffer, count: ir.Buffer, ahead: int
     ) -> ir.Buffer:
-        """The part of the iteration `ahead` of one, like a param of the body."""
+        """The slice of the iteration at `count + ahead`, like a param of the body."""
         out = fresh(part, self.names)
         self._at(_sliced, [stack], out, count, ahead)
         return out
@@ -33,23 +33,22 @@ class Stacks:
     def written(
         self, stack: ir.Buffer, value: ir.Buffer, count: ir.Buffer, ahead: int
     ) -> ir.Buffer:
-        """The stack with what the iteration `ahead` of one gives."""
+        """The stack with `value` at the place of the iteration at `count + ahead`."""
         out = fresh(stack, self.names)
         self._at(_written, [stack, value], out, count, ahead)
         return out
 
     def filled(self, stack: ir.Buffer) -> ir.Buffer:
-        """One like it, with zeros."""
+        """A stack like `stack`, of zeros."""
         out = fresh(stack, self.names)
-        # Each place is written before it is read; XLA has no array without contents.
+        # Each place is written before it is read, but XLA has no array without values.
         self._compute(lambda: lax.full(stack.shape, 0, stack.dtype), [], out)
         return out
 
     def finished(self, stack: ir.Buffer) -> ir.Buffer:
-        """A stack in which the last place is written before anything reads another.
-
-        XLA would fuse the write with each reader, and keep the stack as it was before.
-        """
+        """The stack behind a barrier: its last place is written before any read."""
+        # Without the barrier, XLA fuses the write into each reader, and keeps the stack
+        # as it was before the write.
         out = fresh(stack, self.names)
         self._compute(lax.optimization_barrier, [stack], out)
         return out
@@ -59,17 +58,16 @@ class Stacks:
         out = ir.Buffer(
             name=self.names.fresh("count"), shape=(), dtype=np.dtype(np.int32), dims=()
         )
-        # A scalar by itself would be a literal, which is no value of a program.
+        # `lax.full` of a scalar would be a literal, and a literal has no buffer.
         self._compute(lambda: lax.squeeze(lax.full((1,), 0, np.int32), [0]), [], out)
         return out
 
     def known_behind(self, there: ir.Buffer, count: ir.Buffer) -> ir.Buffer:
-        """A count that is known once another value is there.
-
-        XLA knows how far a loop counts.  By a place that it knows it would read from
-        the stack before another place was written, and so keep both stacks; and it
-        would cast the weights of the first and the last iteration at one time.
-        """
+        """The count behind a barrier with the value `there`, so no longer static."""
+        # XLA knows how far a loop counts, so the place of the last iteration would be
+        # static.  It would then read that place before others are written, and keep two
+        # stacks.  It would also cast the weights of the first and the last iteration at
+        # one time.
         out = fresh(count, self.names)
         self._compute(
             lambda count, there: lax.optimization_barrier((count, there))[0],
@@ -108,14 +106,14 @@ class Stacks:
 
 
 def fresh(buffer: ir.Buffer, names: FreshNames) -> ir.Buffer:
-    """A buffer of its own that is like another one."""
+    """A buffer like `buffer`, with a fresh name."""
     return dataclasses.replace(buffer, name=names.fresh(buffer.name))
 
 
 def _sliced(place: jax.Array, stack: jax.Array) -> jax.Array:
     starts = (place, *[np.int32(0)] * (stack.ndim - 1))
     sizes = (1, *stack.shape[1:])
-    # JAX (0.10 to 0.12) would add a comparison and a select for indices below 0.
+    # By default JAX (0.10 to 0.12) adds a comparison and a select for indices below 0.
     part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
     return lax.squeeze(part, [0])
 

@@ -1,13 +1,13 @@
 """The order in which the iterations of a loop are issued, one stage at a time.
 
-Iterations that take turns on streams have no order between them, but a GPU has one
-queue for computations.  If each iteration were issued whole, what it computes before a
-communication would wait for all that the iteration before computes after its own.  Then
-nothing would be left to run beside either communication.
+Iterations on different streams have no order between them, but a GPU has one queue for
+computations.  Suppose that each iteration were issued whole.  The work that iteration
+i + 1 does before its communication would wait for the work that iteration i does after
+its own.  No work would be left to run beside either communication.
 
-So a loop is cut into stages.  A cut is where a communication is waited for that has no
-work beside it in its own iteration.  Iterations are staggered: one is a stage ahead of
-the next, whose work hides the communication between two stages.
+So a loop is cut into stages.  A cut is before the wait for a communication that has no
+work beside it in its own iteration.  Iterations are staggered: each is a stage ahead of
+the next one, whose work hides the communication between two stages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jhost.lowering.schedule.blocks import contracts
 def in_stages(loop: ir.For, memory: Mapping[str, Hashable]) -> ir.For:
     """`loop` cut into stages, with their order, where that hides something.
 
-    `memory` has what each name stands for that is there before the loop.
+    `memory` has the memory behind each name from before the loop.
     """
     stages = _stages(loop, memory)
     order = [*_staggered(loop, len(stages))]
-    # As it stands it is issued like that, and its text stays a plain loop.
+    # A loop without an order is issued like this anyway, and its text stays simple.
     if order == sorted(order):
         return loop
     body = [stmt for stage in stages for stmt in (ir.NextStage(), *stage)][1:]
@@ -37,7 +37,10 @@ def in_stages(loop: ir.For, memory: Mapping[str, Hashable]) -> ir.For:
 
 
 def _staggered(loop: ir.For, stages: int) -> Iterator[tuple[int, int]]:
-    """Each iteration a stage ahead of the next, on one stream one after another."""
+    """The order of (iteration, stage): each iteration is a stage ahead of the next.
+
+    Iterations on one stream come one after another.
+    """
     starts: list[int] = []
     free: dict[int, int] = {}
     for iteration in range(loop.extent):
@@ -50,7 +53,8 @@ def _staggered(loop: ir.For, stages: int) -> Iterator[tuple[int, int]]:
         for iteration in range(loop.extent)
         for stage in range(stages)
     ]
-    # Early stages first: what they send then runs beside the late ones of others.
+    # At one time early stages come first: what they send then moves beside the late
+    # stages of other iterations.
     for _, stage, iteration in sorted(places):
         yield iteration, stage
 
@@ -66,13 +70,14 @@ def _stages(loop: ir.For, memory: Mapping[str, Hashable]) -> list[tuple[ir.Stmt,
     touches = _Touches(loop, memory)
     cuts = [cut for cut in _cuts(work) if touches.independent(work[:cut], work[cut:])]
     parts = [work[a:b] for a, b in zip([0, *cuts], [*cuts, len(work)], strict=True)]
-    # Each goes to its stream by itself: other iterations have their turn in between.
+    # Each stage switches to its stream by itself, because stages of other iterations
+    # come in between.
     stages = [(enter, *part, leave) for part in parts]
     return [*stages[:-1], (*stages[-1], join)]
 
 
 def _takes_turns(loop: ir.For) -> bool:
-    """Whether each iteration is all on one stream, which is then waited for."""
+    """Whether each iteration is on one stream, and ends with a wait for that stream."""
     match loop.body:
         case (
             ir.SetCurrentStream(stream=stream),
@@ -83,8 +88,8 @@ def _takes_turns(loop: ir.For) -> bool:
             others = ir.SetCurrentStream | ir.Synchronize | ir.For
             known = leaves(stream.index) <= {LoopIndex(loop.index)}
             plain = not any(isinstance(stmt, others) for stmt in work)
-            # Its stream has to follow from the index alone: the order is made before it
-            # runs.
+            # The order is made before the loop runs, so the stream has to follow from
+            # the loop's index alone.
             return not stream.name and stream == joined and known and plain
         case _:
             return False
@@ -97,8 +102,9 @@ def _stream(loop: ir.For, iteration: int) -> int:
 
 
 def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
-    """Before waits for what has no work beside it, between two computations."""
-    # Behind the last computation nothing is left that a cut could hide.
+    """Places before waits for transfers that have no work beside them."""
+    # Behind the last computation there is no work that a cut could put beside a
+    # transfer.
     last = max(
         (i for i, stmt in enumerate(work) if isinstance(stmt, ir.Compute)), default=0
     )
@@ -124,7 +130,7 @@ def _cuts(work: Sequence[ir.Stmt]) -> list[int]:
 
 
 class _Touches:
-    """The memory from outside that the statements of a loop's body touch."""
+    """Which memory from outside of a loop the statements of its body touch."""
 
     def __init__(self, loop: ir.For, memory: Mapping[str, Hashable]) -> None:
         self.loop = loop
@@ -132,9 +138,9 @@ class _Touches:
         self.aliases = Aliases(loop.body)
 
     def independent(self, before: Sequence[ir.Stmt], after: Sequence[ir.Stmt]) -> bool:
-        """Whether an iteration may do `before` ahead of another's `after`.
+        """Whether an iteration may run `before` ahead of another iteration's `after`.
 
-        What both touch, and one writes, must be another part in each iteration.
+        Memory that both touch, and one writes, must be another part in each iteration.
         """
         early, early_written = self.of(before)
         late, late_written = self.of(after)
@@ -159,14 +165,14 @@ class _Touches:
         return by, written
 
     def place(self, name: str) -> tuple[Hashable | None, ir.Select | None]:
-        """The memory from outside that a name reaches, and the alias right of it."""
+        """The memory from outside behind a name, and the alias that reads from it."""
         alias = None
         for alias in self.aliases.through(name):
             name = alias.source.name
         return self.memory.get(name), alias
 
     def differs(self, aliases: set[ir.Select | None]) -> bool:
-        """Whether all is touched in one place, which moves on with the loop."""
+        """Whether all aliases are one part, which is another part in each iteration."""
         places = {
             a and (a.source.name, a.dim, a.index, a.size, a.groups) for a in aliases
         }
@@ -178,7 +184,7 @@ class _Touches:
             or not leaves(alias.index) | leaves(alias.size) <= {here}
         ):
             return False
-        # Parts that move on and never overlap need no order between iterations.
+        # Parts that move forward and never overlap need no order between iterations.
         spans = [
             (evaluate(alias.index, {here: i}), evaluate(alias.size, {here: i}))
             for i in range(self.loop.extent)

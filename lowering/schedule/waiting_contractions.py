@@ -1,9 +1,9 @@
-"""Contractions that nothing waits for, and the transfers that each stands beside.
+"""Contractions that nothing waits for, and the transfers that they stand beside.
 
-The gradient of a weight is read by the optimizer alone, so it may be computed long
-after its operands are there: beside a transfer that would have no work beside it.  What
-is cheap, or only moves such a gradient, waits with it.  The choice goes by counts, as
-in `order.py`.
+Only the optimizer reads the gradient of a weight, so it may be computed long after its
+operands are there: beside a transfer that would have no other work beside it.  Cheap
+statements on such a gradient, and transfers of it, wait with it.  The choice goes by
+counts, as in `order.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.statements import Communicate, Compute
 
 _TRANSFERS = 2
-"""For so many transfers there is work in the contractions that are ready.
+"""The contractions that are ready are shared by so many transfers.
 
-Those of a loop hide its own last transfer and the first of the next loop.
+Those of one loop hide the loop's own last transfer, and the next loop's first one.
 """
 
 
 class WaitingContractions:
-    """The contractions over all chunks of a graph that nothing has taken yet.
+    """The contractions of a graph that no transfer or reader has taken yet.
 
-    They are those with the `numbers`.  What is `in_loops`, by identity, waits for none.
+    `numbers` says which nodes they are.  Nodes in `in_loops` (identities) never wait.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class WaitingContractions:
     def in_order(self, groups: Sequence[Group]) -> Iterator[Group]:
         """The groups as they are to be written; loops take contractions meanwhile."""
         for group in groups:
-            # Such a contraction stands where a transfer or a reader takes it.
+            # A waiting contraction is written where a transfer or a reader takes it.
             if group[0] in self.every:
                 continue
             if self.can_wait(group) and not self.late().isdisjoint(_read(group)):
@@ -50,16 +50,16 @@ class WaitingContractions:
             yield group
             self.made(group)
             yield from self.resumed()
-        # No transfer is left that these could hide.
+        # No transfer is left beside which these could stand.
         yield from ((node,) for node in self.taken(self.waiting))
         yield from self.resumed()
 
     def made(self, nodes: Iterable[Node]) -> None:
-        """Note that all that the nodes write is there from now on."""
+        """Note that the values of these nodes are there from now on."""
         self.unmade -= _written(nodes)
 
     def beside(self) -> list[Node]:
-        """The contractions beside the next transfer: its share of those ready."""
+        """The contractions beside the next transfer: its share of the ready ones."""
         ready = [
             node
             for node in self.waiting
@@ -76,7 +76,7 @@ class WaitingContractions:
     # --- What waits with them ------------------------------------------------- #
 
     def can_wait(self, group: Group) -> bool:
-        """Whether a group is no loop and no work, and only its values say when."""
+        """Whether a group is no loop and no work, and has no effects but its values."""
         (node, *more), stmt = group, group[0].stmt
         if more or node.barrier or id(node) in self.in_loops:
             return False
@@ -90,11 +90,11 @@ class WaitingContractions:
         )
 
     def late(self) -> set[str]:
-        """What waiting contractions make, and what is made of that."""
+        """The values of waiting contractions, and the values made of these."""
         return _written(node for each in (self.waiting, *self.put_off) for node in each)
 
     def before(self, group: Group) -> Iterator[Group]:
-        """What makes the operands of a group, as far as it has waited."""
+        """The waiting nodes that make the operands of a group."""
         wanted = _read(group)
         for each in reversed(self.put_off):
             if not wanted.isdisjoint(_written(each)):
@@ -104,7 +104,7 @@ class WaitingContractions:
         yield from self.resumed()
 
     def resumed(self) -> Iterator[Group]:
-        """What was put off, as far as what it waited for is there."""
+        """The groups that were put off and whose operands are there now."""
         waiting, self.put_off = self.put_off, []
         for group in waiting:
             if self.late().isdisjoint(_read(group)):
@@ -115,7 +115,7 @@ class WaitingContractions:
 
 
 def _read(group: Group) -> set[str]:
-    """What the nodes of a group read, or have in one barrier with it."""
+    """The values that a group reads, or that are in one barrier with it."""
     read = {buffer.name for node in group for buffer in node.reads}
     return read.union(*(node.barrier for node in group))
 

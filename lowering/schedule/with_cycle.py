@@ -1,7 +1,8 @@
-"""Writes a scan as a cycle: what stands before it, itself, and what stands behind it.
+"""Writes a scan as a cycle: statements before it, the scan, and statements behind it.
 
-What the scan slices is read by index, and what it stacks is written in place: a
-concatenation behind it would take two passes over all of that.
+Slices are read by index, and stacks are written in place.  Otherwise the iterations
+outside of the scan would have to be concatenated to its stacks, which takes two passes
+over all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jhost.lowering.schedule.stacks import Stacks, fresh
 
 
 def with_cycle(program: Program, cycle: Cycle) -> Program:
-    """`program` with a scan of its own as a cycle."""
+    """`program` with the scan written as a cycle."""
     names = FreshNames.of(program)
     body: list[ir.Stmt] = []
     replaced: Mapping[str, ir.Buffer] = {}
@@ -43,10 +44,13 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Carried:
-    """What one iteration hands to the next.
+    """The values that one iteration carries to the next.
 
-    `came` has what was gathered for it, `terms` those of sums that are still to be
-    made, and `stacks` has all that is stacked so far.
+    Attributes:
+        carry: the values that the scan carried already.
+        came: the values that were gathered for the next iteration.
+        terms: the terms of sums that the next iteration makes.
+        stacks: the stacks, with all that is stacked so far.
     """
 
     carry: tuple[ir.Buffer, ...]
@@ -60,10 +64,10 @@ class _Carried:
 
 
 class _Writer:
-    """Writes the parts of a cycle into `body`, a program's or that of the scan.
+    """Writes the parts of a cycle into `body`, for the program or the scan's own body.
 
-    There `consts` and `stacks` are what the scan's body reads as they are, and what it
-    reads slices of, by the names of its params.
+    `consts` and `stacks` have the buffers there that the scan's body reads whole, and
+    those that it reads slices of, by the names of the body's params.
     """
 
     def __init__(
@@ -80,19 +84,19 @@ class _Writer:
         self.ends, self.results = scan_outs(scan, scan.body.results)
         self.body: list[ir.Stmt] = []
         self.said: dict[str, str] = {}
-        """What messages call what is written: as in the scan's body."""
+        """What messages call the values that are written: as in the scan's body."""
         self.make = Stacks(scan, names, self.body)
 
     @classmethod
     def outside(cls, cycle: Cycle, names: FreshNames) -> _Writer:
-        """Into the program that has the scan."""
+        """A writer into the program that has the scan."""
         border = scan_border(cycle.scan)
         consts = {inside.name: outside for outside, inside in border.consts}
         stacks = {inside.name: outside for outside, inside in border.xs}
         return cls(cycle, names, consts, stacks)
 
     def inside(self) -> _Writer:
-        """Into the scan's body, where the same things have names of its own."""
+        """A writer into the scan's body, which has its own names for the buffers."""
         names = FreshNames.of(self.scan.body)
         own = {param.name: param for param in self.scan.body.params}
         return _Writer(
@@ -103,7 +107,7 @@ class _Writer:
         )
 
     def statements(self) -> tuple[list[ir.Stmt], Mapping[str, ir.Buffer]]:
-        """The statements, and what stands for each value that the scan gave."""
+        """The statements of the cycle, and the new buffers of the scan's results."""
         cycle, scan = self.cycle, self.scan
         count = self.make.first_count()
         stacks = {y.name: self.make.filled(y) for y in scan.ys}
@@ -126,7 +130,7 @@ class _Writer:
     def iteration(
         self, state: _Carried, count: ir.Buffer, *, is_last: bool = False
     ) -> _Carried:
-        """An iteration, with what it does for those before and behind it."""
+        """An iteration, with the sums of the one before and the gathers of the next."""
         if self.cycle.late and state.terms:
             state = self.summed(state, count)
         gathers = bool(self.cycle.early) and not is_last
@@ -134,7 +138,7 @@ class _Writer:
         return dataclasses.replace(self.computed(state, count), came=ahead)
 
     def loop(self, state: _Carried, start: ir.Buffer) -> tuple[_Carried, ir.Buffer]:
-        """The scan itself: what it hands on, and how many iterations are done then."""
+        """Write the scan; its final state, and the count of iterations done by then."""
         inside = self.inside()
         before = _Carried(
             self.carried,
@@ -167,7 +171,7 @@ class _Writer:
 
     @property
     def reads(self) -> tuple[ir.Buffer, ...]:
-        """All that is read and not carried."""
+        """The buffers that are read and not carried."""
         return (*self.consts.values(), *self.stacks.values())
 
     # --- The parts of an iteration --------------------------------------------- #
@@ -175,7 +179,7 @@ class _Writer:
     def gathered(
         self, carry: Sequence[ir.Buffer], count: ir.Buffer, ahead: int = 0
     ) -> tuple[ir.Buffer, ...]:
-        """What is gathered for the iteration `ahead` of one, which has that `carry`."""
+        """Gather for iteration `count + ahead`; iteration `count` has that `carry`."""
         counts = self.counts(carry, ahead)
         found: list[ir.Buffer] = []
         for each in self.cycle.early:
@@ -186,7 +190,7 @@ class _Writer:
         return tuple(found)
 
     def counts(self, carry: Sequence[ir.Buffer], ahead: int) -> dict[str, ir.Buffer]:
-        """Those carried values, of the iteration `ahead`, that gathers may read."""
+        """The carried values of the iteration `ahead` that gathers may read."""
         now = {p.name: each for p, each in zip(self.carried, carry, strict=True)}
         counted = self.cycle.counted
         read = _reads(stmt for each in self.cycle.early for stmt in each.issued)
@@ -197,7 +201,7 @@ class _Writer:
         return {name: made[end] for name, end in counted.ends.items()}
 
     def computed(self, state: _Carried, count: ir.Buffer) -> _Carried:
-        """The work of an iteration, and what it stacks itself."""
+        """Write the work of an iteration, and put its own results into stacks."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
             **self.consts,
@@ -220,7 +224,7 @@ class _Writer:
         )
 
     def summed(self, state: _Carried, count: ir.Buffer) -> _Carried:
-        """The sums of the iteration before one, into their stacks."""
+        """Make the sums of the iteration before, and put them into stacks."""
         stacks = dict(state.stacks)
         for each, terms in zip(self.cycle.late, state.terms, strict=True):
             stmts = (each.stmt, ir.Wait(communication=each.stmt.name), *each.behind)
@@ -236,7 +240,7 @@ class _Writer:
     def add(
         self, stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer]
     ) -> dict[str, ir.Buffer]:
-        """Append a copy of statements that reads what is known; what it makes."""
+        """Append a copy of statements that reads `known` buffers; return its values."""
         stmts, made = copied(stmts, known, self.names)
         self.body += stmts
         for name, buffer in made.items():
@@ -246,7 +250,7 @@ class _Writer:
     def read(
         self, stmts: Sequence[ir.Stmt], count: ir.Buffer, ahead: int = 0
     ) -> dict[str, ir.Buffer]:
-        """The slices of an iteration that statements read, or that leave it."""
+        """The slices of an iteration that statements read, or that are its results."""
         found: dict[str, ir.Buffer] = {}
         wanted = _reads(stmts) | {each.name for each in self.scan.body.results}
         for param in self.sliced:
@@ -268,7 +272,7 @@ def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
 
 
 def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
-    """A state of other buffers."""
+    """A state like `state` whose values are `buffers`, in the order of `all`."""
     left = iter(buffers)
     carry, came, terms = (
         tuple(next(left) for _ in part)

@@ -1,9 +1,9 @@
-"""The streams that nobody marked, and that could hide what a program moves.
+"""The streams that nobody marked, and that could hide a program's transfers.
 
-A contraction waits for what a communication brings, or makes what it takes.  Where the
-stream along one of that value's dims takes in both, a loop over chunks of the dim can
-move one chunk while another is computed.  Communications of one chain, such as a layer
-of a transformer, are in one stream.
+A contraction reads the result of a communication, or makes its source.  If a stream
+along one dim of that value has both, a loop over chunks of the dim can move one chunk
+while another is computed.  Communications of one chain, such as a layer of a
+transformer, are in one stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jhost.lowering.streams.participation import Participation
 from jhost.lowering.streams.plan import plan_streams
 
 SecondsOf: TypeAlias = Callable[[Stmt], float]
-"""What a contraction or a communication takes."""
+"""Gives the seconds of a contraction or a communication."""
 
 Parts: TypeAlias = Mapping[int, Participation]
 """The nodes in a stream, each with its part."""
@@ -33,13 +33,16 @@ Parts: TypeAlias = Mapping[int, Participation]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundStream:
-    """A stream that could hide communications, which are `moved`, by name.
+    """A stream that could hide communications.
 
-    `marks` would ask for it.  Those together mark alike values, such as one of each
-    layer.  No loop hides more than `hidden` seconds: what moves takes no longer, or the
-    contractions in the stream.  Those that work on rows of the dim take `beside`
-    seconds.  The dim's `place` is higher the further behind it stands, and lowest for
-    the last one.
+    Attributes:
+        marks: the marks that would ask for it.  A group marks values alike, such as one
+            value of each layer.
+        moved: the names of the communications.
+        hidden: the most seconds that loops could hide: the communications take no
+            longer, or the contractions do not.
+        beside: the seconds of the products that work on rows of the dim.
+        place: orders dims: later dims are higher, but the last dim is lowest.
     """
 
     marks: tuple[tuple[StreamChoice, ...], ...]
@@ -54,7 +57,7 @@ class FoundStream:
 
 
 def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
-    """The streams of one straight-line program, those that could hide most first.
+    """The streams of one straight-line program; those that could hide most come first.
 
     No two of them hide the same communication.
     """
@@ -67,14 +70,15 @@ def found_streams(program: Program, seconds: SecondsOf) -> list[FoundStream]:
 
 
 _EQUAL = 0.9
-"""From this share on, what two streams could hide is no difference."""
+"""Two streams count as equal if one could hide this share of what the other could."""
 
 
 def _best(found: Sequence[FoundStream]) -> FoundStream:
-    """The stream that could hide most, beside most.
+    """The stream that could hide most, and among equals the one with most products.
 
-    Of equals that along the last dim but one: the last dim is that of features, which
-    products contract, and what shards sequences already leaves few of them.
+    Among equals of these, the one along the last dim but one.  The last dim has
+    features, which products contract, and earlier dims are short where axes shard
+    sequences.
     """
     most = max(each.hidden for each in found)
     found = [each for each in found if each.hidden >= _EQUAL * most]
@@ -103,7 +107,7 @@ class _StreamSearch:
                     yield stream
 
     def parts(self, buffer: Buffer, dim: int) -> Parts:
-        """The nodes that a mark of that dim would have in its stream."""
+        """The nodes that would be in the stream of a mark on that dim."""
         spec = PipelineSpec(pipeline=None, chunks=None)
         mark = StreamChoice(buffer=buffer.name, dim=dim, spec=spec, lines=())
         plan = plan_streams(self.graph, [mark], self.serial, self.mesh)
@@ -127,14 +131,14 @@ class _StreamSearch:
         )
 
     def place(self, parts: Parts, number: int) -> int:
-        """Where the dim stands in what a communication moves."""
+        """The position of the dim in the source of a communication; -1 for the last."""
         dim, last = parts[number].reads[0].dim, len(self.graph[number].reads[0].shape)
         return -1 if dim == last - 1 else dim
 
     def hidden(self, number: int, parts: Parts, products: Set[int]) -> float:
         """The seconds of a communication that a loop could hide behind products.
 
-        What is gathered in chunks is read by them, and what is reduced made by them.
+        Products read a value that is gathered in chunks, and make one that is reduced.
         """
         stmt = self.graph[number].stmt
         assert isinstance(stmt, Communicate)
@@ -146,7 +150,10 @@ class _StreamSearch:
     def leads(
         self, number: int, parts: Parts, products: Set[int], forward: bool
     ) -> bool:
-        """Whether the stream leads from a communication to a product, past no other."""
+        """Whether a path in the stream leads from a communication to a product.
+
+        The path must not go through another communication, which would be hidden there.
+        """
         seen, waiting = {number}, [number]
         for each in waiting:
             if each in products:
@@ -159,7 +166,7 @@ class _StreamSearch:
         return False
 
     def next(self, number: int, forward: bool) -> Iterator[int]:
-        """The nodes that read what one makes, or that make what it reads."""
+        """The readers of a node's results, or the makers of its operands."""
         node = self.graph[number]
         if forward:
             return (n for b in node.writes for n in self.graph.readers.get(b.name, ()))
@@ -177,7 +184,8 @@ class _StreamSearch:
     def moves(self, number: int, part: Participation) -> bool:
         """Whether a p2p loop moves the chunks of a communication from place to place.
 
-        That is what moves shards of the dim, and an all-reduce, as its two halves do.
+        It does if the communication moves shards of the dim, or is an all-reduce, which
+        becomes a reduce-scatter and an all-gather of shards.
         """
         stmt = self.graph[number].stmt
         if not isinstance(stmt, Communicate) or not self.seconds[number]:
@@ -191,7 +199,7 @@ class _StreamSearch:
         return has_contraction(self.graph[number].stmt)
 
     def products(self, parts: Parts) -> list[int]:
-        """The products of which the stream cuts one operand, and the result."""
+        """The products with one operand, and the result, cut by the stream."""
         return [
             number
             for number, part in parts.items()
@@ -201,11 +209,10 @@ class _StreamSearch:
         ]
 
     def marks(self, parts: Parts) -> tuple[tuple[StreamChoice, ...], ...]:
-        """Marks of the products in a stream, those first of which there are fewest.
-
-        Keys of attention are rows of a contraction, and then no chunks: marked as well,
-        the stream ends there, and attention itself is in no loop.
-        """
+        """Marks of the products in a stream; the smallest group comes first."""
+        # Products only, and not attention: its keys are rows of a contraction but no
+        # chunks.  With a mark on them the stream would end there, and attention would
+        # be in no loop.
         rows = sorted(self.products(parts), key=lambda n: -self.seconds[n])
         sums = any(not p.writes and self.contracts(n) for n, p in parts.items())
         alike: dict[object, list[StreamChoice]] = {}
@@ -213,7 +220,7 @@ class _StreamSearch:
             node, part = self.graph[number], parts[number]
             mark = _mark(node, part, sums)
             alike.setdefault(_key(node, mark), []).append(mark)
-        # Those of which each layer has one, where layers are written out.
+        # Where layers are written out, the smallest group has one mark for each layer.
         return tuple(map(tuple, sorted(alike.values(), key=len)))
 
 
@@ -265,10 +272,11 @@ def _places(graph: Graph, parts: Parts) -> Iterator[tuple[str, int]]:
 def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
     """The mark of a contraction's result along the dim that a stream cuts.
 
-    On two streams a transfer is launched an iteration before it is needed, not all of
-    them at first.  Where there are `sums` over all chunks, they stand beside transfers,
-    which is best most often.
+    `sums` says whether there are contractions over all chunks.  They stand beside
+    transfers, which is best most often.
     """
+    # Two streams: a transfer is launched an iteration before it is needed, instead of
+    # all of them at first.
     assert isinstance(node.stmt, Compute)
     position, access = next(iter(part.writes.items()))
     return StreamChoice(
@@ -287,6 +295,6 @@ def _mark(node: Node, part: Participation, sums: bool) -> StreamChoice:
 
 
 def _key(node: Node, mark: StreamChoice) -> object:
-    """What contractions of layers alike have in common."""
+    """A key that is equal for the same contraction of several layers."""
     shapes = tuple(buffer.shape for buffer in (*node.reads, *node.writes))
     return mark.lines, mark.dim, shapes

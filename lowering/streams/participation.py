@@ -29,9 +29,10 @@ ONE = Fraction(1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """A dim worked on in chunks, each the same slice of `groups` equal stretches of it.
+    """A dim worked on in chunks: each is the same slice of `groups` equal stretches.
 
-    While a plan is being made `groups` is relative to the mark's; then it is whole.
+    While a plan is made, `groups` is relative to the mark's, and may be a fraction.
+    In a finished plan it is a whole number.
     """
 
     dim: int
@@ -44,7 +45,7 @@ def _whole(size: int) -> Fraction:
 
 
 def steps_in(size: int, groups: Fraction) -> Fraction:
-    """The steps in each of so many groups; of one group the same number each time."""
+    """The steps in each group; for one group always the same object."""
     return _whole(size) if groups is ONE else size / groups
 
 
@@ -52,8 +53,9 @@ def steps_in(size: int, groups: Fraction) -> Fraction:
 class Participation:
     """A node's part in a stream; operands and results without an access are whole.
 
-    `factor` is the streamed one of a computation, `size` its length on a device, and
-    `groups` the stretches it is cut into: a chunk takes equal steps in each.
+    `factor` is the streamed factor of a computation, and `size` its steps on a device.
+    `groups` is the number of stretches that it consists of; a chunk takes equally many
+    steps of each.
     """
 
     stream: str
@@ -64,7 +66,7 @@ class Participation:
     factor: int | None = None
 
     def of_stream(self, stream: str) -> Participation:
-        """This part, in a stream that may bear another name by now."""
+        """This part in a stream that may have another name by now."""
         same = stream == self.stream
         return self if same else dataclasses.replace(self, stream=stream)
 
@@ -78,7 +80,7 @@ class Participation:
         """How many times as many groups the node's results have as its operands."""
         if not self.reads or not self.writes:
             return ONE
-        # All that a node reads has as many groups, and so has all that it writes.
+        # All operands of a node have one number of groups, and so have all results.
         read, written = (
             next(iter(self.reads.values())),
             next(iter(self.writes.values())),
@@ -165,19 +167,19 @@ def _compute_part(
         }
 
     size = rule.sizes[factor] // axes_size(unit_eqn.axes[factor], mesh)
-    # Groups become whole when they are scaled up, and then are a multiple of the
-    # numerator.
+    # When groups are scaled up to whole numbers, they become a multiple of the
+    # numerator, so that has to divide the size.
     if size % access.groups.numerator:
         return undivided(size)
     reads, written = accesses(operands), accesses(rule.results)
-    # A result without the dim would be made anew by each chunk.
+    # Each chunk would make a result without the dim again.
     if rule.reducers[factor] is None and len(written) < len(rule.results):
         return f"{unit_eqn.eqn.primitive.name} has results without that dim"
     return Participation(stream, size, access.groups, reads, written, factor)
 
 
 def undivided(size: int) -> str:
-    """Why so many steps cannot be cut as a dim is that is gathered or scattered."""
+    """Why so many steps cannot be cut where the dim is gathered or scattered."""
     return f"{counted(size, 'step')} do not divide into the shards of a gathered dim"
 
 
@@ -207,12 +209,13 @@ def _communicate_part(
     access: Access,
     mesh: Mapping[str, int],
 ) -> Participation | str:
-    """A communication's dims follow one another; only the moved one changes groups.
+    """A communication keeps its dims; only the moved dim changes its groups.
 
-    A gathered dim is D stretches, one a device; a scattered dim was; so chunk s of the
-    whole is the s-th slice of every shard, and needs no reshape by the user.
+    A gathered dim consists of D stretches, one from each device, and so did a scattered
+    one.  Chunk s of the whole is the s-th slice of every shard, so the user need not
+    reshape anything.
     """
-    # 1: as many groups behind the communication as before it.
+    # 1: equally many groups behind the communication and before it.
     ratio = ONE
     if isinstance(stmt, Select) and access.dim == stmt.dim:
         return "a device keeps only its part of the dim"

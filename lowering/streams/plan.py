@@ -29,8 +29,8 @@ _EARLIER = "the program before, planned alike"
 def plan_program(program: Program) -> tuple[Graph, StreamPlan]:
     """The nodes of a straight-line program, and the streams that its marks make there.
 
-    A mark that is off takes no other with it.  The plan is made once for a program, and
-    for candidates that ask the same of its streams.
+    A mark that is off makes no stream.  The plan is made once for a program, and for
+    candidates that ask the same of its streams.
     """
     graph, plan = _planned(program)
     marks = _by_stream(_taken(program))
@@ -50,10 +50,10 @@ def _by_stream(marks: Sequence[StreamChoice]) -> dict[str, StreamChoice]:
 
 
 def take_known(program: Program, others: Sequence[Program]) -> bool:
-    """Whether one of `others` asks the same of streams: its `derived` is taken over.
+    """Take over what is known of another program that asks the same of its streams.
 
-    The programs may differ in what else is said of marks.  Of one that asks otherwise
-    the plan is taken, if it holds for what is asked here.
+    Returns whether there is one.  Such programs may differ in other fields of marks.
+    If there is none, the plan of another is taken over if it holds for these marks.
     """
     asked = asked_of_streams(program)
     known = next((o for o in others if asked_of_streams(o) == asked), None)
@@ -74,9 +74,9 @@ def _seeds(program: Program) -> list[tuple[str, int]]:
 
 
 def with_plan_of(earlier: Program, program: Program) -> Program:
-    """`program`, which has most statements of an `earlier` one and its marks.
+    """`program`, noting that it has most statements and the marks of an `earlier` one.
 
-    The parts that these take in streams are not looked for again.
+    Its plan then starts from the earlier plan.
     """
     if program is not earlier:
         program.derived[_EARLIER] = earlier
@@ -102,7 +102,7 @@ _planned = derived(_plan)
 
 
 def _made_earlier(program: Program) -> tuple[Graph, StreamPlan] | None:
-    """The plan of the last program before that has one."""
+    """The plan of the latest earlier program that has one."""
     earlier: Program | None = program.derived.get(_EARLIER)
     while earlier is not None:
         if (made := earlier.derived.get(_plan)) is not None:
@@ -128,7 +128,7 @@ def _made_again(
     serial: Sequence[SerialMark],
     mesh: Mapping[str, int],
 ) -> StreamPlan:
-    """The plan that was `made` for an earlier graph, for one that differs a little."""
+    """A plan for a graph that differs a little from the one `made` has a plan for."""
     before, plan = made
     propagation = Propagation(
         graph, _reasons(serial), mesh, _known(plan, before, graph)
@@ -141,12 +141,11 @@ def _made_again(
 def _known(
     plan: StreamPlan, before: Sequence[Node], graph: Sequence[Node]
 ) -> dict[int, Participation | str]:
-    """What an earlier plan says of those nodes of a graph that were in its own."""
+    """What an earlier plan says of the nodes that were in its graph too."""
     every = {**plan.participations, **plan.uncut}
-    # By what they make: a pass may have replaced the statement, and the value is the
-    # same.
+    # By the value that a node makes: a pass may have replaced its statement.
     parts = {before[n].writes[0].name: part for n, part in every.items()}
-    # By the statement itself: one that is new may well be cut.
+    # By the statement itself: a new statement may be cut where the old one was not.
     reasons = {id(before[n].stmt): reason for n, reason in plan.declined.items()}
     said = (
         (parts.get(node.writes[0].name) if node.writes else None)

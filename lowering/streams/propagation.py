@@ -1,4 +1,4 @@
-"""How streams spread from the marked values through a graph, to a fixed point."""
+"""Streams spread from the marked values through a graph, to a fixed point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jhost.lowering.streams.participation import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Met:
-    """Two streams that met: whether their marks agree, and whether they became one."""
+    """Two streams met: whether their marks agree, and whether they became one."""
 
     kept: str
     taken: str
@@ -42,7 +42,7 @@ class Met:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """A node with so many steps that a stream reached; too few for some chunks."""
+    """A stream reached a node with so many steps, maybe too few for the chunks."""
 
     stream: str
     steps: Fraction
@@ -53,18 +53,23 @@ class Admitted:
 
 
 Answer: TypeAlias = Met | Admitted
-"""What streams go by of their marks, when they spread."""
+"""An answer that the spreading of streams got from their marks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """The streams of a program: what was asked of them, and the nodes that join.
+    """The streams of a program.
 
-    Marks that met are one stream: of each pair in `merged`, in order, the first took
-    the second in.  `extents` is the number of steps that each stream's
-    loop can cut into chunks, or could for fewer chunks; `declined` says, by node, why
-    a stream stops there.  What is `uncut` only hands a stream on: its own steps are no
-    whole number in each group.  `answers` has all that was asked of marks on the way.
+    Attributes:
+        marks: the mark of each stream; streams that met have one together.
+        participations: the nodes in streams, by number.
+        extents: for each stream, the steps that its loop can cut into chunks, or could
+            cut for fewer chunks.
+        declined: for each node where a stream stops, why.
+        merged: pairs of streams in the order in which the first took in the second.
+        uncut: nodes that only pass a stream on, because their own steps are no whole
+            number in each group.
+        answers: all answers that marks gave on the way, so that a plan can be reused.
     """
 
     marks: Mapping[str, StreamChoice]
@@ -78,8 +83,8 @@ class StreamPlan:
     answers: Sequence[Answer] = dataclasses.field(default=(), compare=False, repr=False)
 
     def holds_for(self, marks: Mapping[str, StreamChoice]) -> bool:
-        """Whether other marks of the same values and dims come to the same plan."""
-        marks = dict(marks)  # which become fewer
+        """Whether other marks on the same values and dims lead to the same plan."""
+        marks = dict(marks)  # answers merge marks in it
         return all(answer.holds_for(marks) for answer in self.answers)
 
     def participations_of(self, stream: str) -> dict[int, Participation]:
@@ -90,9 +95,10 @@ class StreamPlan:
 
 
 class Propagation:
-    """Streams that spread; `known` has what nodes are known to make of those.
+    """The spreading of streams.
 
-    That is the part of a node, or the reason why it takes none.
+    `known` has, from an earlier plan, the parts of some nodes, or the reasons why they
+    take no part.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class Propagation:
         self.queue.append(mark.buffer)
 
     def start(self, stream: str, mark: StreamChoice) -> Access:
-        """How a stream reaches its marked value: as what is known around it says."""
+        """How a stream reaches its marked value: as known parts around it say."""
         for number, writes, position in self.touching.get(mark.buffer, ()):
             part = self.known.get(number)
             if isinstance(part, Participation) and part.stream == self.root(stream):
@@ -141,7 +147,7 @@ class Propagation:
     def take_merged(
         self, streams: Mapping[str, StreamChoice], plan: StreamPlan
     ) -> None:
-        """Merge those streams that an earlier plan did; what they offer is known."""
+        """Merge the streams that an earlier plan merged, and take over its extents."""
         self.marks |= streams
         for kept, taken in plan.merged:
             mark = merge_choices(self.marks[kept], self.marks[taken])
@@ -174,10 +180,10 @@ class Propagation:
             if isinstance(part, Participation):
                 part = self.admit(node, part)
         if isinstance(part, str):
-            # The first reason stands: that of the nearest mark.
+            # The first reason counts, because it is that of the nearest mark.
             self.declined.setdefault(number, part)
             return
-        # To admit the node may have merged its stream with another.
+        # Admitting the node may have merged its stream with another.
         if self.root(part.stream) != (stream := self.root(stream)):
             return  # a known node is of the stream that reached it first
         self.participations[number] = part
@@ -193,16 +199,16 @@ class Propagation:
                 return f"{self.serial[buffer.name]} keeps it whole"
             if buffer.name in self.values:
                 access = part.writes.get(position)
-                # A statement works on chunks of one stream alone.
+                # A statement works on chunks of a single stream.
                 if not self.meet(part.stream, access, *self.values[buffer.name]):
-                    return "a result of it has another stream"
+                    return "one of its results is in another stream"
         stream = self.root(part.stream)
         own = part.steps
         known = self.steps.get(stream, own)
         steps = _gcd(known, own)
-        # In a loop all parts have their chunks' borders at the same steps.
+        # In a loop the chunks of all parts begin at the same steps.
         if steps is not own and steps not in (own, known):
-            return "its chunks would begin where others' do not"
+            return "its chunks could not begin where those of the stream do"
         count = _too_few_for(self.marks[stream], steps)
         self.answers.append(Admitted(stream, steps, count))
         if count is not None:
@@ -212,7 +218,7 @@ class Propagation:
         return part
 
     def common_steps(self, stream: str, part: Participation) -> Fraction:
-        """The steps of the loop that borders of all parts can follow."""
+        """The steps of a loop whose chunks all parts can follow."""
         own = part.steps
         return _gcd(self.steps.get(stream, own), own)
 
@@ -235,21 +241,22 @@ class Propagation:
     def meet(
         self, stream: str, access: Access | None, other: str, by: Access | None
     ) -> bool:
-        """Make two streams one where they cut a value alike; whether they are one.
+        """Merge two streams if they cut a value alike; return whether they are one.
 
-        The one reaches the value by `access`, the `other` stream `by` another.  Each
-        counts groups from its own mark, so the other's are brought to this scale.
+        The stream reaches the value by `access`, and the `other` stream by `by`.
         """
         stream, other = self.root(stream), self.root(other)
         if access is None or by is None or access.dim != by.dim:
             return False
-        scale = ONE  # each stream has counted from 1 at its own mark
+        # Each stream has counted its groups from 1 at its own mark, so the other's
+        # groups are brought to the scale of this one.
+        scale = ONE
         if access.groups is not by.groups and access.groups != by.groups:
             scale = access.groups / by.groups
         if stream == other:
             return scale is ONE
         kept, taken = sorted((stream, other))
-        # Marks that ask for different things stay two, and the streams end between.
+        # Marks that ask for different things stay apart, and streams end between them.
         mark = merge_choices(self.marks[kept], self.marks[taken])
         merges = mark is not None and self.rescale(other, scale)
         self.answers.append(Met(kept, taken, mark is not None, merges))
@@ -259,7 +266,7 @@ class Propagation:
         return merges
 
     def merge(self, kept: str, taken: str, mark: StreamChoice) -> None:
-        """Make two streams one, which `mark` asks for."""
+        """Merge two streams; `mark` asks for both."""
         self.merged[taken] = kept
         self.pairs.append((kept, taken))
         self.marks[kept] = mark
@@ -268,7 +275,7 @@ class Propagation:
             self.steps[kept] = _gcd(self.steps.get(kept, steps), steps)
 
     def rescale(self, stream: str, scale: Fraction) -> bool:
-        """Count the groups of `stream` in another unit, if they are whole then too."""
+        """Scale the groups of `stream`, if they still divide all sizes."""
         mine = {
             n: p
             for n, p in self.participations.items()
@@ -291,7 +298,7 @@ class Propagation:
     # --- The finished plan ---------------------------------------------------- #
 
     def finish(self, streams: Mapping[str, StreamChoice]) -> StreamPlan:
-        """Whole groups: scaled up until every statement has an integer number."""
+        """The plan, with groups scaled up until all numbers of them are whole."""
         marks = {s: self.marks[s] for s in streams if s not in self.merged}
         parts: dict[int, Participation] = {}
         of_stream: dict[str, dict[int, Participation]] = {
@@ -318,11 +325,11 @@ class Propagation:
         )
 
     def without_whole_steps(self, parts: Mapping[int, Participation]) -> list[int]:
-        """The parts that joined before the groups were known, and are not so cut.
+        """The parts whose steps are no whole number in each group; they are left out.
 
-        Those that stand beside one that stays are where the stream ends.
+        The stream ends at those that touch a value of a part that stays.
         """
-        # Only now is it known how many groups a gather further on makes of the dim.
+        # They joined before it was known how many groups a later gather makes.
         left_out = [n for n, part in parts.items() if part.steps.denominator != 1]
         reached = {
             buffer.name
@@ -337,7 +344,7 @@ class Propagation:
 
 
 def _common_denominator(parts: Iterable[Participation]) -> Fraction:
-    """By how much all groups have to be scaled up to be whole."""
+    """The factor by which all groups have to be scaled to be whole numbers."""
     denominators = [
         access.groups.denominator
         for part in parts
@@ -348,15 +355,16 @@ def _common_denominator(parts: Iterable[Participation]) -> Fraction:
 
 
 def _too_few_for(mark: StreamChoice, steps: Fraction) -> int | None:
-    """The chunks that a mark asks for, where so many steps are too few for them."""
-    # The chunks of a p2p pipeline are those of all devices together.
+    """The chunks that a mark asks for, if there are fewer steps; None otherwise."""
+    # The chunks of a p2p pipeline are counted on all devices together, and checked
+    # later.
     count = mark.spec.chunks if mark.spec.pipeline != "p2p" else None
     return count if isinstance(count, int) and steps < count else None
 
 
 def _gcd(one: Fraction, other: Fraction) -> Fraction:
-    """The largest number that divides both a whole number of times."""
-    if one is other or one == other:  # most often
+    """The largest fraction that both are multiples of."""
+    if one is other or one == other:  # the most frequent case
         return one
     denominator = math.lcm(one.denominator, other.denominator)
     return Fraction(

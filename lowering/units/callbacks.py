@@ -1,7 +1,7 @@
 """Callbacks with effects: called once for all devices, as under `jax.jit`.
 
-A program runs on every device, and so would its callbacks.  The first device calls, and
-tells the others what came back.
+A program runs on every device, so every device would call.  Instead the first device
+calls, and sends the others what came back.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def _on_first(
     outs = lax.cond(
         lax.axis_index(axes) == 0,
         lambda: bind(eqn, args),
-        # Zeros change nothing in the sum over the devices.
+        # Zeros do not change the sum over the devices, which is of integers.
         lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals],
     )
     return [_from_first(out, axes) for out in outs]
 
 
 def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What the first device has, where the others have zeros."""
-    # As integers: a sum of floats would lose the sign of a zero and the bits of a NaN.
+    """The first device's value, by a sum in which the others have zeros."""
+    # Summed as integers: a float sum loses the sign of a zero and the bits of a NaN.
     if out.dtype == bool:
         return lax.psum(out.astype(jnp.uint8), axes).astype(bool)
     if jnp.issubdtype(out.dtype, jnp.integer):
@@ -76,7 +76,7 @@ def _from_first(out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def _bodies(eqn: JaxprEqn, axes: tuple[str, ...]) -> dict[str, Any]:
     """The bodies among the parameters, with their callbacks called once.
 
-    `branches` are a tuple of them, and those of a linear solver a named tuple.
+    `branches` is a tuple of bodies, and a linear solver has a named tuple of them.
     """
     if eqn.primitive.name not in _HAS_BODIES:
         return {}

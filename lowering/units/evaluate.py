@@ -1,4 +1,4 @@
-"""Run a unit's equations on the part that one device has in one loop iteration."""
+"""Runs a unit's equations on the part that one device has in one loop iteration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChunkAt:
 
     @classmethod
     def of(cls, chunk: Chunk, start: Any, size: int) -> Self:
-        """The chunk where it starts there, and is so large."""
+        """`chunk` with the start and the size that it has in one iteration."""
         return cls(
             start=start,
             size=size,
@@ -62,19 +62,19 @@ class EqnShard:
     def size(self, factor: int) -> int:
         """The number of steps of `factor` here."""
         chunk = self._chunk(factor)
-        if chunk is None:  # which is asked most often
+        if chunk is None:  # the most frequent case
             axes, steps = self.unit_eqn.axes[factor], self.unit_eqn.rule.sizes[factor]
             return steps // axes_size(axes, self.site.mesh) if axes else steps
         return chunk.groups * chunk.size * self._unit(factor, chunk)
 
     def positions(self, factor: int) -> Any:
-        """Where the steps of `factor` here stand in the whole."""
+        """The position in the whole of each step of `factor` here."""
         first, chunk = self._first(factor), self._chunk(factor)
         if chunk is None:
             steps = first + lax.iota(np.int32, self._local(factor))
             return self._position(factor, steps)
         unit = self._unit(factor, chunk)
-        # A row for each group, which stand the same distance apart.
+        # A row for each group; groups are the same distance apart.
         shape = chunk.groups, chunk.size * unit
         group = lax.broadcasted_iota(np.int32, shape, 0)
         step = lax.broadcasted_iota(np.int32, shape, 1)
@@ -82,7 +82,7 @@ class EqnShard:
         return self._position(factor, first + steps)
 
     def starts(self, factor: int) -> Sequence[Any]:
-        """Where the stretches begin that the steps of `factor` here make."""
+        """Where the stretches of steps of `factor` here begin in the whole."""
         first, chunk = self._first(factor), self._chunk(factor)
         size = stretch = self._local(factor)
         groups, apart = 1, 0
@@ -96,7 +96,7 @@ class EqnShard:
         return [
             self._position(factor, first + group * apart + step)
             for group in range(groups)
-            for step in range(0, size or 1, stretch or 1)  # an empty one is one
+            for step in range(0, size or 1, stretch or 1)  # an empty chunk has a start
         ]
 
     def parts(self, factor: int) -> int:
@@ -105,16 +105,16 @@ class EqnShard:
 
     @property
     def zigzag(self) -> int:
-        """Over how many devices counted factors stand in zigzag order, or 1."""
+        """The number of devices that have counted factors in zigzag order, or 1."""
         return self.unit_eqn.zigzag
 
     @property
     def accumulator(self) -> np.dtype | None:
-        """The dtype wanted of a sum that goes on in an accumulator."""
+        """The dtype that a sum must have because an accumulator goes on with it."""
         return next(filter(None, self.unit_eqn.accumulators), None)
 
     def _first(self, factor: int) -> Any:
-        """The first step of `factor` here: of this device's, or of the chunk's."""
+        """The first step of `factor` on this device, or in this device's chunk."""
         first: Any = 0
         # The first axis of a factor is the major one.
         for axis in self.unit_eqn.axes[factor]:
@@ -126,7 +126,7 @@ class EqnShard:
         return first + chunk.start * self._unit(factor, chunk)
 
     def _position(self, factor: int, step: Any) -> Any:
-        """The position in the whole of a step, counted over the devices' parts."""
+        """The position in the whole of a step that is counted part by part."""
         if not self._is_zigzag(factor):
             return step
         size, devices = self.unit_eqn.rule.sizes[factor], self.unit_eqn.zigzag
@@ -142,7 +142,7 @@ class EqnShard:
         return self.unit_eqn.rule.sizes[factor] // self.parts(factor)
 
     def _unit(self, factor: int, chunk: ChunkAt) -> int:
-        """The steps of `factor` that one step of the loop's extent stands for."""
+        """How many steps of `factor` one step of the loop's extent is."""
         return self._local(factor) // (chunk.groups * chunk.extent)
 
 
@@ -151,14 +151,15 @@ def evaluate_unit(
 ) -> list[Any]:
     """The unit's results at `site`, each equation under its user's line.
 
-    What accumulators want wider than a kernel makes it is as it came, unless `widen`.
+    An accumulator may need a wider dtype than a kernel returns.  With `widen` results
+    are converted to it; otherwise they stay as they came.
     """
     env: dict[Var, Any] = dict(zip(unit.invars, args, strict=True))
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn):
-            # Before its rule: that would have every device call.
+            # Not by its rule, which would make every device call.
             if has_callback(eqn):
                 outs = call_once(eqn, operands, tuple(site.mesh))
             elif unit_eqn.rule.opaque and traced_on_mesh(eqn):
@@ -173,7 +174,7 @@ def evaluate_unit(
 def _for_accumulators(
     unit_eqn: UnitEqn, outs: Sequence[Any], widen: bool
 ) -> Sequence[Any]:
-    """Results as accumulators want them, and those beside them in their own dtypes."""
+    """Results for accumulators in their dtypes, and other results in their own."""
     if not unit_eqn.accumulators:
         return outs
     own = (aval_of(var).dtype for var in unit_eqn.eqn.outvars)
@@ -185,18 +186,18 @@ def _for_accumulators(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayType:
-    """The local shape and dtype that a unit takes or gives."""
+    """The local shape and dtype of an operand or a result of a unit."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 UnitTypes: TypeAlias = tuple[Sequence[ArrayType | None], Sequence[ArrayType | None]]
-"""Of what a unit takes, and of what it gives."""
+"""The types of a unit's operands, and those of its results."""
 
 
 def unit_types(unit: Unit, site: Site) -> UnitTypes:
-    """What `unit` takes and gives at `site`; None for what no equation uses."""
+    """The types of operands and results at `site`; None if no equation uses them."""
     types: dict[Var, ArrayType] = {}
     for unit_eqn in unit.eqns:
         eqn, rule = unit_eqn.eqn, unit_eqn.rule

@@ -24,7 +24,7 @@ class InsertDeallocations(EachProgram):
 
     def change(self, program: Program) -> Program:
         aliases = Aliases(program.body)
-        # Aliases are freed with what they are parts of.
+        # An alias owns no memory, so it is never freed by itself.
         kept = {b.name for b in (*program.params, *program.results)} | {
             *aliases.selects
         }
@@ -34,7 +34,7 @@ class InsertDeallocations(EachProgram):
 def _free(
     body: Sequence[ir.Stmt], kept: set[str], aliases: Aliases
 ) -> tuple[ir.Stmt, ...]:
-    """`body` with what is made in it and not `kept` freed after its last use."""
+    """`body` with its own buffers, but not those `kept`, freed after their last use."""
     made: dict[str, ir.Buffer] = {}
     last: dict[str, int] = {}
     in_flight: dict[str, list[str]] = {}
@@ -46,13 +46,15 @@ def _free(
             case ir.Communicate(name=name):
                 in_flight[name] = used
             case ir.Wait(communication=name):
-                # Until now the communication read its source, and wrote its result.
+                # Up to the wait the communication may read its source and write its
+                # result, so both are used here.
                 used = in_flight.pop(name, used)
             case _:
                 pass
         last |= dict.fromkeys(used, number)
         if isinstance(stmt, ir.For):
-            # It makes nothing that outlives an iteration, only writes what is there.
+            # A loop makes nothing that outlives an iteration: what it fills for others
+            # was allocated before it.
             freed = _free(stmt.body, kept | set(made), aliases)
             stmt = dataclasses.replace(stmt, body=freed)
         else:

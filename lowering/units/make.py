@@ -1,4 +1,4 @@
-"""Units made from a Python function, for work that no equation of the user's is."""
+"""Units made from a Python function, for work that no equation of the user does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def unit_of(name: str, fun: Callable[..., Any], *avals: Any) -> Unit:
     for eqn in jaxpr.eqns:
         rule = rule_of(eqn)
         eqns.append(UnitEqn(eqn=eqn, rule=rule, axes=((),) * len(rule.sizes)))
-    # JAX gives a result that it knows as a literal, which no statement makes.
+    # JAX returns a result that it knows while tracing as a literal, and no statement
+    # makes a literal.
     outvars = tuple(var for var in jaxpr.outvars if isinstance(var, Var))
     assert len(outvars) == len(jaxpr.outvars), f"{name} returns a literal"
     return Unit(
@@ -43,16 +44,16 @@ def computes_of(
     *,
     pads: bool = False,
 ) -> list[Compute]:
-    """Statements of an equation each that compute `fun` of `ins` into `outs`.
+    """Statements of one equation each that compute `fun` of `ins` into `outs`.
 
-    Between them stand values laid out as the first of these is, if they have as many
-    dims, and whole ones; `name` and `pads` are the units'.
+    Values between them have the layout of the first of `outs` if they have as many
+    dims, and are whole otherwise.  `name` and `pads` are fields of the units.
     """
     unit = unit_of(name, fun, *(jax.ShapeDtypeStruct(b.shape, b.dtype) for b in ins))
     buffers = dict(zip(unit.invars, ins, strict=True))
     buffers |= zip(unit.outvars, outs, strict=True)
     computes: list[Compute] = []
-    # One equation each, so that the passes that follow know the rule of each.
+    # One equation each, so that each statement has one rule for later passes.
     for unit_eqn in unit.eqns:
         eqn = unit_eqn.eqn
         invars = tuple(v for v in eqn.invars if not isinstance(v, Literal))
@@ -73,7 +74,7 @@ def computes_of(
 
 
 def _like(out: Buffer, aval: Any, name: str) -> Buffer:
-    """A buffer of that type, laid out as `out` is if it has as many dims."""
+    """A buffer of that type, with the layout of `out` if it has as many dims."""
     rank = len(aval.shape)
     return dataclasses.replace(
         out,

@@ -1,9 +1,9 @@
 """Group computations into units: maximal convex runs between communications.
 
 Communications stay alone.  Computations that work on the same chunk may merge, and a
-predicate that the caller hands in says which of them do (nvFuser #4145).
-Loop and stream statements are borders: what stands between two of them is segmented
-on its own.
+predicate of the caller's says which of them do (nvFuser #4145).
+Loop and stream statements are borders: the statements between two of them are segmented
+by themselves.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ def merge_all(one: Group, other: Group) -> bool:
 
 
 def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
-    """The chunk that a computation works on, if there is one; None for what is alone.
-
-    A computation that combines its result into another's is alone.
-    """
+    """The chunk that a computation works on; None for statements that stay alone."""
     stmt = node.stmt
-    # A reducer is of all of a statement's results: in a merged one it would combine
-    # those of the others, too.
+    # A statement's reducer combines all its results.  In a merged statement it would
+    # also combine results of the others, so an accumulating computation stays alone.
     if not isinstance(stmt, ir.Compute) or stmt.reducer:
         return None
     return (stmt.chunk,)
@@ -53,7 +50,7 @@ def chunk_of(node: Node) -> tuple[ir.Chunk | None] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment(EachProgram):
-    """Computations of one equation -> units of as many as the predicate lets merge."""
+    """Computations of one equation -> units of all that the predicate lets merge."""
 
     name: ClassVar[str] = "segment"
 
@@ -100,7 +97,7 @@ class _Segmenter:
         yield from self.stretch(stretch)
 
     def stretch(self, stmts: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
-        if len(stmts) < 2:  # as most often in loops
+        if len(stmts) < 2:  # the most frequent case in loops
             yield from stmts
             return
         graph = nodes(stmts)
@@ -124,7 +121,7 @@ class _Segmenter:
             buffer
             for compute in computes
             for buffer in compute.outs
-            # What is read in this unit alone is no buffer any more.
+            # A value that only this unit reads becomes a variable without a buffer.
             if buffer.name in self.kept or self.reads[buffer.name] > reads[buffer.name]
         ]
         unit = ir.Unit(
@@ -133,7 +130,8 @@ class _Segmenter:
             invars=tuple(variables[name] for name in ins),
             outvars=tuple(variables[buffer.name] for buffer in outs),
         )
-        # All work on one chunk and none has a reducer, so the first one's fields hold.
+        # All work on one chunk and none has a reducer, so the first one's fields hold
+        # for all.
         first = computes[0]
         return dataclasses.replace(
             first, unit=unit, ins=tuple(ins.values()), outs=tuple(outs)
@@ -157,12 +155,12 @@ def _variables(computes: Sequence[ir.Compute]) -> dict[str, Var]:
 
 
 def _widest(found: Sequence[tuple[Var, Dims]]) -> Var:
-    """The variable of the largest shape, of those that stand for one buffer.
+    """The variable with the largest shape among those of one buffer.
 
-    The user's equations have variables of the whole's shape.  Others, such as barriers
-    and sums of what came, have variables of a device's part.  Rules go by the whole.
-    But a dim may have no factor in an equation of the part, such as one that pads it:
-    then the size is that equation's.
+    The user's equations have variables with global shapes.  Equations that passes made,
+    such as barriers and sums of terms, have variables with a device's shape.  Rules
+    need the global one.  But an equation with a device's shape may have no factor for a
+    dim, for example where it pads the dim.  Then its size counts.
     """
     widest = found[0][0]
     for var, _ in found:
@@ -180,7 +178,7 @@ def _is_larger(one: Var, other: Var) -> bool:
 
 
 def _mapped(compute: ir.Compute) -> dict[Var, Dims]:
-    """What the dims of each variable of a computation follow."""
+    """The map of each variable of a computation: the factors that its dims follow."""
     return {
         var: dims
         for eqn in compute.unit.eqns

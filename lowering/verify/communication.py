@@ -18,7 +18,7 @@ from jhost.lowering.verify.state import InFlight, State
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fields:
-    """What a kind of communication has, and what it does to the shapes."""
+    """The fields that a kind of communication needs, and the dims that change size."""
 
     needs: tuple[str, ...]
     grows: str = ""
@@ -75,13 +75,13 @@ def _check_targets(state: State, axes: Sequence[str], shift: Index) -> None:
         state.fail(
             f"a shift of positions along {', '.join(axes)}",
             f"{shift}",
-            "a permute is the same wherever else on the mesh its devices are",
+            "a shift does not depend on the position along other axes",
         )
     if len(set(targets[:, 0])) < len(targets):
         state.fail(
             "a permutation of devices",
             f"{shift}, by which they send to {targets[:, 0].tolist()}",
-            "in a permute each device sends to one that no other sends to",
+            "in a permute no two devices send to the same device",
         )
 
 
@@ -104,7 +104,7 @@ def _check_swap(state: State, axes: Sequence[str]) -> None:
         state.fail(
             "two mesh axes of one size",
             ", ".join(f"{a} ({n})" for a, n in zip(axes, sizes, strict=True)),
-            "axes that trade places have as many devices",
+            "two axes that are swapped have the same number of devices",
         )
 
 
@@ -124,7 +124,7 @@ def _communicated_shape(
             state.fail(
                 f"a multiple of {devices}",
                 f"{sizes[dim]} elements in dim {dim}",
-                "what is scattered divides by the number of devices",
+                "the number of devices divides a dim that is scattered",
             )
         sizes[dim] //= devices
     return tuple(sizes)
@@ -137,36 +137,36 @@ def _check_partial(state: State, stmt: Communicate) -> None:
         if stmt.reducer is None or axis not in stmt.axes
     )
     reduced = {(axis, stmt.reducer) for axis in stmt.axes if stmt.reducer is not None}
-    # As sets: in which order axes are reduced makes no difference.
+    # As sets, because the order in which axes are reduced makes no difference.
     if not reduced <= set(stmt.source.partial) or set(left) != set(stmt.out.partial):
         state.fail(
             "a source partial over these axes and a result that no longer is",
             f"{type_text(stmt.source)} and {type_text(stmt.out)}",
-            "a reduction ends what its source still had to be reduced over",
+            "a reduction reduces a partial source, and leaves its other axes partial",
         )
 
 
 def _check_spread(state: State, stmt: Communicate) -> None:
-    """The dims gathered lose the axes at their end, those scattered gain them."""
+    """A gathered dim loses its last axes, and a scattered dim gains axes at its end."""
     fields = _KINDS[stmt.kind]
     expected = [dim.axes for dim in stmt.source.dims]
     if stmt.kind == "SwapAxes":
         expected = list(swapped(tuple(expected), stmt.axes))
     if fields.grows:
         dim = getattr(stmt, fields.grows)
-        # Shards along the minor axes lie side by side; gathered along a major one they
-        # would come in another order than the whole has.
+        # Shards along the minor axes are side by side in the whole.  Shards along a
+        # major axis are not, so gathering them would reorder the elements.
         kept = len(expected[dim]) - len(stmt.axes)
         if kept < 0 or expected[dim][kept:] != stmt.axes:
             state.fail(
                 f"dim {dim} of {stmt.source.name} spread over {', '.join(stmt.axes)}",
                 type_text(stmt.source),
-                "what is gathered is spread over these axes, the minor ones",
+                "a gathered dim is spread over these axes, and they are its minor ones",
             )
         expected[dim] = expected[dim][:kept]
     if fields.shrinks:
         dim = getattr(stmt, fields.shrinks)
-        # A scatter cuts what a device has, so its axes are the minor ones.
+        # A scatter cuts the part that a device has, so its axes are the minor ones.
         expected[dim] = (*expected[dim], *stmt.axes)
     if expected != [dim.axes for dim in stmt.out.dims]:
         state.fail(

@@ -14,7 +14,7 @@ from jhost.lowering.verify.state import InFlight, KnownBuffer, Scope, State
 
 @dataclasses.dataclass(slots=True)
 class _UnderWay:
-    """What an iteration has made, and what it has in flight."""
+    """The buffers that an iteration has made, and its communications in flight."""
 
     scope: Scope = dataclasses.field(default_factory=Scope)
     known: dict[str, KnownBuffer] = dataclasses.field(
@@ -27,9 +27,9 @@ class _UnderWay:
 
 @dataclasses.dataclass(slots=True)
 class _Staged:
-    """A loop in stages: its iteration at hand, and what all so far have touched.
+    """A loop in stages: its current iteration, and all reads and writes so far.
 
-    Of each touch it has the iteration, and whether it was a write.
+    Each entry has the iteration, whether it was a write, and the buffer.
     """
 
     iteration: int = 0
@@ -39,7 +39,7 @@ class _Staged:
     """By identity of the memory."""
 
     def ahead(self, known: KnownBuffer, writes: bool) -> list[int]:
-        """The later iterations that were there before, where the order matters."""
+        """The later iterations that came first to this memory, where that matters."""
         before = self.touched.setdefault(id(known.root), [])
         found = [
             iteration
@@ -63,7 +63,7 @@ def check_loop(
     iterations = [_UnderWay() for _ in range(stmt.extent)]
     staged = _Staged()
     if stmt.order:
-        # Issued one by one, no iteration overtakes another.
+        # Only a loop with an order lets an iteration overtake another.
         state.staged.append(staged.ahead)
     for turn in turns(stmt):
         staged.iteration = turn.iteration
@@ -75,7 +75,7 @@ def check_loop(
             state.scope(own.scope, ends=turn.last),
         ):
             check_body(state, turn.body)
-        # The body has left another statement there, for messages.
+        # Messages name `state.stmt`, and the body has set it to its last statement.
         state.stmt = stmt
         state.check_restored(before, "the loop")
     if stmt.order:
@@ -83,7 +83,7 @@ def check_loop(
 
 
 def _check_order(state: State, stmt: For) -> None:
-    """Each stage of each iteration comes once, behind those before it."""
+    """Each stage of each iteration comes once, and behind its earlier stages."""
     stages = range(len(stages_of(stmt)))
     for iteration in range(stmt.extent) if stmt.order else ():
         found = [stage for number, stage in stmt.order if number == iteration]
@@ -103,8 +103,9 @@ def _check_order(state: State, stmt: For) -> None:
 
 @contextmanager
 def _in_flight(state: State, place: str, turn: Turn, own: _UnderWay) -> Generator[None]:
-    """What `own` has in flight has its plain names; between stages also its `place`."""
-    # All iterations under way call a communication by its one name.
+    """Communications of `own` have plain names inside, and with `place` outside."""
+    # All iterations have the same names for their communications, so the names of
+    # iterations that wait for their next stage must differ.
     for name in own.in_flight:
         state.in_flight[name] = state.in_flight.pop(f"{name} of {place}")
     before = state.in_flight.keys() - own.in_flight.keys()

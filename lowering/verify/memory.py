@@ -46,7 +46,7 @@ def check_deallocate(state: State, stmt: Deallocate) -> None:
 
 
 def check_select(state: State, stmt: Select) -> None:
-    # No read: a part of memory is named before anything is written there.
+    # Not a read: a part of memory may get a name before anything is written to it.
     source = state.look_up(stmt.source)
     size = state.static(stmt.size, "size")
     _check_select_dim(state, stmt, source, size)
@@ -84,7 +84,7 @@ def _check_select_dim(
 def _check_range(state: State, stmt: Select, extent: int, size: int) -> None:
     index = np.asarray(state.value(stmt.index))
     outside = (index < 0) | (index + size > extent)
-    # Of an empty dim an empty part is right.
+    # An empty dim has only an empty part.
     if size < min(extent, 1) or outside.any():
         first = int(index[outside].flat[0]) if outside.any() else int(index.flat[0])
         raise errors.IndexRangeError(
@@ -104,7 +104,7 @@ def _check_select_types(state: State, stmt: Select) -> None:
         state.fail(
             f"the type of {source.name}: {type_text(source)}",
             f"{out.name}: {type_text(out)}",
-            "an alias differs from its source in the selected dim alone",
+            "an alias differs from its source only in the selected dim",
         )
 
 
@@ -117,16 +117,16 @@ def check_set(state: State, stmt: Set) -> None:
         state.fail(
             f"the layout of {stmt.source.name}: {type_text(stmt.source)}",
             type_text(out),
-            "a Set copies; what changes the layout is a Reshard",
+            "a Set copies; only a Reshard changes the layout",
         )
     state.write(out, source.shape)
 
 
 def _is_spread(dim: Dim, old: Dim) -> bool:
-    """Whether a copy of `old` is no `dim`.
+    """Whether a copy cannot turn `old` into `dim`.
 
-    In a p2p pipeline a device's own part becomes one of all chunks, or one of those
-    becomes a device's own part.
+    A copy may drop or add axes in a p2p pipeline: a device's own part becomes one chunk
+    among all chunks, or the other way round.
     """
     if old.stream is not None and old.axes == dim.axes[: len(old.axes)]:
         return False
@@ -159,7 +159,7 @@ def check_neighbours(state: State, stmt: Neighbours) -> None:
         state.fail(
             f"a window of {expected} over {list(stmt.axes)}",
             f"{type_text(stmt.out)} of {type_text(stmt.source)}",
-            "a window has what the steps on a device read of a dim spread over devices",
+            "a window has the elements that a device's steps read of a sharded dim",
         )
     state.write(stmt.out, stmt.out.shape)
 

@@ -185,7 +185,7 @@ class State(Machine):
             self.fail(
                 f"{buffer.name} of shape {shape}",
                 type_text(buffer),
-                "a buffer has the shape of what is written to it",
+                "a buffer has the shape of the value written to it",
             )
 
     def look_up(self, buffer: ir.Buffer) -> KnownBuffer:
@@ -220,7 +220,7 @@ class State(Machine):
                 self.fail(
                     f"a Wait({name}) before",
                     f"a read of {buffer.name} while {name} is in flight",
-                    "what a communication writes is read after its Wait",
+                    "the result of a communication is read after its Wait",
                 )
         if not known.root.holds(known.region):
             self.fail(
@@ -256,7 +256,7 @@ class State(Machine):
                 self.fail(
                     f"a Wait({communication}) before",
                     f"a write to {name} while {communication} is in flight",
-                    "what a communication uses is written after its Wait",
+                    "the buffers of a communication are written after its Wait",
                 )
 
     def _check_written_shape(self, known: KnownBuffer, shape: tuple[int, ...]) -> None:
@@ -272,7 +272,7 @@ class State(Machine):
             self.fail(
                 f"{known.buffer.name} of shape {shape}",
                 f"{known.shape}",
-                "a buffer has the shape of what is written to it",
+                "a buffer has the shape of the value written to it",
             )
 
     def _check_single_write(self, known: KnownBuffer) -> None:
@@ -295,9 +295,9 @@ class State(Machine):
             return
         for ahead in self.staged[-1](known, writes):
             self.fail(
-                f"{known.buffer.name} before what iteration {ahead} does there",
+                f"{known.buffer.name} used here before iteration {ahead} uses it",
                 "a stage of that iteration before this one",
-                "stages are issued out of order where they share no memory",
+                "stages are issued out of order only if they share no memory",
             )
 
     # --- Scopes --------------------------------------------------------------- #

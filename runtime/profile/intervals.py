@@ -1,4 +1,4 @@
-"""Arithmetic of time: what several intervals cover together, share, and leave over."""
+"""Arithmetic of time intervals: unions, differences and lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cover: TypeAlias = tuple[Interval, ...]
 
 
 def union(intervals: Iterable[Interval]) -> Cover:
-    """What they cover together."""
+    """The time that at least one interval covers."""
     cover: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[0] < i[1]):
         if cover and start <= cover[-1][1]:
@@ -24,7 +24,7 @@ def union(intervals: Iterable[Interval]) -> Cover:
 
 
 def subtract(cover: Cover, taken: Cover) -> Cover:
-    """What is left of `cover` outside of `taken`."""
+    """The time in `cover` that is not in `taken`."""
     left: list[Interval] = []
     for start, end in cover:
         for first, last in taken:
@@ -39,5 +39,5 @@ def subtract(cover: Cover, taken: Cover) -> Cover:
 
 
 def length(cover: Sequence[Interval]) -> float:
-    """How long it is without the gaps."""
+    """The seconds of all intervals, without the gaps."""
     return sum(end - start for start, end in cover)

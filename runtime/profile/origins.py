@@ -1,4 +1,4 @@
-"""What the instructions of a compiled module do, and the statements they come from."""
+"""What the instructions of a compiled module do, and the statements they are from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Activity: TypeAlias = Literal["communication", "computation"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceOperation:
-    """An instruction: what it does, and the statement and iteration it is from.
+    """What an instruction does, and the statement and iteration that it comes from.
 
-    Loops, branches and calls do nothing (None) but hold others that do.
+    Loops, branches and calls do nothing themselves, so their activity is None.
     """
 
     activity: Activity | None
@@ -41,11 +41,9 @@ class Operations:
                 self._started[op_name] = found
 
     def find(self, name: str, op_name: str, kernel: str) -> DeviceOperation:
-        """What ran as `kernel` for an instruction of that name and metadata.
-
-        Where an instruction is asynchronous, what runs is one inside it, of a name that
-        the module's text does not show; the metadata of the two is the same.
-        """
+        """What `kernel` did, for an instruction of that name and metadata."""
+        # An asynchronous instruction runs one inside it, whose name is not in the text
+        # of the module.  Both have the same metadata.
         if found := self._by_name.get(name) or self._started.get(op_name):
             return found
         activity = "communication" if _MOVES.search(kernel) else "computation"
@@ -73,11 +71,9 @@ def _operation(
 
 
 def _origins(module: Module, instruction: Instruction) -> Iterator[Origin]:
-    """What an instruction comes from, first what it is there for.
-
-    A fusion has the metadata of one of its parts, which may be a slice that feeds the
-    matmul in it.
-    """
+    """The origins of an instruction, with the one of its main work first."""
+    # A fusion has the metadata of one of its parts, and that may be a slice that feeds
+    # its matmul.  So collectives and matmuls in it come first.
     parts = [i for name in instruction.called for i in _within(module, name)]
     heavy = [part for part in parts if is_matmul(module, part)]
     for part in (*collectives(module, instruction), *heavy, instruction, *parts):

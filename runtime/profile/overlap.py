@@ -1,7 +1,7 @@
-"""How much of its communication a call hid, on each device and of each statement.
+"""How much of its communication a call hid, on each device and for each statement.
 
-Communication is *hidden* while something computes on the same device, else *exposed*.
-Sums count a moment once, however much goes on in it.
+Communication is *hidden* while something computes on the same device, and *exposed*
+otherwise.  A sum counts each moment once, however many things run in it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TIMES = ("total", "computation", "communication", "hidden", "exposed", "idle")
 class DeviceOverlap:
     """The seconds of a call on one device.
 
-    `total` is from the call's first event on any device to its last: the sum of
-    `computation`, `exposed` and `idle`, in which nothing runs.  `communication` is the
-    sum of `hidden` and `exposed`.
+    `total` is the time from the call's first event on any device to its last.  It is
+    the sum of `computation`, `exposed`, and `idle` (nothing runs).  `communication` is
+    the sum of `hidden` and `exposed`.
     """
 
     device: str
@@ -38,10 +38,11 @@ class DeviceOverlap:
 
     @property
     def efficiency(self) -> float | None:
-        """How much of the shorter of the two is hidden: 1 all of it, 0 none.
+        """The hidden time divided by the shorter of communication and computation.
 
-        None without communication or computation.  With no idle time it is what the
-        benchmarks call so: (computation + communication - total) / the shorter one.
+        1 is the best possible, and None says that one of the two is 0.  Without idle
+        time it is the efficiency of the benchmarks: (computation + communication -
+        total) / the shorter one.
         """
         shorter = min(self.communication, self.computation)
         return self.hidden / shorter if shorter else None
@@ -51,10 +52,14 @@ class DeviceOverlap:
 class StatementOverlap:
     """A statement of the Host IR program, in all its iterations.
 
-    `number` is its place in the program, None for what belongs to no statement;
-    `values` are what the user calls those that it makes.
-    `times` is in how many iterations it ran; `seconds` and `exposed` are the sums over
-    its spans, on a device in the mean.
+    Attributes:
+        number: its place in the program; None for work of no statement.
+        text: its text.
+        values: the user's names of the values that it makes.
+        activity: whether it computes or communicates.
+        times: in how many iterations it ran.
+        seconds: the sum over its spans, as a mean of the devices.
+        exposed: the exposed part of that.
     """
 
     number: int | None
@@ -67,7 +72,7 @@ class StatementOverlap:
 
 
 def device_overlap(timeline: Timeline, number: int) -> DeviceOverlap:
-    """What the call spent on the device of that number."""
+    """The times of the call on the device of that number."""
     computing = _cover(timeline.of_device(number, "computation"))
     moving = _cover(timeline.of_device(number, "communication"))
     exposed = subtract(moving, computing)
@@ -87,7 +92,7 @@ def _cover(spans: Iterable[Span]) -> Cover:
 
 
 def mean_overlap(devices: Sequence[DeviceOverlap]) -> DeviceOverlap:
-    """What it spent on each of several, in the mean."""
+    """The mean of the times of several devices."""
 
     def mean(field: str) -> float:
         return statistics.fmean(getattr(device, field) for device in devices)
@@ -96,10 +101,10 @@ def mean_overlap(devices: Sequence[DeviceOverlap]) -> DeviceOverlap:
 
 
 def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
-    """The cost model's numbers.
+    """The predicted times, in the same form.
 
-    The part of the total that is not computation is exposed communication.  If the host
-    decides the total, it is idle time.
+    The total less the computation is exposed communication, up to all communication.
+    The rest is idle time, in which devices wait for the host.
     """
     over = prediction.total - prediction.compute
     exposed = min(over, prediction.communication)
@@ -115,7 +120,7 @@ def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
 
 
 def statement_overlaps(timeline: Timeline) -> Iterator[StatementOverlap]:
-    """The rows with spans, in the order of the program; then what has no statement."""
+    """The statements that ran, in the order of the program; work of none comes last."""
     count = len(timeline.devices)
     ordered = sorted(timeline.spans, key=_key)
     for (*_, activity), spans in itertools.groupby(ordered, key=_key):

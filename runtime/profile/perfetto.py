@@ -1,7 +1,7 @@
 """A timeline as a trace that https://ui.perfetto.dev and `chrome://tracing` open.
 
-The format is Chrome's, by the document "Trace Event Format": a process a device, a
-thread a queue, and a thread more for what is exposed.
+The format is Chrome's, as in the document "Trace Event Format".  A process stands for a
+device and a thread for a queue.  One more thread has the exposed communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXPOSED = "exposed communication"
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as what `json` writes."""
+    """The trace as objects for `json`."""
     return {
         "displayTimeUnit": "ns",
         "traceEvents": [

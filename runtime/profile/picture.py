@@ -1,4 +1,4 @@
-"""Timelines as a picture: a lane a queue, a shade a chunk, exposure in orange."""
+"""Timelines as a picture: a lane for each queue, with exposed parts in orange."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jhost import errors
 from jhost.runtime.profile.intervals import Interval
 from jhost.runtime.profile.timeline import Span, Timeline
 
-# Of the palette of Okabe and Ito, which color-blind readers can tell apart; the lighter
-# of two is for every other chunk.
+# Colors of Okabe and Ito's palette, which color-blind readers can tell apart.  The
+# lighter of two shades is for every other chunk.
 _COMPUTATION = ("#0072b2", "#4c9fd4")
 _COMMUNICATION = ("#009e73", "#5bc2a5")
 _EXPOSED = "#d55e00"
@@ -78,7 +78,7 @@ def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    """The two names that are needed; matplotlib's global state is not touched."""
+    """The two names needed of matplotlib; they leave its global state alone."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The report of `jhost.profile`: what a call spent where, as a table and a picture."""
+"""The report of `jhost.profile`: the times of a call, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OverlapReport:
 
     @property
     def title(self) -> str:
-        """What ran where, and how long it took."""
+        """The function, the devices, and how long a call took."""
         calls = self.timeline.calls
         where = f" on {self.mesh}" if self.mesh else ""
         return (
@@ -217,7 +217,7 @@ def _shortened(text: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return seconds_text(round(seconds, 12))  # what is left of a difference is no time
+    return seconds_text(round(seconds, 12))  # differences leave rounding errors
 
 
 def _aligned(
@@ -242,7 +242,7 @@ _PARTS = {
 
 
 def _page(report: OverlapReport, shown: Timeline) -> Element:
-    """The tables as bars, and of the timeline what is `shown`."""
+    """The page: tables as bars, and the timeline of the devices that are `shown`."""
     rows = _overlaps(report)
     unknown = [] if report.predicted else [f"predicted: {_unknown(report)}"]
     statements = [_statement_bar(s) for s in _statements(report)]
@@ -271,7 +271,7 @@ def _hidden_text(mean: DeviceOverlap) -> str:
 
 
 def _overlap_bar(row: DeviceOverlap) -> Bar:
-    """All of the total."""
+    """A bar that is as long as the total, in its parts."""
     parts = {
         "computation": row.computation - row.hidden,
         "communication": row.hidden,
@@ -291,7 +291,7 @@ def _statement_bar(row: StatementOverlap) -> Bar:
 
 
 def _drawn(title: str, timeline: Timeline) -> Element:
-    """The timeline as a picture, or why there is none: the rest of the page holds."""
+    """The timeline as a picture, or why there is none; the page is useful without."""
     try:
         return image(svg_picture([(title, timeline)]), title)
     except Exception as error:  # the user's settings of matplotlib may be at fault

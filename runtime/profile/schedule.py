@@ -1,8 +1,8 @@
-"""What XLA made of a program: its communications, and what runs beside each.
+"""What XLA made of a program: its communications, and the kernels beside each.
 
 XLA issues a scheduled module's instructions in the order of its text.  A communication
-between a `start` and a `done` runs beside what is issued between the two; any other
-holds up what follows.
+with a `start` and a `done` runs beside the instructions between the two.  Any other
+communication holds up the instructions behind it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Schedule:
 def with_streams(schedule: Schedule, streams: Sequence[int] | None) -> Schedule:
     """`schedule` with the streams of its asynchronous communications, in their order.
 
-    Where there are not as many as the text has, nobody knows which is whose.
+    If their number is not that of the text, they cannot be assigned, and are left out.
     """
     started = [each for each in schedule.communications if each.asynchronous]
     if streams is None or len(streams) != len(started):
@@ -135,14 +135,15 @@ _KINDS: Mapping[str, ScheduledKind] = {
     "collective-broadcast": "Broadcast",
 }
 
-# What they call is issued as it stands; what others call is a part of one kernel.
+# Instructions that these call are issued one by one.  Instructions that others call are
+# parts of one kernel.
 CONTROL = frozenset({"call", "while", "conditional"})
 
 
 def _communications(
     module: Module, computation: str
 ) -> Iterator[ScheduledCommunication]:
-    """The communications of a computation and of what it calls, as they start."""
+    """The communications of a computation, and of those it calls, as they start."""
     instructions = module.computations[computation]
     for position, instruction in enumerate(instructions):
         if instruction.opcode in CONTROL:
@@ -182,15 +183,14 @@ def _base(instruction: Instruction) -> str:
 
 
 def _ends(instruction: Instruction) -> bool:
-    """Whether it only goes on with, or ends, what another started."""
+    """Whether it continues or ends what another instruction started."""
     return instruction.opcode.endswith(("-done", "-update"))
 
 
 def _is_asynchronous(instruction: Instruction) -> bool:
-    """XLA has two spellings of a collective that it made synchronous.
-
-    From JAX 0.11 on it is the plain operation, before a pair that says so.
-    """
+    """Whether a communication is asynchronous."""
+    # Up to JAX 0.10 XLA writes a synchronous collective as a pair with `is_sync`, and
+    # from JAX 0.11 on as the plain operation.
     is_sync = re.search(r'"is_sync":\s*true', instruction.attributes)
     return instruction.opcode.endswith("-start") and not is_sync
 
@@ -198,7 +198,7 @@ def _is_asynchronous(instruction: Instruction) -> bool:
 def _beside(instructions: Sequence[Instruction], position: int) -> list[Instruction]:
     """The instructions issued after a start and before its done.
 
-    If the done is in the next round of a loop, they are the rest of this round.
+    If the done is in the next iteration of a loop, they are the rest of this iteration.
     """
     start = instructions[position]
     beside: list[Instruction] = []
@@ -240,7 +240,7 @@ _FREE = frozenset(
 _MATMULS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
 # `__cublas$lt$matmul`, `__cublas$gemm`, `__cudnn$fmhaSoftmax`, `__onednn$matmul`
 _MATMUL_TARGET = re.compile(r"gemm|matmul|fmha|cudnn\$conv", re.IGNORECASE)
-# Those of `jhost._ragged`, by the names that Pallas knows them by.
+# The kernels of `jhost._ragged`, by their names in Pallas.
 _MATMUL_NAME = re.compile(r"jhost_ragged_(dot|sum)/")
 
 
@@ -270,12 +270,12 @@ def _issued(
 def _is_free(instruction: Instruction) -> bool:
     if _ends(instruction) or instruction.opcode in _FREE:
         return True
-    # What `jax.lax.empty` becomes.
+    # `jax.lax.empty` becomes this.
     return attribute("custom_call_target", instruction) == "AllocateBuffer"
 
 
 def is_matmul(module: Module, kernel: Instruction) -> bool:
-    """Whether it is one, calls a library's, or is a fusion with one in it."""
+    """Whether it is a matmul, calls one of a library, or is a fusion with one in it."""
     if kernel.opcode in _MATMULS:
         return True
     if _MATMUL_TARGET.search(attribute("custom_call_target", kernel)):
@@ -287,7 +287,7 @@ def is_matmul(module: Module, kernel: Instruction) -> bool:
 
 
 def attribute(name: str, instruction: Instruction) -> str:
-    """What stands in quotes behind an attribute's name; "" without it."""
+    """The value of an attribute that is written in quotes; "" without it."""
     match = re.search(rf'\b{name}="([^"]*)"', instruction.attributes)
     return match[1] if match else ""
 

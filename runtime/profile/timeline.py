@@ -16,12 +16,19 @@ from jhost.runtime.profile.trace import Event, ProfilerTrace, in_lanes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that ran, from `start` to `end`: seconds since the call's first event.
+    """Something that ran on a device.
 
-    `operation` is XLA's instruction, and `kernel` the profiler's name for it.
-    `statement` is a place in the timeline's statements, or None for what XLA does on
-    its own account; `iterations` are those of the loops around it.  `exposed` is the
-    part of a communication beside which nothing computes on its device.
+    Attributes:
+        device: the device's number.
+        stream: the queue.
+        activity: whether it computes or communicates.
+        operation: XLA's instruction.
+        kernel: the profiler's name for what ran.
+        statement: a place in the timeline's statements; None for work that XLA adds.
+        iterations: the iterations of the loops around the statement.
+        start: seconds since the call's first event.
+        end: the same.
+        exposed: when nothing computed on the device beside this communication.
     """
 
     device: int
@@ -40,8 +47,8 @@ class Span:
 class Timeline:
     """A call on `platform`'s devices, with the statements of its Host IR program.
 
-    `calls` has how long each of the recorded calls took, in seconds; this is the one
-    in the middle, and `total` its time.
+    `calls` has the seconds of each recorded call.  This is the call with the median,
+    and `total` is its time.
     """
 
     name: str
@@ -66,18 +73,18 @@ class Timeline:
         ]
 
     def streams(self, device: int) -> tuple[str, ...]:
-        """The spans of a device, in the order of their numbers."""
+        """The queues of a device, in the order of their numbers."""
         found = {span.stream for span in self.of_device(device)}
         return tuple(sorted(found, key=lambda stream: (len(stream), stream)))
 
     def text_of(self, span: Span) -> str:
-        """The statement that a span is of."""
+        """The text of the statement that a span belongs to."""
         if span.statement is None or span.statement >= len(self.statements):
             return "(of no statement)"
         return self.statements[span.statement]
 
     def values_of(self, span: Span) -> str:
-        """What the user calls the values that a span makes; empty if unknown."""
+        """The user's names of the values that a span makes; "" if unknown."""
         known = span.statement is not None and span.statement < len(self.values)
         return self.values[span.statement or 0] if known else ""
 
@@ -109,16 +116,16 @@ def timeline(
     statements: Sequence[str],
     values: Sequence[str] = (),
 ) -> Timeline:
-    """The call in the middle, of those in `trace`.
+    """The call with the median time, of the calls in `trace`.
 
     Args:
-        trace: what was recorded.
+        trace: the recorded events.
         operations: what the instructions of the compiled module do.
-        calls: how many were made.
-        name: the function's.
-        module: the compiled module's name; events of others are left out.
+        calls: how many calls were made.
+        name: the function's name.
+        module: the compiled module's name; events of other modules are left out.
         statements: the text of each statement of the Host IR program.
-        values: what the user calls the values that each of them makes.
+        values: for each statement, the user's names of the values that it makes.
 
     Raises:
         ProfileError: the trace has nothing of the module, or has lost much of it.
@@ -154,7 +161,7 @@ def timeline(
 def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]]:
     """The events of each call, on all devices.
 
-    Calls follow one another on a device, but each device may be in another of them.
+    On one device calls follow one another, but two devices may be in different calls.
     """
     found: list[list[Event]] = [[] for _ in range(calls)]
     for device in {event.device for event in events}:
@@ -172,12 +179,12 @@ def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]
 
 
 def _begins(events: Sequence[Event], calls: int) -> list[float]:
-    """When each call began on a device, by what ran once in each of them.
+    """When each call began on a device, by the instructions that ran once in each call.
 
-    Where nothing did, by what may have run several times in each.  What is of no
-    instruction (a fill that a library asks for) may have run in the first call only,
-    and so may some of what a captured graph runs: its events lie closer together than
-    those of most others.
+    If there are none, by instructions that ran equally often in each call.  Two kinds
+    do not count, because they may have run in the first call only.  One are events of
+    no instruction, such as a fill that a library asks for.  The other are some events
+    of captured graphs, which follow each other faster than most others do.
     """
     starts: dict[tuple[str, str], list[float]] = {}
     named = [event for event in events if event.operation]
@@ -226,7 +233,7 @@ def _span(event: Event, operation: DeviceOperation, first: float) -> Span:
 
 
 def _with_exposed(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans, with what of each communication nothing hides."""
+    """The spans, with the exposed part of each communication."""
     computing: dict[int, list[Interval]] = {span.device: [] for span in spans}
     for span in spans:
         if span.activity == "computation":

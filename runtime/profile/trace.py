@@ -1,8 +1,8 @@
 """What the devices ran and when, from a profile that `jax.profiler` recorded.
 
-A GPU has a plane of its own, with a line a stream; XLA's CPU devices share the host's
-plane, where each event says which device it is of.  Both name the instruction of the
-compiled module that an event belongs to.
+A GPU has a plane of its own in the profile, with a line for each stream.  XLA's CPU
+devices share the host's plane, where each event names its device.  Both name the
+instruction of the compiled module that an event belongs to.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from jhost import errors
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that ran on a device; `start` and `end` are seconds of one clock.
+    """Something that ran on a device.
 
-    `operation` is XLA's instruction, `op_name` its metadata, `module` what it is in;
-    each is empty where the profiler does not know it.  `name` is the kernel's, and
-    `stream` empty where the device has none.
+    Attributes:
+        device: the device's number.
+        stream: the queue; "" on CPUs.
+        name: the name of the kernel.
+        operation: XLA's instruction; "" if the profiler does not know it.
+        op_name: the metadata of the instruction, or "".
+        module: the module of the instruction, or "".
+        start: seconds on one clock for all events.
+        end: the same.
     """
 
     device: int
@@ -55,7 +61,7 @@ def record(run: Callable[[], Any]) -> Any:
         ProfileError: another profile is being recorded, or none can be.
     """
     options = ProfileOptions()
-    options.python_tracer_level = 0  # it would slow down what is measured
+    options.python_tracer_level = 0  # tracing Python slows down the calls measured
     with tempfile.TemporaryDirectory(prefix="jhost-profile-") as folder:
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
@@ -80,8 +86,8 @@ def _file(folder: Path) -> Path:
 
 def read_trace(profile: Any) -> ProfilerTrace:
     """What the devices of a `ProfileData` ran."""
-    # jaxlib makes its types when they are first used; before 0.12 each says that it has
-    # no module, and ends the process where warnings are errors.
+    # jaxlib makes its types when they are first used.  Before 0.12 Python warns that
+    # they have no module, and the process ends where warnings are errors.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         of_gpus, of_host = _events(profile)
     return ProfilerTrace(
@@ -91,7 +97,7 @@ def read_trace(profile: Any) -> ProfilerTrace:
 
 
 def _events(profile: Any) -> tuple[list[Event], list[Event]]:
-    """The lanes of GPUs, and those of the host's threads."""
+    """The events of GPUs, and those of the host's threads."""
     of_gpus: list[Event] = []
     of_host: list[Event] = []
     for plane in profile.planes:
@@ -104,7 +110,7 @@ def _events(profile: Any) -> tuple[list[Event], list[Event]]:
 
 
 def _of_gpu(lines: Iterable[Any], device: int) -> Iterator[Event]:
-    """The events on the streams of a GPU; other lines sum them up."""
+    """The events on the streams of a GPU; other lines repeat them in summaries."""
     for line in lines:
         if match := re.match(r"Stream #(\d+)", line.name):
             for event in line.events:
@@ -133,10 +139,8 @@ def _event(event: Any, stats: dict[str, Any], device: int, stream: str) -> Event
 
 
 def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
-    """Events in order, those without a stream in as few lanes as hold a device's.
-
-    XLA's threads take turns on the CPU: which of them ran something says nothing.
-    """
+    """Events in order; those without a stream get as few lanes as a device needs."""
+    # Threads of XLA's CPU backend take turns, so the thread of an event means nothing.
     free: dict[int, list[float]] = {}
     for event in events:
         if event.stream:

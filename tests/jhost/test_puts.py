@@ -110,7 +110,7 @@ def test_an_nccl_that_cannot_put_changes_nothing(
     monkeypatch.setattr(nccl, "_failure", lambda _: pytest.fail("a trial"))
     jax.clear_caches()
     mesh = make_mesh((4,), ("tp",))
-    assert why_no_puts(mesh) == "NCCL 2.28.9 has none, 2.29 has"
+    assert why_no_puts(mesh).startswith("NCCL 2.28.9 has no puts")
     assert not call_config.puts_are_known(mesh)
     assert told() == before
     monkeypatch.setattr(nccl, "nccl_version", lambda: "2.29.0")

@@ -133,7 +133,7 @@ def test_choices_that_are_close_are_to_be_measured() -> None:
 def test_chunks_that_would_lose_want_another_mesh() -> None:
     clear = stream(predicted=(("not pipelined", 3e-3), ("p2p in chunks", 9e-3)))
     assert advised(explanation(transfer(), streams=(clear,))).startswith(
-        "fewer devices along tp, or more rows a device"
+        "use fewer devices along tp, or more rows on each device"
     )
 
 

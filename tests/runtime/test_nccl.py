@@ -68,7 +68,7 @@ def test_puts_are_for_gpus_that_are_there(make_mesh: Callable[..., Mesh]) -> Non
     reasons = {nccl.why_no_puts(mesh) for mesh in meshes}
     with assumed("NVIDIA H200"):
         reasons |= {nccl.why_no_puts(mesh) for mesh in meshes}
-    assert reasons == {"they are for GPUs that are there"}
+    assert reasons == {"puts need GPUs of this process"}
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("2.32.3", {}, ""),
         ("2.29.0", {}, ""),
         ("3.0.0", {}, ""),
-        ("2.28.9", {}, "NCCL 2.28.9 has none, 2.29 has"),
-        ("2.9.1", {}, "NCCL 2.9.1 has none, 2.29 has"),
-        ("", {}, "no NCCL is found"),
+        ("2.28.9", {}, "NCCL 2.28.9 has no puts; 2.29 was the first to have them"),
+        ("2.9.1", {}, "NCCL 2.9.1 has no puts; 2.29 was the first to have them"),
+        ("", {}, "NCCL was not found"),
         (
             "2.32.3",
             {"processes": 2},
-            "they are within a process, and the devices belong to several",
+            "puts need the GPUs of one process, and these belong to several",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_devices_that_are_not_here_put_nothing(
     mesh = make_mesh((4,), ("tp",))
     gpus("2.32.3")
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[4:])
-    assert nccl.why_no_puts(mesh) == "they are for GPUs that are there"
+    assert nccl.why_no_puts(mesh) == "puts need GPUs of this process"
 
 
 def test_one_device_puts_nothing(
@@ -130,7 +130,7 @@ def test_one_device_puts_nothing(
 ) -> None:
     gpus("2.32.3")
     reason = nccl.why_no_puts(make_mesh((1,), ("tp",)))
-    assert reason == "there is one device, and nothing moves"
+    assert reason == "there is one device, so nothing moves"
 
 
 def test_a_trial_that_fails_says_how(
@@ -152,7 +152,7 @@ def test_a_trial_sees_what_comes(
     gpus("2.32.3")
     monkeypatch.setattr(nccl.lax, "ppermute", lambda x, *_: x)
     reason = nccl.why_no_puts(make_mesh((4,), ("tp",)))
-    assert reason == "what is put does not come as it was"
+    assert reason == "a put brought other values than sent"
 
 
 def test_a_trial_is_apart_from_the_mesh_that_is_set(

@@ -63,9 +63,9 @@ def test_large_sums_are_said_to_go_by_permutes() -> None:
     program = chosen()
     assert swaps(program) == 1  # the first weight's has no work behind it
     left, note = remarks(program, Note)
-    assert "more could hide" in left.form
+    assert "could hide transfers" in left.form
     assert note.form == (
-        "{}: 33.6 MB summed over dp by permutes, beside what is computed next"
+        "{}: 33.6 MB summed over dp by permutes, beside the work that comes after"
     )
 
 
@@ -76,7 +76,7 @@ def test_large_shards_are_said_to_come_by_permutes(devices: int, rows: int) -> N
     assert swaps(program) == devices - 1
     (note,) = remarks(program, Note)
     assert note.form == (
-        "{}: 302.0 MB gathered over dp by permutes, beside what is computed before"
+        "{}: 302.0 MB gathered over dp by permutes, beside the work that comes before"
     )
 
 
@@ -115,9 +115,11 @@ def test_between_processes_collectives_are_put_in_order_by_count(kind: str) -> N
     program = chosen(**how)
     assert not swaps(program)
     (note,) = remarks(program, Note)
-    assert note.form == "{}: 33.6 MB summed over dp, beside what is computed next"
+    assert note.form == "{}: 33.6 MB summed over dp, beside the work that comes after"
     (note,) = remarks(chosen(shards, **how), Note)
-    assert note.form == "{}: 33.6 MB gathered over dp, beside what is computed before"
+    assert note.form == (
+        "{}: 33.6 MB gathered over dp, beside the work that comes before"
+    )
 
 
 @pytest.mark.parametrize(

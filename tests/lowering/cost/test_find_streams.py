@@ -129,7 +129,7 @@ def test_streams_that_do_not_gain_are_counted() -> None:
         return jnp.sum(whole.astype(jnp.float32))
 
     notes = [r.text for r in all_remarks(lowered(f, types())) if isinstance(r, Note)]
-    assert all("stream" not in note or "more could hide" in note for note in notes)
+    assert all("stream" not in note or "could hide transfers" in note for note in notes)
 
 
 # --- The same numbers --------------------------------------------------------------- #

@@ -199,7 +199,7 @@ def test_what_is_carried_says_that_it_has_one_layout() -> None:
     program = PropagateLayouts().apply(asked(f, (8, 8), tp=4))
     (scan,) = [stmt for stmt in program.body if isinstance(stmt, Scan)]
     texts = [report.text for report in remarks(scan.body, LayoutReport)]
-    assert any("what is carried has one layout in all iterations" in t for t in texts)
+    assert any("a carried value has one layout in all iterations" in t for t in texts)
 
 
 def test_what_is_gathered_ahead_is_named_with_what_needs_it_whole() -> None:

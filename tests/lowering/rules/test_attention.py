@@ -279,7 +279,7 @@ def test_pages_are_whole_and_heads_are_not() -> None:
 
 
 WHOLE: dict[str, tuple[dict[str, Any], str]] = {
-    "dropout": ({"dropout_rate": 0.5}, "drops is drawn for the whole"),
+    "dropout": ({"dropout_rate": 0.5}, "draws its dropout for the whole"),
     "packed": (
         {
             **dict.fromkeys(("q_seqlen", "kv_seqlen"), jnp.ones((B, 2), np.int32)),
@@ -287,7 +287,7 @@ WHOLE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "sequences are packed",
     ),
-    "function of scores": ({"score_mod": lambda s: s * 2}, "the function of the"),
+    "function of scores": ({"score_mod": lambda s: s * 2}, "`score_mod` was written"),
 }
 
 

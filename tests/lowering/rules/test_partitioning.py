@@ -192,16 +192,22 @@ def total(x: jax.Array) -> jax.Array:
 
 REDUCED: dict[str, Any] = {"reduction_factors": ("i",)}
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "rank": (partitioned(same, "i -> i", by_rank), "on no part"),
-    "size": (partitioned(same, "i -> i", of_global_size), "on no part"),
-    "mean": (partitioned(total, "i ->", mean, **REDUCED), "on no part"),
-    "unsummed": (partitioned(total, "i ->", unsummed, **REDUCED), "on no part"),
-    "error": (partitioned(same, "i -> i", shardings=refused), "on no part"),
-    "gathered": (partitioned(same, "i -> i", shardings=gathered), "on no part"),
-    "unnamed": (partitioned(total, "i ->"), "no factor that could"),
+    "rank": (partitioned(same, "i -> i", by_rank), "on a part"),
+    "size": (partitioned(same, "i -> i", of_global_size), "on a part"),
+    "mean": (partitioned(total, "i ->", mean, **REDUCED), "on a part"),
+    "unsummed": (
+        partitioned(total, "i ->", unsummed, **REDUCED),
+        "on a part by itself",
+    ),
+    "error": (partitioned(same, "i -> i", shardings=refused), "on a part"),
+    "gathered": (
+        partitioned(same, "i -> i", shardings=gathered),
+        "on a part by itself",
+    ),
+    "unnamed": (partitioned(total, "i ->"), "no factor to cut"),
     "replicated": (
         partitioned(same, "i -> i", need_replication_factors=("i",)),
-        "no factor that could",
+        "no factor to cut",
     ),
     "written late": (partitioned(same, lambda *_: "i -> i"), "names factors"),
 }
@@ -270,6 +276,6 @@ def test_shards_of_other_shapes_than_it_says_are_refused() -> None:
     for place in ("alone", "scan", "cond"):
         inside = jhost.jit(PLACES[place](f), mesh=mesh_of(tp=2))
         with pytest.raises(
-            errors.OperandsError, match=r"\[4, 3\] are not float32\[4, 6\]"
+            errors.OperandsError, match=r"\[4, 3\] but promised float32\[4, 6\]"
         ):
             inside(x)

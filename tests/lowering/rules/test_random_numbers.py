@@ -123,10 +123,10 @@ def test_bits_that_depend_on_the_size_stay_whole(
     eqn = _only_eqn(draw, key)
     rule = rule_of(eqn)
     assert rule.opaque
-    assert "of this generator" in reason_of(eqn, rule)
+    assert "this generator draws" in reason_of(eqn, rule)
     settings = tp(4, None, P("tp"))
     program = exact(draw, key, **settings)
-    assert notes(program, "of this generator")
+    assert notes(program, "this generator draws")
 
 
 def test_an_order_chosen_inside_the_function_is_kept() -> None:

@@ -238,7 +238,7 @@ def test_a_ragged_last_chunk_may_be_smaller() -> None:
 
 def test_an_alias_keeps_the_other_dims_and_the_dtype() -> None:
     for text in ("p: f32[2, 4@tp]", "p: i32[2, 4]"):
-        refuses("in the selected dim alone", select(buffer(text), X, 0, 0, 2))
+        refuses("only in the selected dim", select(buffer(text), X, 0, 0, 2))
 
 
 def test_sizes_are_static() -> None:
@@ -316,8 +316,8 @@ def test_an_alias_may_be_written_with_its_own_alias() -> None:
 
 def test_a_set_copies() -> None:
     refuses("a Set converts nothing", copy(buffer("y: i32[8, 4]"), X))
-    refuses("what changes the layout is a Reshard", copy(buffer("y: f32[8@tp, 4]"), X))
-    refuses("the shape of what is written", copy(buffer("y: f32[2, 4]"), X))
+    refuses("only a Reshard changes the layout", copy(buffer("y: f32[8@tp, 4]"), X))
+    refuses("the shape of the value written", copy(buffer("y: f32[2, 4]"), X))
 
 
 def test_a_reshard_keeps_the_global_shape() -> None:
@@ -345,9 +345,9 @@ def test_results_have_the_type_of_their_variables() -> None:
     wrong_dtype = compute(jnp.sin, (X,), (buffer("y: bf16[8, 4]"),))
     refuses("the type of its variable", wrong_dtype)
     wrong_shape = compute(jnp.sin, (X,), (buffer("y: f32[8, 2]"),))
-    refuses("the shape of what is written", wrong_shape)
+    refuses("the shape of the value written", wrong_shape)
     refuses(
-        "the shape of what is written",
+        "the shape of the value written",
         Allocate(buffer=wrong_shape.outs[0]),
         wrong_shape,
     )
@@ -384,7 +384,7 @@ def test_a_permute_sends_each_device_something() -> None:
     twice_their_rank = communicate("CollectivePermute", Y, X, shift=TP)
     refuses(r"a permutation of devices, got rank\(tp\)", twice_their_rank)
     by_another_axis = communicate("CollectivePermute", Y, X, shift=Rank("dp"))
-    refuses("the same wherever else on the mesh", by_another_axis)
+    refuses("the position along other axes", by_another_axis)
 
 
 def test_a_communication_is_waited_for() -> None:
@@ -414,7 +414,7 @@ def test_what_is_sent_is_written_after_the_wait() -> None:
     source = buffer("source: f32[2@tp, 4]")
     gather = communicate("AllGather", Y, source, dim=0)
     communicates(
-        "is written after its Wait", copy(source, PART), gather, copy(source, PART)
+        "are written after its Wait", copy(source, PART), gather, copy(source, PART)
     )
 
 
@@ -432,7 +432,7 @@ def test_a_kind_has_its_fields() -> None:
 
 def test_axes_that_trade_places_are_two_of_one_size() -> None:
     wrong = communicate("SwapAxes", Y, PART, ("tp",))
-    communicates("axes that trade places have as many devices", wrong)
+    communicates("two axes that are swapped have the same", wrong)
 
 
 def test_axes_are_distinct_axes_of_the_mesh() -> None:
@@ -452,7 +452,7 @@ def test_a_communication_converts_nothing() -> None:
 
 def test_a_result_has_the_shape_that_the_kind_gives() -> None:
     wrong = communicate("AllGather", buffer("y: f32[4, 4]"), PART, dim=0)
-    communicates("the shape of what is written", wrong)
+    communicates("the shape of the value written", wrong)
 
 
 def test_what_is_scattered_divides() -> None:
@@ -461,12 +461,12 @@ def test_what_is_scattered_divides() -> None:
     scatter = communicate(
         "AllToAll", buffer("y: f32[1@tp, 16]"), odd, dim=0, source_dim=1
     )
-    communicates("divides by the number of devices", six, scatter)
+    communicates("the number of devices divides", six, scatter)
 
 
 def test_what_is_gathered_was_spread() -> None:
     whole = communicate("AllGather", buffer("y: f32[32, 4]"), X, dim=0)
-    communicates("what is gathered is spread", whole)
+    communicates("a gathered dim is spread", whole)
 
 
 def test_dims_follow_from_the_source() -> None:
@@ -475,11 +475,11 @@ def test_dims_follow_from_the_source() -> None:
 
 
 def test_a_reduction_is_of_what_is_partial() -> None:
-    communicates("a reduction ends", communicate("AllReduce", Y, X, reducer="sum"))
+    communicates("a reduction reduces", communicate("AllReduce", Y, X, reducer="sum"))
     partial = buffer("t: f32[8, 4]", partial={"tp": "sum"})
     made = compute(jnp.sin, (X,), (partial,))
     wrong = communicate("AllReduce", Y, partial, reducer="max")
-    communicates("a reduction ends", made, wrong)
+    communicates("a reduction reduces", made, wrong)
 
 
 # --- Streams ------------------------------------------------------------------------ #
