@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "all tests, and all of a file or a folder that is named)",
     )
     group.addoption(
-        "--all-newest",
-        action="store_true",
-        help="try all variants of the tests that are marked `newest`",
+        "--half",
+        type=int,
+        choices=(0, 1),
+        default=None,
+        help="try one half of the variants of each test, as another run tries the "
+        "other; all of those that are slow or marked `newest`, and all tests of one",
     )
     group.addoption(
         "--keep-compiled",
@@ -150,6 +153,8 @@ NEWEST = (
     "units",
     "verify",
 )
+# What the oldest does not run, as flax or the compiler for GPUs is not there.
+NOT_THERE = ("tests/aot/", "nnx")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
@@ -158,12 +163,10 @@ def pytest_collection_modifyitems(
 ) -> None:
     folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
     for item in items:
-        if folders.intersection(item.path.parents):
+        not_there = any(name in item.nodeid for name in NOT_THERE)
+        if not_there or folders.intersection(item.path.parents):
             item.add_marker("newest")
-    most: Any = config.getoption("variants")
-    if most and not config.option.keyword:
-        whole = ("slow", "newest") if config.getoption("all_newest") else ("slow",)
-        left_out = _beyond(most, items, whole)
+    if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [item for item in items if item not in left_out]
     # The tests of whole programs and of processes take longest, and stand at the top:
@@ -171,23 +174,39 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: len(item.path.parents))
 
 
-def _beyond(
-    most: int, items: list[pytest.Item], whole: tuple[str, ...]
-) -> set[pytest.Item]:
-    """The variants of tests that have more: those kept are spread evenly.
+def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The variants that the options of this run leave to others."""
+    most: Any = config.getoption("variants")
+    half: Any = config.getoption("half")
+    if half is not None:
+        each = _variants(items, ("slow", "newest"))
+        return {item for some in each for item in _other_half(some, half)}
+    return {i for some in _variants(items, ("slow",)) for i in _beyond(most, some)}
 
-    Those with one of the marks `whole` are all kept.
-    """
-    variants: dict[str, list[pytest.Item]] = {}
+
+def _variants(
+    items: list[pytest.Item], without: tuple[str, ...]
+) -> Iterable[list[pytest.Item]]:
+    """The variants of each test that has none of those marks."""
+    found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, whole)):
-            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {
-        item
-        for each in variants.values()
-        for n, item in enumerate(each)
-        if n * most // len(each) == (n - 1) * most // len(each)
-    }
+        if not any(map(item.get_closest_marker, without)):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found.values()
+
+
+def _other_half(variants: list[pytest.Item], half: int) -> Iterator[pytest.Item]:
+    """Not each second one: what takes turns among variants is in both halves."""
+    for number, item in enumerate(variants):
+        if len(variants) > 1 and number.bit_count() % 2 != half:
+            yield item
+
+
+def _beyond(most: int, variants: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """All but so many variants (0: all), which are spread evenly."""
+    for n, item in enumerate(variants):
+        if most and n * most // len(variants) == (n - 1) * most // len(variants):
+            yield item
 
 
 def pytest_collection_finish() -> None:
