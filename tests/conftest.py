@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=(0, 1),
         default=None,
         help="try one half of the variants of each test, as another run tries the "
-        "other; all of those that are slow or marked `newest`, and all tests of one",
+        "other; all of those that are slow or marked `newest`, and all that have none",
     )
     group.addoption(
         "--keep-compiled",
@@ -153,6 +153,56 @@ NEWEST = (
     "units",
     "verify",
 )
+# What all stages together give, who ask nothing more of JAX: of these files
+# each test is tried with one of the two, as of others each variant.
+EITHER = (
+    "examples/test_decode.py",
+    "examples/test_pipeline.py",
+    "jhost/test_annotate.py",
+    "jhost/test_arguments.py",
+    "jhost/test_backward.py",
+    "jhost/test_batched_loops.py",
+    "jhost/test_brought_meshes.py",
+    "jhost/test_calibrate.py",
+    "jhost/test_commands.py",
+    "jhost/test_damaged.py",
+    "jhost/test_demo.py",
+    "jhost/test_distributed_mesh.py",
+    "jhost/test_docstrings.py",
+    "jhost/test_dot_product_attention.py",
+    "jhost/test_dtypes.py",
+    "jhost/test_empty.py",
+    "jhost/test_errors.py",
+    "jhost/test_explain.py",
+    "jhost/test_gradient_accumulation.py",
+    "jhost/test_pattern_gradients.py",
+    "jhost/test_profile.py",
+    "jhost/test_puts.py",
+    "jhost/test_pytest_plugin.py",
+    "jhost/test_ragged_dot.py",
+    "jhost/test_report_pages.py",
+    "jhost/test_residual_cut.py",
+    "jhost/test_ring_attention.py",
+    "jhost/test_ring_written_out.py",
+    "jhost/test_summary.py",
+    "jhost/test_testing.py",
+    "jhost/test_tune.py",
+    "jhost/test_whole_programs.py",
+    "jhost/test_wide_values.py",
+    "jhost/test_wishes.py",
+    "lowering/rules/test_narrow_sums.py",
+    "lowering/rules/test_ragged.py",
+    "lowering/rules/test_random_numbers.py",
+    "lowering/rules/test_written_attention.py",
+    "lowering/rules/test_xla_attention.py",
+    "lowering/test_passes.py",
+    "runtime/test_agreement.py",
+    "runtime/test_launch.py",
+    "runtime/test_nccl.py",
+    "test_examples.py",
+    "test_found_programs.py",
+    "test_patterns.py",
+)
 # What the oldest does not run, as flax or the compiler for GPUs is not there.
 NOT_THERE = ("tests/aot/", "nnx")
 
@@ -179,19 +229,31 @@ def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Ite
     most: Any = config.getoption("variants")
     half: Any = config.getoption("half")
     if half is not None:
-        each = _variants(items, ("slow", "newest"))
+        each = _variants(items, ("slow", "newest"), _shared)
         return {item for some in each for item in _other_half(some, half)}
     return {i for some in _variants(items, ("slow",)) for i in _beyond(most, some)}
 
 
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _shared(item: pytest.Item) -> str:
+    """What has variants of which either JAX tries some: a test, or a file of tests."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return name if name in EITHER else _test_of(item)
+
+
 def _variants(
-    items: list[pytest.Item], without: tuple[str, ...]
+    items: list[pytest.Item],
+    without: tuple[str, ...],
+    key: Callable[[pytest.Item], str] = _test_of,
 ) -> Iterable[list[pytest.Item]]:
     """The variants of each test that has none of those marks."""
     found: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not any(map(item.get_closest_marker, without)):
-            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            found.setdefault(key(item), []).append(item)
     return found.values()
 
 

@@ -63,9 +63,7 @@ HOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             pytest.param(name, blocks, marks=pytest.mark.slow)
             for name, blocks in (
                 ("causal", 64),
-                ("causal", 0),
                 ("window", 64),
-                ("bias", 64),
             )
         ),
     ],
