@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "all tests, and all of a file or a folder that is named)",
     )
     group.addoption(
-        "--all-newest",
-        action="store_true",
-        help="try all variants of the tests that are marked `newest`",
+        "--half",
+        type=int,
+        choices=(0, 1),
+        default=None,
+        help="try one half of the variants of each test, as another run tries the "
+        "other; all of those that are slow or marked `newest`, and all that have none",
     )
     group.addoption(
         "--keep-compiled",
@@ -150,6 +153,58 @@ NEWEST = (
     "units",
     "verify",
 )
+# What all stages together give, who ask nothing more of JAX: of these files
+# each test is tried with one of the two, as of others each variant.
+EITHER = (
+    "examples/test_decode.py",
+    "examples/test_pipeline.py",
+    "jhost/test_annotate.py",
+    "jhost/test_arguments.py",
+    "jhost/test_backward.py",
+    "jhost/test_batched_loops.py",
+    "jhost/test_brought_meshes.py",
+    "jhost/test_calibrate.py",
+    "jhost/test_commands.py",
+    "jhost/test_damaged.py",
+    "jhost/test_demo.py",
+    "jhost/test_distributed_mesh.py",
+    "jhost/test_docstrings.py",
+    "jhost/test_dot_product_attention.py",
+    "jhost/test_dtypes.py",
+    "jhost/test_empty.py",
+    "jhost/test_errors.py",
+    "jhost/test_explain.py",
+    "jhost/test_gradient_accumulation.py",
+    "jhost/test_pattern_gradients.py",
+    "jhost/test_profile.py",
+    "jhost/test_puts.py",
+    "jhost/test_pytest_plugin.py",
+    "jhost/test_ragged_dot.py",
+    "jhost/test_report_pages.py",
+    "jhost/test_residual_cut.py",
+    "jhost/test_ring_attention.py",
+    "jhost/test_ring_written_out.py",
+    "jhost/test_summary.py",
+    "jhost/test_testing.py",
+    "jhost/test_tune.py",
+    "jhost/test_whole_programs.py",
+    "jhost/test_wide_values.py",
+    "jhost/test_wishes.py",
+    "lowering/rules/test_narrow_sums.py",
+    "lowering/rules/test_ragged.py",
+    "lowering/rules/test_random_numbers.py",
+    "lowering/rules/test_written_attention.py",
+    "lowering/rules/test_xla_attention.py",
+    "lowering/test_passes.py",
+    "runtime/test_agreement.py",
+    "runtime/test_launch.py",
+    "runtime/test_nccl.py",
+    "test_examples.py",
+    "test_found_programs.py",
+    "test_patterns.py",
+)
+# What the oldest does not run, as flax or the compiler for GPUs is not there.
+NOT_THERE = ("tests/aot/", "nnx")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
@@ -158,12 +213,10 @@ def pytest_collection_modifyitems(
 ) -> None:
     folders = {Path(__file__).parent / "lowering" / name for name in NEWEST}
     for item in items:
-        if folders.intersection(item.path.parents):
+        not_there = any(name in item.nodeid for name in NOT_THERE)
+        if not_there or folders.intersection(item.path.parents):
             item.add_marker("newest")
-    most: Any = config.getoption("variants")
-    if most and not config.option.keyword:
-        whole = ("slow", "newest") if config.getoption("all_newest") else ("slow",)
-        left_out = _beyond(most, items, whole)
+    if left_out := set() if config.option.keyword else _left_out(config, items):
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [item for item in items if item not in left_out]
     # The tests of whole programs and of processes take longest, and stand at the top:
@@ -171,23 +224,51 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: len(item.path.parents))
 
 
-def _beyond(
-    most: int, items: list[pytest.Item], whole: tuple[str, ...]
-) -> set[pytest.Item]:
-    """The variants of tests that have more: those kept are spread evenly.
+def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The variants that the options of this run leave to others."""
+    most: Any = config.getoption("variants")
+    half: Any = config.getoption("half")
+    if half is not None:
+        each = _variants(items, ("slow", "newest"), _shared)
+        return {item for some in each for item in _other_half(some, half)}
+    return {i for some in _variants(items, ("slow",)) for i in _beyond(most, some)}
 
-    Those with one of the marks `whole` are all kept.
-    """
-    variants: dict[str, list[pytest.Item]] = {}
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _shared(item: pytest.Item) -> str:
+    """What has variants of which either JAX tries some: a test, or a file of tests."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return name if name in EITHER else _test_of(item)
+
+
+def _variants(
+    items: list[pytest.Item],
+    without: tuple[str, ...],
+    key: Callable[[pytest.Item], str] = _test_of,
+) -> Iterable[list[pytest.Item]]:
+    """The variants of each test that has none of those marks."""
+    found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, whole)):
-            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {
-        item
-        for each in variants.values()
-        for n, item in enumerate(each)
-        if n * most // len(each) == (n - 1) * most // len(each)
-    }
+        if not any(map(item.get_closest_marker, without)):
+            found.setdefault(key(item), []).append(item)
+    return found.values()
+
+
+def _other_half(variants: list[pytest.Item], half: int) -> Iterator[pytest.Item]:
+    """Not each second one: what takes turns among variants is in both halves."""
+    for number, item in enumerate(variants):
+        if len(variants) > 1 and number.bit_count() % 2 != half:
+            yield item
+
+
+def _beyond(most: int, variants: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """All but so many variants (0: all), which are spread evenly."""
+    for n, item in enumerate(variants):
+        if most and n * most // len(variants) == (n - 1) * most // len(variants):
+            yield item
 
 
 def pytest_collection_finish() -> None:

@@ -6,9 +6,11 @@ run_in_processes.py SCENARIO PORT COUNT NUMBER
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -133,10 +135,17 @@ PATTERNS = {
 DIFFERENTIATED = "block", "swiglu", "contracted", "experts", "layers"
 
 
-def runs(name: str, pipeline: str) -> Iterator[tuple[str, Any]]:
-    """The pattern by itself, and its gradients in an outer `jax.jit`."""
+def pattern_runs(devices: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Each pattern by itself, and gradients in an outer `jax.jit`, by each pipeline."""
+    mesh = mesh_of(devices)
+    for pipeline, name in itertools.product(("p2p", "collective"), PATTERNS):
+        if (name, pipeline) != ("experts", "p2p"):
+            for what, result in runs(name, pipeline, mesh):
+                yield f"{name}, {pipeline}, {what}", result
+
+
+def runs(name: str, pipeline: str, mesh: Mesh) -> Iterator[tuple[str, Any]]:
     pattern = PATTERNS[name]
-    mesh = mesh_of(jax.devices())
     how: dict[str, Any] = {"pipeline": pipeline, "mesh": mesh}
     f = jhost.jit(
         pattern.fun, in_shardings=pattern.specs, out_shardings=pattern.out, **how
@@ -161,21 +170,10 @@ def digests(tree: Any) -> dict[str, str]:
     }
 
 
-def patterns(pipeline: str, *process: str) -> None:
-    if process[1] != "1":
-        initialize(*process)
-    for name in PATTERNS:
-        if (name, pipeline) != ("experts", "p2p"):
-            for what, result in runs(name, pipeline):
-                say(**{f"{name}, {what}": digests(result)})
-
-
-def patterns_p2p(*process: str) -> None:
-    patterns("p2p", *process)
-
-
-def patterns_collective(*process: str) -> None:
-    patterns("collective", *process)
+def patterns(*process: str) -> None:
+    initialize(*process)
+    for what, result in pattern_runs(jax.devices()):
+        say(**{what: digests(result)})
 
 
 HYBRID_SPECS = P(("dp", "tp")), P("dp", "tp"), P("tp", "dp")
@@ -210,6 +208,7 @@ def loop(*process: str) -> None:
     while True:
         jax.block_until_ready(f())
         say(ran=True)
+        time.sleep(0.1)  # who waits for the others' end takes no time
 
 
 def caught(f: Callable[[], Any]) -> None:
@@ -240,9 +239,15 @@ def another_statement(port: str, count: str, number: str) -> None:
     caught(blocks_on(jax.devices()))
 
 
-def another_parameter(port: str, count: str, number: str) -> None:
-    """A difference that the printed program does not show, then one of options."""
+def differences(port: str, count: str, number: str) -> None:
+    """Programs that differ in one way after another; the next is right again."""
     initialize(port, count, number)
+    another_parameter(number)
+    another_executable(is_last=number == str(int(count) - 1))
+
+
+def another_parameter(number: str) -> None:
+    """A difference that the printed program does not show, then one of options."""
     precision = jax.lax.Precision.HIGHEST if number == "0" else None
 
     def mine(x: jax.Array) -> jax.Array:
@@ -259,11 +264,9 @@ def another_parameter(port: str, count: str, number: str) -> None:
     caught(blocks_on(jax.devices(), compiler_options=dump))
 
 
-def another_executable(port: str, count: str, number: str) -> None:
+def another_executable(is_last: bool) -> None:
     """One Host IR program, and what the processes say around it differs."""
-    initialize(port, count, number)
     mesh = mesh_of(jax.devices())
-    is_last = number == str(int(count) - 1)
     factor = np.full(16, 3 if is_last else 2, np.float32)
 
     def mine(x: jax.Array, tag: object = None) -> jax.Array:
@@ -334,7 +337,7 @@ def calibrates(port: str, count: str, number: str) -> None:
     from jhost._calibration import rates_here
     from jhost.runtime.devices import devices_of
 
-    measure.SIZES = between.SIZES = (1 << 20, 4 << 20)
+    measure.SIZES = between.SIZES = (1 << 19, 1 << 20)
     measure._LONG = 4  # pyright: ignore[reportPrivateUsage]
     address = f"localhost:{port}"
     __main__.main(["calibrate", "--process", address, count, number])

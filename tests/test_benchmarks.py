@@ -190,7 +190,9 @@ def test_every_arm_computes_every_case(name: str, mesh: Mesh) -> None:
     "name",
     [
         "swiglu_mlp/8b/2048",
-        *(pytest.param(e, marks=pytest.mark.slow) for e in (*EXPERTS, *STAGES)),
+        # The other experts differ in sizes, and stages that do not wait in less.
+        pytest.param(EXPERTS[0], marks=pytest.mark.slow),
+        pytest.param(STAGES[-1], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_checked_as_well(name: str, mesh: Mesh) -> None:
@@ -211,7 +213,6 @@ GRID = Axes((("dp", 2), ("tp", 2)))
     "name",
     [
         "down_ar/8b/2048",
-        pytest.param("layer/8b/8192", marks=pytest.mark.slow),
         pytest.param(EXPERTS[0], marks=pytest.mark.slow),
     ],
 )

@@ -154,6 +154,7 @@ def test_predictions_by_puts_are_near_and_the_faster_kind_is_chosen(
 CALIBRATION = ROOT / "tests" / "targets" / "calibration-2x-h100.json"
 
 
+@pytest.mark.slow
 def test_a_calibration_chooses_as_the_shipped_rates_do(
     make_mesh: Callable[..., Mesh],
     pretend: Callable[[str, int], None],

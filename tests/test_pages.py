@@ -17,7 +17,17 @@ from benchmarks import pages, report  # noqa: E402
 pytestmark = pytest.mark.newest
 
 
-@pytest.mark.parametrize("name", pages.TABLES)
+SLOWLY = "when-it-pays.md"
+"""Of this page each number is predicted anew."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == SLOWLY else [])
+        for name in pages.TABLES
+    ],
+)
 def test_a_page_has_the_table_of_today(name: str) -> None:
     what, table = pages.TABLES[name]
     page = (ROOT / "docs" / name).read_text()

@@ -20,7 +20,7 @@ import pytest
 
 from jhost import distributed, errors
 from jhost.runtime.compiler_options import SYMMETRIC_BUFFERS
-from tests.run_in_processes import digests, hybrid_runs
+from tests.run_in_processes import digests, hybrid_runs, pattern_runs
 from tests.tables import DOCS
 from tests.test_readme import blocks
 
@@ -96,26 +96,15 @@ def merged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # --- Right ------------------------------------------------------------------------ #
 
 
-def of_one_process(pipeline: str) -> dict[str, dict[str, str]]:
-    (lines,) = said(f"patterns_{pipeline}", 1, devices=4)
-    return merged(lines)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "count", "devices", "runs"),
-    [("p2p", 2, 2, 10 + 4), ("collective", 4, 1, 11 + 5)],
-)
-def test_patterns_give_the_bits_that_one_process_gives(
-    pipeline: str, count: int, devices: int, runs: int
-) -> None:
-    """Values, and gradients of the larger ones in an outer jit.
+def test_patterns_give_the_bits_that_one_process_gives() -> None:
+    """Values, and gradients of the larger ones in an outer jit, by either pipeline.
 
     Of two devices of a process, one sends to the other and one to another process.
     """
-    found = said(f"patterns_{pipeline}", count, devices)
-    several, alone = list(map(merged, found)), of_one_process(pipeline)
-    assert len(alone) == runs
-    assert together(several) == alone
+    several = together(map(merged, said("patterns", 2)))
+    alone = {n: digests(found) for n, found in pattern_runs(jax.devices()[:4])}
+    assert len(alone) == (10 + 4) + (11 + 5)
+    assert several == alone
 
 
 def together(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -129,15 +118,13 @@ def together(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, str]]:
     return parts
 
 
-@pytest.mark.parametrize(("count", "tp"), [(2, 2), (4, 4)])
-def test_data_and_tensor_parallelism_give_the_bits_of_one_process(
-    count: int, tp: int
-) -> None:
+def test_data_and_tensor_parallelism_give_the_bits_of_one_process() -> None:
     """tp within a process, and over two; weights lie on all devices."""
-    mesh = distributed.make_mesh({"dp": 2, "tp": tp})
+    mesh = distributed.make_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
     alone = {name: digests(result) for name, result in hybrid_runs(mesh)}
     assert len(alone) == 4
-    assert together(map(merged, said("hybrid", count))) == alone
+    for count, devices in ((2, 2), (4, 1)):
+        assert together(map(merged, said("hybrid", count, devices))) == alone
 
 
 def test_processes_calibrate_the_network_between_them(
@@ -171,27 +158,34 @@ def test_processes_meet_once_for_a_program() -> None:
 # --- Different programs ------------------------------------------------------------ #
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_process_with_another_statement_is_named_by_all(count: int) -> None:
-    ends = said("another_statement", count)
+def test_a_process_with_another_statement_is_named_by_all() -> None:
+    ends = said("another_statement", 4, devices=1)
     assert all(lines == ends[0] for lines in ends)
     called, jitted, gradient, compiled, last = ends[0]
-    usual = "process 0" if count == 2 else "processes 0, 1, 2"
+    usual = "processes 0, 1, 2"
     for line in (called, jitted, gradient, compiled):
         assert line["error"] == "ProcessMismatchError"
         assert f"not all run the mine of {usual}" in line["text"]
         (offender,) = re.findall(r"^  [*] (.*)$", line["text"], re.M)
-        theirs, ours = offender.split(f", where {usual} ha")
-        assert theirs.startswith(f"process {count - 1}, in mine: `")
+        theirs, ours = offender.split(f", where {usual} have")
+        assert theirs.startswith("process 3, in mine: `")
         # The gradients of the two differ in more than one statement.
         assert line is gradient or ("= tanh(" in theirs and "= sin(" in ours)
     assert last["error"] is None
 
 
-def test_parameters_and_options_that_differ_are_named() -> None:
-    ends = said("another_parameter", 2)
+@pytest.fixture(scope="module")
+def differences() -> list[dict[str, Any]]:
+    """What two processes say whose programs differ in one way after another."""
+    ends = said("differences", 2)
     assert ends[0] == ends[1]
-    parameter, option, dump = ends[0]
+    return ends[0]
+
+
+def test_parameters_and_options_that_differ_are_named(
+    differences: list[dict[str, Any]],
+) -> None:
+    parameter, option, dump = differences[:3]
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameter[
         "text"
     ].replace("<", "").replace(">", "")
@@ -199,11 +193,12 @@ def test_parameters_and_options_that_differ_are_named() -> None:
     assert dump == {"error": None}
 
 
-def test_what_else_makes_an_executable_is_named() -> None:
-    ends = said("another_executable", 2)
-    assert all(lines == ends[0] for lines in ends)
-    donated, *closed, static, of_an_object = ends[0]
-    assert "process 1, in mine: `x is donated`" in donated["text"]
+def test_what_else_makes_an_executable_is_named(
+    differences: list[dict[str, Any]],
+) -> None:
+    donated, *closed, static, of_an_object = differences[3:]
+    assert "not all run the mine of process 0" in donated["text"]
+    assert "process 1, in mine: `x is donated`, where process 0 has" in donated["text"]
     for line in closed:
         assert "is closed over`" in line["text"]
     assert "`argument 1 is static: True`, where process" in static["text"]
@@ -218,7 +213,7 @@ def test_another_order_of_programs_is_an_error_in_all() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    *waiting, last = said("absent", 4)
+    *waiting, last = said("absent", 4, devices=1)
     assert last == []
     for (line,) in waiting:
         assert line["error"] == "ProcessTimeoutError"
@@ -262,7 +257,7 @@ def test_when_a_process_dies_in_a_loop_the_others_end(
     count: int, victim: int, by: signal.Signals
 ) -> None:
     """After ten seconds without a heartbeat, though collectives wait for ever."""
-    with started("loop", count) as processes:
+    with started("loop", count, devices=4 // count) as processes:
         for process in processes:
             assert process.stdout is not None
             lines = itertools.islice(spoken(process.stdout), 3)
@@ -286,9 +281,9 @@ def test_when_a_process_dies_in_a_loop_the_others_end(
     ],
 )
 def test_initialize_is_early_and_once(scenario: str, text: str) -> None:
-    for (line,) in said(scenario, 2):
-        assert line["error"] == "InitializeError"
-        assert text in line["text"]
+    ((line,),) = said(scenario, 1)
+    assert line["error"] == "InitializeError"
+    assert text in line["text"]
 
 
 def test_initialize_is_too_late_once_there_are_devices() -> None:

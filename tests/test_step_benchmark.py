@@ -42,12 +42,8 @@ def run(path: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "mesh"),
-    [
-        ("scan", "tp=2"),
-        ("written-checkpoint", "dp=2,tp=2"),
-        ("written", "fsdp=2,tp=2"),
-    ],
-    ids=["scan", "checkpoint", "shards of weights"],
+    [("scan", "tp=2"), ("written-checkpoint", "fsdp=2,tp=2")],
+    ids=["scan", "checkpoint and shards of weights"],
 )
 def test_arms_have_the_same_gradients(
     form: str, mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

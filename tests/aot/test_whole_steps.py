@@ -141,13 +141,10 @@ QUICK = [({"tp": 2}, "together"), ({"fsdp": 2}, "apart")]
 # these, which its scheduler has beside nothing.  See `test_processes.py`.
 OTHERS = [
     ({"tp": 4}, "together"),
-    ({"fsdp": 2}, "together"),
     ({"fsdp": 4}, "together"),
-    ({"dp": 2}, "together"),
     ({"dp": 4}, "together"),
     ({"fsdp": 2, "tp": 2}, "together"),
     ({"dp": 2, "tp": 2}, "together"),
-    ({"fsdp": 4}, "apart"),
     ({"fsdp": 2, "tp": 2}, "apart"),
     ({"dp": 2, "tp": 2}, "apart"),
 ]

@@ -21,7 +21,11 @@ SOFTMAX = LAYERS * 2 * (2 * BATCH * HEADS * FLOAT * (DEVICES - 1) // DEVICES)
 
 
 @pytest.mark.parametrize(
-    ("by", "moved"), [("heads", SUMS + NEXT), ("positions", SUMS + NEXT + SOFTMAX)]
+    ("by", "moved"),
+    [
+        ("heads", SUMS + NEXT),
+        pytest.param("positions", SUMS + NEXT + SOFTMAX, marks=pytest.mark.slow),
+    ],
 )
 def test_a_prompt_and_64_tokens_are_right_and_no_key_moves(
     by: str,

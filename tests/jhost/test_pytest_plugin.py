@@ -58,7 +58,9 @@ def run(
     [
         ("", "", 8),
         ("jhost_devices = 3\n", "", 3),
-        ("", "--xla_force_host_platform_device_count=2", 2),
+        pytest.param(
+            "", "--xla_force_host_platform_device_count=2", 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_cpu_is_as_many_devices_as_asked(

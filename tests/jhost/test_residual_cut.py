@@ -288,6 +288,7 @@ def scanning(drawn: dict[str, Any]) -> Callable[..., Array]:
     return f
 
 
+@pytest.mark.slow
 @hypothesis.given(scans())
 def test_gradients_through_scans_of_any_formula(drawn: dict[str, Any]) -> None:
     f = scanning(drawn)

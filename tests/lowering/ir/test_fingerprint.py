@@ -85,6 +85,7 @@ print("\\n".join(fingerprint_lines(f.lower(x, x).host_ir)))
 """
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_the_order_of_hashes() -> None:
     texts = [
         subprocess.run(

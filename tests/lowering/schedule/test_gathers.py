@@ -151,6 +151,7 @@ def test_in_the_body_of_a_scan(devices: int) -> None:
     assert "CollectivePermute" in kinds(program)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([{"fsdp": 2, "tp": 2}, {"tp": 2, "fsdp": 2}, {"fsdp": 4, "tp": 2}]),
     st.integers(1, 3),
