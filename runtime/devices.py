@@ -80,6 +80,7 @@ def devices_of(mesh: AnyMesh | None) -> Devices:
     if isinstance(mesh, Mesh):
         devices = list(mesh.devices.flat)
     elif mesh is not None:
+        # An abstract mesh names none.  JAX makes meshes of the first devices, too.
         devices = devices[: mesh.size]
     return Devices(
         platform="gpu" if _assumed.get() else devices[0].platform,

@@ -65,7 +65,7 @@ def _own(leaf: Any, mesh: AbstractMesh) -> PartitionSpec:
 
 
 def without_types(traced: TracedCall) -> TracedCall:
-    """What was traced, with the types of results as specs beside its jaxpr."""
+    """`traced` without types in its jaxpr; the specs of its results stand beside it."""
     with automatic_axes():
         jaxpr = _without_types(traced.jaxpr, get_abstract_mesh())
     outs: list[Any] = list(traced.jaxpr.out_avals)
@@ -73,7 +73,8 @@ def without_types(traced: TracedCall) -> TracedCall:
     return dataclasses.replace(traced, jaxpr=jaxpr, out_types=specs)
 
 
-# Cached, because of an equal jaxpr that is another one all is lowered again.
+# Cached, because caches go by identity: a new jaxpr, even an equal one, is lowered
+# again.
 _without_types = cached_by_jaxpr(untyped)
 
 

@@ -151,7 +151,7 @@ def _streams_of_operands(split: Split, config: Config) -> Reached:
 
 
 def _by_operand(reached: Reached, split: Split) -> Reached:
-    """What is known of results, by the operands of the second program that they are."""
+    """The marks of results, by the operands of the second program that take them."""
     made = _made(split)
     return {made[result]: at for result, at in reached.items()}
 

@@ -56,7 +56,8 @@ class Source:
     ) -> CallKey:
         """The key with the mesh that the call runs on.
 
-        Where `jhost.jit` has none, the arguments bring theirs, or what is inside has.
+        If `jhost.jit` was given no mesh, it is that of the arguments, or one that the
+        function names inside.
 
         Raises:
             MeshMismatchError: arguments lie over several meshes.

@@ -156,7 +156,7 @@ def _with_marks(program: Program, marks: Iterator[Mark]) -> Program:
 def is_alike(one: Program, other: Program) -> bool:
     """Whether two programs only differ in the fields of stream marks."""
     return (
-        # By identity, as what is known of statements is.
+        # By identity: facts about statements are cached by it, so an equal copy is new.
         one.body is other.body
         and one.params == other.params
         and one.results == other.results

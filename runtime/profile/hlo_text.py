@@ -137,6 +137,7 @@ def _closing(text: str, opening: int) -> int:
 def _bytes(shape: str) -> int:
     """The bytes of all arrays in a shape's text; tokens have none."""
     return sum(
+        # The size of a dynamic dim is written `<=5`.  `pred` names no bits and has 8.
         math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
         * (8 if dtype == "pred" else int(bits or 0))
         // 8

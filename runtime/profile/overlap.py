@@ -121,6 +121,7 @@ def predicted_overlap(prediction: Prediction) -> DeviceOverlap:
 
 def statement_overlaps(timeline: Timeline) -> Iterator[StatementOverlap]:
     """The statements that ran, in the order of the program; work of none comes last."""
+    # All devices count, also those that never ran the statement: rows can be added.
     count = len(timeline.devices)
     ordered = sorted(timeline.spans, key=_key)
     for (*_, activity), spans in itertools.groupby(ordered, key=_key):

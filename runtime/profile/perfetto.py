@@ -12,7 +12,7 @@ from typing import Any
 from jhost.runtime.profile.intervals import Interval, union
 from jhost.runtime.profile.timeline import Span, Timeline
 
-_MICROSECONDS = 1e6
+_MICROSECONDS = 1e6  # the unit of `ts` and `dur`, whatever `displayTimeUnit` says
 _EXPOSED = "exposed communication"
 
 

@@ -75,6 +75,7 @@ class Timeline:
     def streams(self, device: int) -> tuple[str, ...]:
         """The queues of a device, in the order of their numbers."""
         found = {span.stream for span in self.of_device(device)}
+        # By length first: as texts alone, "queue 10" stands before "queue 9".
         return tuple(sorted(found, key=lambda stream: (len(stream), stream)))
 
     def text_of(self, span: Span) -> str:
@@ -174,6 +175,7 @@ def _by_call(events: Sequence[Event], calls: int, name: str) -> list[list[Event]
                 [f"device {device}: {len(mine)} events of {calls} calls"],
             )
         for event in mine:
+            # What ran before the first known beginning belongs to the first call.
             found[max(bisect.bisect(begins, event.start) - 1, 0)].append(event)
     return found
 
