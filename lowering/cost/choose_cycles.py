@@ -2,10 +2,13 @@
 
 A cycle hides the first gather of an iteration and its last sum.  It carries what they
 bring or take, and its first and last iterations stand outside of the scan.  What no
-iteration changes is gathered once, in front of the scan.
+iteration changes is gathered once, in front of the scan.  Products that nothing waits
+for may be an iteration late as well.
 
 Within a process that is done where it is predicted to gain.  Between processes a link
-may be slower than any that was measured, and it is always done.
+may be slower than any that was measured, and it is always done.  Work moves only where
+that is predicted to gain, and not for transfers between processes: there NCCL's kernels
+take from the products beside them about what hiding them gains, at NVLink's speed.
 """
 
 from __future__ import annotations
@@ -62,12 +65,13 @@ class ChooseCycles(EachProgram):
             if self.is_better(program, other, once):
                 program, scan = _noted(other, _said_once(once)), changed
                 found = MovableTransfers(scan, can_hide)
-        best, note = program, None
+        best, note, kept = program, None, found.bound()
         for cycle in self.cycles(scan, found):
             other = with_cycle(program, cycle)
             if self.is_better(best, other, cycle):
                 best, note = other, _said(cycle)
-        return _noted(_noted(best, note), _said_kept(scan, found.bound()))
+                kept = [each for each in kept if each not in cycle.beside_work]
+        return _noted(_noted(best, note), _said_kept(scan, kept))
 
     def cycles(self, scan: Scan, found: MovableTransfers) -> Iterator[Cycle]:
         """The cycle of transfers alone, and the one with late work, if they are any."""
@@ -136,7 +140,7 @@ def _said(cycle: Cycle) -> Note:
     sums = _values(body, [each.out for each in cycle.late if not each.beside])
     said += [f"{sums} summed an iteration late"] * bool(sums)
     work = _values(body, [each.out for each in cycle.late if each.beside])
-    beside = _names(body, [each.beside for each in cycle.late if each.beside])
+    beside = _names(body, cycle.beside_work)
     said += [f"{work} computed an iteration late, beside what moves {beside}"] * bool(
         work
     )

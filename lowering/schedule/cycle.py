@@ -115,8 +115,14 @@ class Cycle:
 
     @property
     def stmts(self) -> list[ir.Communicate]:
+        """The transfers that it is for: those that it moves, and stands work beside."""
         sums = (stmt for each in self.late for stmt in each.transfers)
-        return [*(each.stmt for each in self.early), *sums]
+        return [*(each.stmt for each in self.early), *sums, *self.beside_work]
+
+    @property
+    def beside_work(self) -> list[ir.Communicate]:
+        """The transfers that late work stands beside."""
+        return [each.beside for each in self.late if each.beside is not None]
 
     @property
     def terms(self) -> dict[str, ir.Buffer]:
