@@ -118,8 +118,11 @@ def passes(
     finds = settings.finds and settings.pipeline == "auto"
     # Loops of found streams move chunks by permutes.
     hides = rates is not None and rates.permute.beside_compute
+    # Late work takes long to weigh, and gains less than streams do.
+    cycles = ChooseCycles(transfers, moves_work=False)
+    tried = (cycles if isinstance(each, ChooseCycles) else each for each in loops)
     choice = ChoosePipelines(
-        following=(*layouts, communications, *loops),
+        following=(*layouts, communications, *tried),
         settings=settings,
         rates=rates,
         device_kind=device_kind,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 from unittest import mock
 
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.ir.pipelines import SumsPosition
 from jhost.lowering.loops import combine_small, planned
@@ -35,10 +36,11 @@ def by_permutes() -> Generator[None]:
 
 
 @contextmanager
-def moving(way: TransferForm | None) -> Generator[None]:
+def moving(way: TransferForm | None, work: bool = False) -> Generator[None]:
     """What moves outside of loops goes that way wherever there is work beside it.
 
     Of any size, so that none is small and goes with others; with None as was chosen.
+    With `work` products go an iteration late wherever that puts one beside a transfer.
     """
     yes = mock.Mock(return_value=True)
     asked = {"is_open": yes, "gains": yes}
@@ -49,6 +51,7 @@ def moving(way: TransferForm | None) -> Generator[None]:
         return
     with (
         mock.patch.multiple(ChooseTransfers, **asked),
+        mock.patch.object(ChooseCycles, "may_move_work", mock.Mock(return_value=work)),
         mock.patch.object(combine_small, "SMALL", 0),
     ):
         yield

@@ -1,18 +1,21 @@
 """Choose which scans become cycles: scans with transfers moved to another iteration.
 
-A cycle hides the first gather of an iteration and its last sum.  It carries the values
-that these bring or take, and the first and last iterations stand outside of the scan.
-A value that no iteration changes is gathered once, in front of the scan.
+A cycle hides the first gather of an iteration and its last sum.  It carries what they
+bring or take, and its first and last iterations stand outside of the scan.  What no
+iteration changes is gathered once, in front of the scan.  Products that nothing waits
+for may be an iteration late as well.
 
-Within a process this is done where a gain is predicted.  Between processes it is always
-done, because the link may be slower than any that was measured.
+Within a process that is done where it is predicted to gain.  Between processes a link
+may be slower than any that was measured, and it is always done.  Work moves only where
+that is predicted to gain, and not for transfers between processes: there NCCL's kernels
+take from the products beside them about what hiding them gains, at NVLink's speed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
@@ -20,9 +23,10 @@ from jhost.lowering.ir.bodies import EachProgram
 from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.statements import Communicate, Scan, While
+from jhost.lowering.ir.statements import Buffer, Communicate, Scan, While
 from jhost.lowering.schedule.cycle import Cycle, MovableTransfers, cycle_of
 from jhost.lowering.schedule.intervals import IsOpen
+from jhost.lowering.schedule.late_work import late_work
 from jhost.lowering.schedule.once import Once, once_of, with_once
 from jhost.lowering.schedule.with_cycle import with_cycle
 
@@ -37,6 +41,8 @@ class ChooseCycles(EachProgram):
     name: ClassVar[str] = "choose_cycles"
 
     transfers: ChooseTransfers
+    moves_work: bool = True
+    """Whether work may be late as well."""
 
     def change(self, program: Program) -> Program:
         can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
@@ -59,11 +65,22 @@ class ChooseCycles(EachProgram):
             if self.is_better(program, other, once):
                 program, scan = _noted(other, _said_once(once)), changed
                 found = MovableTransfers(scan, can_hide)
-        if (cycle := cycle_of(scan, found)) is not None:
+        best, note, kept = program, None, found.bound()
+        for cycle in self.cycles(scan, found):
             other = with_cycle(program, cycle)
-            if self.is_better(program, other, cycle):
-                program = _noted(other, _said(cycle))
-        return _noted(program, _said_kept(scan, found.bound()))
+            if self.is_better(best, other, cycle):
+                best, note = other, _said(cycle)
+                kept = [each for each in kept if each not in cycle.beside_work]
+        return _noted(_noted(best, note), _said_kept(scan, kept))
+
+    def cycles(self, scan: Scan, found: MovableTransfers) -> Iterator[Cycle]:
+        """The cycle of transfers alone, and the one with late work, if they are any."""
+        if (cycle := cycle_of(scan, found)) is not None:
+            yield cycle
+        work = late_work(found) if self.moves_work else []
+        cycle = cycle_of(scan, found, work) if work else None
+        if cycle is not None and self.may_move_work(cycle):
+            yield cycle
 
     def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
         way = self.transfers.way(transfer, mesh)
@@ -79,6 +96,10 @@ class ChooseCycles(EachProgram):
         every = dataclasses.replace(self.transfers, pipeline="p2p")
         ordered = (Weighed(every.apply(each)) for each in (program, other))
         return self.transfers.gains(*ordered, most=_GAIN)
+
+    def may_move_work(self, cycle: Cycle) -> bool:
+        """Whether work may be late, which only a prediction can tell."""
+        return self.is_weighed(cycle)
 
     def is_weighed(self, moved: Cycle | Once) -> bool:
         if self.transfers.rates is None or self.transfers.pipeline != "auto":
@@ -113,19 +134,25 @@ def _said_once(once: Once) -> Note:
 
 
 def _said(cycle: Cycle) -> Note:
-    early, late = (
-        _names(cycle.scan.body, [each.stmt for each in moved])
-        for moved in (cycle.early, cycle.late)
-    )
+    body, where = cycle.scan.body, cycle.scan.where
+    early = _names(body, [each.stmt for each in cycle.early])
     said = [f"{early} gathered an iteration early"] * bool(early)
-    said += [f"{late} summed an iteration late"] * bool(late)
-    where = cycle.scan.where
-    return Note(
-        form=f"in the scan of {cycle.scan.length}: {' and '.join(said)}", where=where
+    sums = _values(body, [each.out for each in cycle.late if not each.beside])
+    said += [f"{sums} summed an iteration late"] * bool(sums)
+    work = _values(body, [each.out for each in cycle.late if each.beside])
+    beside = _names(body, cycle.beside_work)
+    said += [f"{work} computed an iteration late, beside what moves {beside}"] * bool(
+        work
     )
+    form = f"in the scan of {cycle.scan.length}: {' and '.join(said)}"
+    return Note(form=form, where=where)
 
 
-def _names(body: Program, stmts: Sequence[Communicate]) -> str:
+def _names(body: Program, stmts: Iterable[Communicate]) -> str:
     """What messages call the values of transfers in a body."""
-    names = (display_name(body, stmt.out.name) for stmt in stmts)
+    return _values(body, [stmt.out for stmt in stmts])
+
+
+def _values(body: Program, values: Iterable[Buffer]) -> str:
+    names = (display_name(body, value.name) for value in values)
     return ", ".join(dict.fromkeys(names))

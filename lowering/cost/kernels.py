@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jhost.lowering.cost.rates import Rates
@@ -225,7 +226,26 @@ class _UnitKernels:
                 if not isinstance(var, Literal):
                     shape = part_shape(dims, shape_of(var), shard)
                     found[self.value(var)] = math.prod(shape) * itemsize(var)
-        return found
+        return found | self.touched(found)
+
+    def touched(self, sizes: Mapping[int, int]) -> dict[int, int]:
+        """The bytes of what is read or written in one part of it, at a place."""
+        read = dict[int, int]()
+        written = dict[int, int]()
+        whole = set[int]()
+        for eqn in (each.eqn for each in self.eqns):
+            first, *rest = map(self.value, eqn.invars) if eqn.invars else (0,)
+            if eqn.primitive is lax.dynamic_slice_p:
+                read[first] = read.get(first, 0) + sizes[id(eqn.outvars[0])]
+            elif eqn.primitive is lax.dynamic_update_slice_p:
+                # In place, as XLA does it where nothing reads what was there before.
+                read.setdefault(first, 0)
+                written[id(eqn.outvars[0])] = sizes.get(rest[0], 0)
+            else:
+                whole |= {first, *rest}
+        # A slice of a slice may be larger than what that takes of the whole.
+        parts = {v: min(n, sizes[v]) for v, n in read.items() if v in sizes}
+        return {v: n for v, n in parts.items() if v not in whole} | written
 
 
 def itemsize(var: Var) -> int:

@@ -119,6 +119,18 @@ class StatementBlocks:
         # Cheap blocks before the last maker are before the transfer in any case.
         return behind, sorted(n for n in along if n > max(behind, default=-1))
 
+    def waited_for(self, numbers: Iterable[int]) -> set[int]:
+        """The blocks that others are made of by such as can wait."""
+        found = set[int]()
+        waiting = [number for number in numbers if self.all[number].can_wait]
+        while waiting:
+            for name in self.all[waiting.pop()].reads:
+                number = self.maker.get(name)
+                if number is not None and number not in found:
+                    found.add(number)
+                    waiting += [number] if self.all[number].can_wait else []
+        return found
+
     def goes_along(self, number: int) -> bool:
         """Whether a block is cheap, and makes no more bytes than it reads."""
         stmt = self.all[number].stmt

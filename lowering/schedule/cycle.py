@@ -1,4 +1,4 @@
-"""A scan as a cycle: transfers that stand beside the work of another iteration.
+"""A scan as a cycle: what stands in another iteration than the one that it is for.
 
 XLA lets no transfer cross the border of an iteration.  So the first gather of a body
 has no work before it to hide behind, and its last sum has no work behind it.  A cycle
@@ -8,6 +8,8 @@ moves both to other iterations:
   early.  The body carries the gathered value to the next iteration.
 - A sum that no iteration reads (a gradient) is made an iteration late.  The body
   carries its terms.
+- So is a product that no iteration reads, beside a transfer that depends on the
+  iteration before and has nothing else beside it (`late_work.py`).
 
 A cycle makes no transfer that is not needed.  The last iteration gathers for no other,
 so it stands behind the scan.  The first iteration has no earlier sum to make, so it
@@ -22,7 +24,15 @@ options that let collectives start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 
 import jax
 import jax.numpy as jnp
@@ -55,15 +65,29 @@ class Early:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A sum that is made an iteration late, with the statements `behind` it.
+    """A sum or a product that is made an iteration late, with what is made of it.
 
-    These put it into stacks.  `little` says whether there is any work behind its terms
-    in their own iteration.
+    The body carries its `terms`.  A sum stands at the start of the next iteration, and
+    a product `beside` a transfer of that, `before` what reads it.  `little` is whether
+    some work stands behind a sum's terms in their own iteration.
     """
 
-    stmt: ir.Communicate
-    behind: tuple[ir.Stmt, ...]
-    little: bool
+    stmts: tuple[ir.Stmt, ...]
+    terms: tuple[ir.Buffer, ...]
+    little: bool = False
+    beside: ir.Communicate | None = None
+    before: ir.Stmt | None = None
+
+    @property
+    def out(self) -> ir.Buffer:
+        """What the sum or the product gives."""
+        first = self.stmts[0]
+        assert isinstance(first, ir.Communicate | ir.Compute)
+        return first.out if isinstance(first, ir.Communicate) else first.outs[0]
+
+    @property
+    def transfers(self) -> list[ir.Communicate]:
+        return [stmt for stmt in self.stmts if isinstance(stmt, ir.Communicate)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +104,7 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cycle:
-    """The transfers of a scan that belong to another iteration.
+    """The transfers and the work of a scan that belong to another iteration.
 
     `core` has the statements that stay in their own iteration.
     """
@@ -93,7 +117,19 @@ class Cycle:
 
     @property
     def stmts(self) -> list[ir.Communicate]:
-        return [each.stmt for each in (*self.early, *self.late)]
+        """The transfers that it is for: those that it moves, and stands work beside."""
+        sums = (stmt for each in self.late for stmt in each.transfers)
+        return [*(each.stmt for each in self.early), *sums, *self.beside_work]
+
+    @property
+    def beside_work(self) -> list[ir.Communicate]:
+        """The transfers that late work stands beside."""
+        return [each.beside for each in self.late if each.beside is not None]
+
+    @property
+    def terms(self) -> dict[str, ir.Buffer]:
+        """What the body carries for what is late, by name."""
+        return {term.name: term for each in self.late for term in each.terms}
 
     @property
     def inside(self) -> range:
@@ -110,15 +146,20 @@ class Cycle:
         return bool(self.early) or any(each.little for each in self.late)
 
 
-def cycle_of(scan: ir.Scan, found: MovableTransfers) -> Cycle | None:
-    """The transfers of a scan that only another iteration can hide."""
+def cycle_of(
+    scan: ir.Scan, found: MovableTransfers, work: Sequence[Late] = ()
+) -> Cycle | None:
+    """The transfers of a scan that only another iteration can hide, and late `work`."""
     if any(jnp.issubdtype(buffer.dtype, jax.dtypes.extended) for buffer in scan.outs):
         return None  # a stack begins as zeros, and there are none of random keys
     if found.stacked & results_off_device(scan.body):
-        return None  # only the scan itself can write a stack in the host's memory
-    early, late = tuple(found.early()), tuple(found.late())
-    cycle = Cycle(scan, early, late, found.core(early, late), found.counted)
-    return cycle if cycle.stmts and scan.length > 1 else None
+        return None  # a stack in the host's memory is the scan's own to write
+    of_work = {stmt.name for each in work for stmt in each.transfers}
+    sums = (each for each in found.late() if of_work.isdisjoint(_sent(each)))
+    early, late = tuple(found.early()), (*sums, *work)
+    if not (early or late) or scan.length < 2:
+        return None
+    return Cycle(scan, early, late, found.core(early, late), found.counted)
 
 
 class MovableTransfers:
@@ -233,8 +274,10 @@ class MovableTransfers:
     def late(self) -> Iterator[Late]:
         """The sums that go into stacks only, with little work behind their terms."""
         for number, stmt, behind in self.last_sums():
-            if (made_of := self.made_of(number, stmt)) is not None:
-                yield Late(stmt, made_of, bool(behind))
+            if (made_of := self.made_of(number, {stmt.out.name})) is not None:
+                made = self.stmts_of(made_of)
+                stmts = (stmt, ir.Wait(communication=stmt.name), *made)
+                yield Late(stmts, (stmt.source,), little=bool(behind))
 
     def last_sums(self) -> Iterator[tuple[int, ir.Communicate, int]]:
         """Each sum with little work behind its terms, and how many works these are."""
@@ -247,22 +290,32 @@ class MovableTransfers:
                 if made and behind <= _LITTLE:
                     yield number, stmt, behind
 
-    def made_of(self, number: int, stmt: ir.Communicate) -> tuple[ir.Stmt, ...] | None:
-        """The statements behind a sum that put it into stacks.
+    def made_of(
+        self, number: int, made: Set[str], moving: Container[str] = ()
+    ) -> list[int] | None:
+        """The blocks behind one that are made of what it `made`, if all may be late.
 
-        None if they are not cheap, read anything else of the iteration, or lead to a
-        value that the next iteration reads.
+        They are cheap, or transfers that are `moving`; they read nothing else that an
+        iteration makes, and what they make goes into stacks alone.
         """
-        made, behind = {stmt.out.name}, list[ir.Stmt]()
-        for block in self.blocks.all[number + 1 :]:
+        made, sent, behind = {*made}, set[str](), list[int]()
+        for later, block in enumerate(self.blocks.all[number + 1 :], number + 1):
+            name = communication_of(block.stmt)
+            if isinstance(block.stmt, ir.Wait):
+                behind += [later] if name in sent else []
             if made.isdisjoint(block.reads):
                 continue
-            if not block.can_wait or not block.reads <= made | self.constant:
+            can_wait = block.can_wait or name in moving
+            if not can_wait or not block.reads <= made | self.constant:
                 return None
             made |= block.writes
-            behind += block.stmts
+            sent |= {name} if name else set()
+            behind.append(later)
         goes_on = not made.isdisjoint(self.ends) or made.isdisjoint(self.stacked)
-        return None if goes_on else tuple(behind)
+        return None if goes_on else behind
+
+    def stmts_of(self, numbers: Iterable[int]) -> list[ir.Stmt]:
+        return [stmt for number in numbers for stmt in self.blocks.all[number].stmts]
 
     def goes_on(self, number: int, stmt: ir.Communicate) -> bool:
         """Whether the next iteration gets a value that is made of a sum."""
@@ -273,11 +326,12 @@ class MovableTransfers:
         return not made.isdisjoint(self.ends)
 
     def core(self, early: Sequence[Early], late: Sequence[Late]) -> tuple[ir.Stmt, ...]:
-        """The statements of the body without those that moved to other iterations."""
-        gone = {each.stmt.name for each in (*early, *late)}
-        behind = {id(stmt) for each in late for stmt in each.behind}
+        """The statements of the body without what other iterations do."""
+        gone = {each.stmt.name for each in early}
+        gone |= {stmt.name for each in late for stmt in each.transfers}
+        behind = {id(stmt) for each in late for stmt in each.stmts}
         before = {id(stmt) for each in early for stmt in each.before}
-        read = self.left | {each.stmt.source.name for each in late}
+        read = self.left | {term.name for each in late for term in each.terms}
         left: list[ir.Stmt] = []
         for stmt in (
             s for block in reversed(self.blocks.all) for s in block.stmts[::-1]
@@ -295,6 +349,10 @@ class MovableTransfers:
 
 def _names(buffers: Iterable[ir.Buffer]) -> set[str]:
     return {buffer.name for buffer in buffers}
+
+
+def _sent(late: Late) -> set[str]:
+    return {stmt.name for stmt in late.transfers}
 
 
 def _named(stmt: ir.Stmt) -> tuple[set[str], set[str]]:

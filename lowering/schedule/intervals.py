@@ -64,7 +64,9 @@ def intervals(blocks: StatementBlocks, is_open: IsOpen) -> list[TransferInterval
         # A transfer of a value that another moved transfer brings keeps its place.
         if not found.keys().isdisjoint(behind):
             continue
-        ready = max(behind, default=-1)
+        # What can wait is made once the transfers are there that it is made of.
+        made_of = found.keys() & blocks.waited_for(behind)
+        ready = max([*behind, *(found[number].issue for number in made_of)], default=-1)
         issue = next((work for work in working if work > ready), reader)
         if issue < reader:
             found[number] = TransferInterval(stmt, ready, issue, reader, tuple(along))

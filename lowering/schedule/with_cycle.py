@@ -8,7 +8,7 @@ over all of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.border import scan_border, scan_ins, scan_outs
@@ -18,7 +18,7 @@ from jhost.lowering.ir.names import FreshNames
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.rewrite import replace_buffers
 from jhost.lowering.schedule.copied import copied
-from jhost.lowering.schedule.cycle import Cycle
+from jhost.lowering.schedule.cycle import Cycle, Late
 from jhost.lowering.schedule.stacks import Stacks, fresh
 
 
@@ -46,21 +46,20 @@ def with_cycle(program: Program, cycle: Cycle) -> Program:
 class _Carried:
     """The values that one iteration carries to the next.
 
-    Attributes:
-        carry: the values that the scan carried already.
-        came: the values that were gathered for the next iteration.
-        terms: the terms of sums that the next iteration makes.
-        stacks: the stacks, with all that is stacked so far.
+    `came` has what was gathered for it, `terms` have what is still to be added up or
+    multiplied, by its name in the scan's body, and `stacks` have all that is stacked so
+    far.
     """
 
     carry: tuple[ir.Buffer, ...]
     came: tuple[ir.Buffer, ...]
-    terms: tuple[ir.Buffer, ...]
+    terms: Mapping[str, ir.Buffer]
     stacks: Mapping[str, ir.Buffer]
 
     @property
     def all(self) -> tuple[ir.Buffer, ...]:
-        return (*self.carry, *self.came, *self.terms, *self.stacks.values())
+        terms, stacks = self.terms.values(), self.stacks.values()
+        return (*self.carry, *self.came, *terms, *stacks)
 
 
 class _Writer:
@@ -111,31 +110,39 @@ class _Writer:
         cycle, scan = self.cycle, self.scan
         count = self.make.first_count()
         stacks = {y.name: self.make.filled(y) for y in scan.ys}
-        state = _Carried(scan.carry, (), (), stacks)
+        state = _Carried(scan.carry, (), {}, stacks)
         if cycle.early:
             state = dataclasses.replace(state, came=self.gathered(scan.carry, count))
         if cycle.late:
-            state, count = self.iteration(state, count), self.make.next(count)
+            state = self.iteration(state, count, is_first=True)
+            count = self.make.next(count)
         if cycle.inside:
             state, count = self.loop(state, count)
         if cycle.last_outside:
             state = self.iteration(state, count, is_last=True)
             count = self.make.next(count)
         if cycle.late:
-            state = self.summed(state, count)
+            state = self.made_late(cycle.late, state, count)
         ends = zip(scan.carried, state.carry, strict=True)
         stacks = {y: self.make.finished(stack) for y, stack in state.stacks.items()}
         return self.body, {end.name: now for end, now in ends} | stacks
 
     def iteration(
-        self, state: _Carried, count: ir.Buffer, *, is_last: bool = False
+        self,
+        state: _Carried,
+        count: ir.Buffer,
+        *,
+        is_first: bool = False,
+        is_last: bool = False,
     ) -> _Carried:
-        """An iteration, with the sums of the one before and the gathers of the next."""
-        if self.cycle.late and state.terms:
-            state = self.summed(state, count)
+        """An iteration, with what it does for those before and behind it."""
+        late = () if is_first else self.cycle.late
+        sums = [each for each in late if each.before is None]
+        state = self.made_late(sums, state, count)
         gathers = bool(self.cycle.early) and not is_last
         ahead = self.gathered(state.carry, count, 1) if gathers else ()
-        return dataclasses.replace(self.computed(state, count), came=ahead)
+        work = [each for each in late if each.before is not None]
+        return dataclasses.replace(self.computed(state, count, work), came=ahead)
 
     def loop(self, state: _Carried, start: ir.Buffer) -> tuple[_Carried, ir.Buffer]:
         """Write the scan; its final state, and the count of iterations done by then."""
@@ -143,7 +150,7 @@ class _Writer:
         before = _Carried(
             self.carried,
             tuple(each.stmt.out for each in self.cycle.early),
-            tuple(fresh(each, inside.names) for each in state.terms),
+            {n: fresh(each, inside.names) for n, each in state.terms.items()},
             {y: fresh(stack, inside.names) for y, stack in state.stacks.items()},
         )
         count = fresh(start, inside.names)
@@ -200,8 +207,10 @@ class _Writer:
         made = known | self.add(counted.stmts, known)
         return {name: made[end] for name, end in counted.ends.items()}
 
-    def computed(self, state: _Carried, count: ir.Buffer) -> _Carried:
-        """Write the work of an iteration, and put its own results into stacks."""
+    def computed(
+        self, state: _Carried, count: ir.Buffer, late: Sequence[Late]
+    ) -> _Carried:
+        """The work of an iteration, some of the one before, and what it stacks."""
         gathers = (each.stmt.out.name for each in self.cycle.early)
         known = {
             **self.consts,
@@ -209,50 +218,69 @@ class _Writer:
             **{p.name: b for p, b in zip(self.carried, state.carry, strict=True)},
             **dict(zip(gathers, state.came, strict=True)),
         }
-        made = known | self.add(self.core, known)
+        copies, made = self.copied(self.core, known)
+        for stmt, copy in zip(self.core, copies, strict=True):
+            work = [each for each in late if each.before is stmt]
+            state = self.made_late(work, state, count)
+            self.body.append(copy)
+        made = known | made
         stacks = dict(state.stacks)
         for result, y in zip(self.results, self.scan.ys, strict=True):
             if result.name in made:
                 stack, value = stacks[y.name], made[result.name]
                 stacks[y.name] = self.make.written(stack, value, count, 0)
-        terms = (each.stmt.source.name for each in self.cycle.late)
         return _Carried(
             tuple(made[end.name] for end in self.ends),
             (),
-            tuple(made[name] for name in terms),
+            {name: made[name] for name in self.cycle.terms},
             stacks,
         )
 
-    def summed(self, state: _Carried, count: ir.Buffer) -> _Carried:
-        """Make the sums of the iteration before, and put them into stacks."""
+    def made_late(
+        self, late: Iterable[Late], state: _Carried, count: ir.Buffer
+    ) -> _Carried:
+        """What the iteration before one left to be made, into their stacks."""
         stacks = dict(state.stacks)
-        for each, terms in zip(self.cycle.late, state.terms, strict=True):
-            stmts = (each.stmt, ir.Wait(communication=each.stmt.name), *each.behind)
-            made = self.add(stmts, self.consts | {each.stmt.source.name: terms})
+        for each in late:
+            slices = self.slices(_reads(each.stmts), count, -1)
+            made = self.add(each.stmts, self.consts | slices | state.terms)
             for result, y in zip(self.results, self.scan.ys, strict=True):
-                if result.name in made and result.name != each.stmt.source.name:
+                if result.name in made:
                     stack, value = stacks[y.name], made[result.name]
                     stacks[y.name] = self.make.written(stack, value, count, -1)
-        return dataclasses.replace(state, terms=(), stacks=stacks)
+        return dataclasses.replace(state, stacks=stacks)
 
     # --- Statements ------------------------------------------------------------ #
 
     def add(
         self, stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer]
     ) -> dict[str, ir.Buffer]:
-        """Append a copy of statements that reads `known` buffers; return its values."""
-        stmts, made = copied(stmts, known, self.names)
-        self.body += stmts
+        """Append a copy of statements that reads what is known; what it makes."""
+        copies, made = self.copied(stmts, known)
+        self.body += copies
+        return made
+
+    def copied(
+        self, stmts: Sequence[ir.Stmt], known: Mapping[str, ir.Buffer]
+    ) -> tuple[list[ir.Stmt], dict[str, ir.Buffer]]:
+        """A copy of each statement that reads what is known; what they make."""
+        copies, made = copied(stmts, known, self.names)
         for name, buffer in made.items():
             self.said[buffer.name] = display_name(self.scan.body, name)
-        return made
+        return copies, made
 
     def read(
         self, stmts: Sequence[ir.Stmt], count: ir.Buffer, ahead: int = 0
     ) -> dict[str, ir.Buffer]:
-        """The slices of an iteration that statements read, or that are its results."""
+        """The slices of an iteration that statements read, or that leave it."""
+        leaving = {each.name for each in self.scan.body.results}
+        return self.slices(_reads(stmts) | leaving, count, ahead)
+
+    def slices(
+        self, wanted: Collection[str], count: ir.Buffer, ahead: int
+    ) -> dict[str, ir.Buffer]:
+        """Those slices of an iteration whose names are wanted."""
         found: dict[str, ir.Buffer] = {}
-        wanted = _reads(stmts) | {each.name for each in self.scan.body.results}
         for param in self.sliced:
             if param.name not in wanted:
                 continue
@@ -274,8 +302,10 @@ def _reads(stmts: Iterable[ir.Stmt]) -> set[str]:
 def _like(state: _Carried, buffers: Sequence[ir.Buffer]) -> _Carried:
     """A state like `state` whose values are `buffers`, in the order of `all`."""
     left = iter(buffers)
-    carry, came, terms = (
-        tuple(next(left) for _ in part)
-        for part in (state.carry, state.came, state.terms)
+    carry, came = (
+        tuple(next(left) for _ in part) for part in (state.carry, state.came)
     )
-    return _Carried(carry, came, terms, dict(zip(state.stacks, left, strict=True)))
+    terms, stacks = (
+        {name: next(left) for name in part} for part in (state.terms, state.stacks)
+    )
+    return _Carried(carry, came, terms, stacks)

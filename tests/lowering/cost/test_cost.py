@@ -24,6 +24,8 @@ from jhost.lowering.cost.tasks import unrolled
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.reach import Reach
 from jhost.lowering.ir.statements import CommunicationKind, Compute
+from jhost.lowering.units.make import unit_of
+from tests.lowering.hand_built import buffer
 from tests.lowering.traced import lowered
 
 # Round numbers: a multiply-add, a byte in memory and a byte on the wire take 1 s.
@@ -91,6 +93,21 @@ def test_a_barrier_costs_nothing() -> None:
         for each in (False, True) * 5
     }
     assert len(predictions) == 1
+
+
+def test_one_place_of_a_stack_is_read_and_written_alone() -> None:
+    """Not the whole, however many layers lie there."""
+
+    def f(stack: jax.Array, layers: jax.Array, i: jax.Array) -> jax.Array:
+        layer = lax.dynamic_slice(layers, (i[0], 0), (1, 4)) * 2
+        return lax.dynamic_update_slice(stack, layer, (i[0], 0))
+
+    types = [jax.ShapeDtypeStruct((8, 4), jnp.float32)] * 2
+    types.append(jax.ShapeDtypeStruct((1,), jnp.int32))
+    unit = unit_of("f", f, *types)
+    ins = [buffer("a: f32[8, 4]"), buffer("b: f32[8, 4]"), buffer("i: i32[1]")]
+    made = Compute(unit=unit, ins=tuple(ins), outs=(buffer("c: f32[8, 4]"),))
+    assert sum(each.traffic for each in kernels(made, {}, {})) <= 2 * 4 * 4 + 4
 
 
 def test_kernels_have_the_sizes_of_one_device() -> None:

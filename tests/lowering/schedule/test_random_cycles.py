@@ -180,13 +180,13 @@ def how_often(host_ir: Program) -> Counter[str]:
     return count
 
 
-@given(scans(), st.sampled_from(get_args(TransferForm)))
+@given(scans(), st.sampled_from(get_args(TransferForm)), st.booleans())
 def test_moved_transfers_bring_the_same_and_none_more_often(
-    host_ir: Program, way: TransferForm
+    host_ir: Program, way: TransferForm, work: bool
 ) -> None:
     verify(host_ir)
     transfers = ChooseTransfers()
-    with sums.moving(way):
+    with sums.moving(way, work):
         changed = ChooseCycles(transfers).apply(host_ir)
         ordered = transfers.apply(changed)
     for note in changed.remarks:

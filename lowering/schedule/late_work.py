@@ -1,0 +1,135 @@
+"""Products that are computed an iteration late, beside what is exposed there.
+
+The gradient of a layer's weight is read by the optimizer alone.  In a scan nothing
+waits for it, and it may be computed while the next layer waits for a transfer.  That is
+for transfers that depend on the iteration before, such as of activations over tp: no
+other iteration can make those.  It is the idea of zero bubbles inside of a scan (Qi,
+Wan, Huang and Lin 2023, "Zero Bubble Pipeline Parallelism").
+
+A product is late with all that is made of it, such as its sum over devices.  The body
+carries its operands, unless they are slices, which are read again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jhost.lowering.ir import statements as ir
+from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.transfers import larger_side
+from jhost.lowering.schedule.blocks import StatementBlock
+from jhost.lowering.schedule.cycle import Late, MovableTransfers
+from jhost.lowering.schedule.intervals import GATHERING
+
+_SUMS = ("ReduceScatter", "AllReduce")
+
+_CARRIED = 2
+"""How many times the largest exposed transfer those operands are that are carried."""
+
+
+def late_work(found: MovableTransfers) -> list[Late]:
+    """Products for the transfers of a body that have nothing beside them."""
+    return [*_Work(found).late()]
+
+
+class _Work:
+    """The products of a body that nothing in it waits for.
+
+    `behind` has the blocks that are made of each, by its number.
+    """
+
+    def __init__(self, found: MovableTransfers) -> None:
+        self.found, self.blocks = found, found.blocks
+        sums = {s.name for _, s in found.blocks.transfers() if s.kind in _SUMS}
+        self.behind: dict[int, list[int]] = {}
+        for number, block in enumerate(self.blocks.all):
+            if self.is_product(number, block):
+                behind = found.made_of(number, block.writes, sums)
+                self.behind |= {} if behind is None else {number: behind}
+        chains = ({number, *behind} for number, behind in self.behind.items())
+        self.free = set[int]().union(*chains)
+
+    def is_product(self, number: int, block: StatementBlock) -> bool:
+        """Whether a block is one product of values that stay as they are."""
+        stmt = block.stmt
+        if not isinstance(stmt, ir.Compute) or not block.contracts:
+            return False
+        names = {buffer.name for buffer in stmt.ins}, {out.name for out in stmt.outs}
+        whole = (block.reads, block.writes) == names
+        later = self.blocks.all[number + 1 :]
+        return (
+            whole
+            and len(block.stmts) == 1
+            and not stmt.reducer
+            and not any(each.eqn.effects for each in stmt.unit.eqns)
+            and all(block.reads.isdisjoint(other.writes) for other in later)
+        )
+
+    def late(self) -> Iterator[Late]:
+        """For each exposed transfer the largest product that is left and has room."""
+        exposed = [*self.exposed()]
+        room = _CARRIED * max((larger_side(stmt) for stmt, _ in exposed), default=0)
+        readers = {reader for _, reader in exposed}
+        left = sorted(self.behind.keys() - readers, key=self.work, reverse=True)
+        carried = set[str]()
+        for stmt, reader in exposed:
+            for number in left:
+                more = [t for t in self.terms(number) if t.name not in carried]
+                if sum(map(bytes_of, more)) <= room:
+                    room -= sum(map(bytes_of, more))
+                    carried |= {term.name for term in more}
+                    left.remove(number)
+                    yield self.made_late(number, stmt, reader)
+                    break
+
+    def made_late(self, number: int, beside: ir.Communicate, reader: int) -> Late:
+        stmts = self.found.stmts_of([number, *self.behind[number]])
+        before = self.blocks.all[reader].stmt
+        return Late(tuple(stmts), self.terms(number), beside=beside, before=before)
+
+    def work(self, number: int) -> tuple[int, int]:
+        """How much a product computes, and its number.
+
+        Of m by k times k by n, the bytes of the three grow as the square of m n k.
+        """
+        (stmt,) = self.blocks.all[number].stmts
+        assert isinstance(stmt, ir.Compute)
+        return math.prod(map(bytes_of, (*stmt.ins, *stmt.outs))), number
+
+    def terms(self, number: int) -> tuple[ir.Buffer, ...]:
+        """The operands of a product that its iteration has to hand on."""
+        known = self.found.constant | self.found.sliced
+        (stmt,) = self.blocks.all[number].stmts
+        assert isinstance(stmt, ir.Compute)
+        each = {buffer.name: buffer for buffer in stmt.ins if buffer.name not in known}
+        return tuple(each.values())
+
+    def exposed(self) -> Iterator[tuple[ir.Communicate, int]]:
+        """The transfers that nothing but free products can hide, each with its reader.
+
+        A product that stands beside one of them as it is stays there.
+        """
+        early = {each.stmt.name for each in self.found.early()}
+        for number, stmt in self.blocks.transfers():
+            movable = stmt.kind in (*GATHERING, *_SUMS) and stmt.name not in early
+            if movable and number not in self.free and self.found.is_open(stmt):
+                reader = self.reader(number, stmt)
+                if reader is not None:
+                    yield stmt, reader
+
+    def reader(self, number: int, stmt: ir.Communicate) -> int | None:
+        """The first block that reads what comes, unless work stands before it."""
+        made_of, _ = self.blocks.before(stmt)
+        made = {stmt.out.name}
+        for later in range(max(made_of, default=-1) + 1, len(self.blocks.all)):
+            block = self.blocks.all[later]
+            if made.isdisjoint(block.reads):
+                if block.contracts if stmt.kind in GATHERING else block.works:
+                    self.behind.pop(later, None)
+                    return None
+            elif block.can_wait:
+                made |= block.writes
+            else:
+                return later
+        return None
