@@ -164,8 +164,9 @@ def _p2p(
     asked = mark.spec
     count = devices if asked.chunks is None else asked.chunks
     if count % devices:
+        sizes = " x ".join(str(axes_size(group, mesh)) for group in ways)
         raise errors.ChunksError(
-            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) needs a "
+            f"A p2p pipeline over {' and '.join(axes)} ({sizes} devices) needs a "
             f"multiple of {devices} chunks: {_multiples(count, devices, extent)}, not "
             f"{count}.",
             [f"axis={mark.dim} at {mark.where}"],
@@ -251,8 +252,6 @@ def _ways(
     stmts = (graph[number].stmt for number in parts)
     every = dict.fromkeys(s.axes for s in stmts if isinstance(s, Communicate))
     pairs = [p for p in itertools.combinations(every, 2) if not set(p[0]) & set(p[1])]
-    count = mark.spec.chunks or 0
-    pairs = [pair for pair in pairs if count % _owners(pair, mesh) == 0]
     found: _Ways | None = None
     most = 0, 0
     for ways in (*((axes,) for axes in every), *pairs):
