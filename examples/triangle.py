@@ -4,7 +4,8 @@ JAX_NUM_CPU_DEVICES=4 python examples/triangle.py
 
 Pair [i, j] gets a sum over all k of what [i, k] and [j, k] have.  One factor comes over
 the one axis, and sums go over the other.  Both go in chunks, beside the products of
-those that came before.
+those that came before: from device to device by permutes, where a device's chunk
+follows its row and its column, or with `--pipeline collective` as collectives.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def update(z: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     a, b = (
         jax.nn.sigmoid(given @ w[f"{name}_gate"]) * (given @ w[name]) for name in "ab"
     )
-    sums = jnp.einsum("ikc,jkc->ijc", jhost.stream(a, axis=1), b)
+    sums = jhost.stream(jnp.einsum("ikc,jkc->ijc", a, b), axis=1)
     return z + jax.nn.sigmoid(given @ w["gate"]) * (norm(sums) @ w["out"])
 
 
 def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
     """Compares the update with `jax.jit` of it, and returns what jhost says of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pipeline", choices=("p2p", "collective"), default="p2p")
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--large", action="store_true", help="2048 residues, for GPUs")
     arguments = parser.parse_args(argv)
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> jhost.Explanation:
         mesh=mesh,
         in_shardings=(PAIRS, P()),
         out_shardings=PAIRS,
-        pipeline="collective",
+        pipeline=arguments.pipeline,
         chunks=arguments.chunks,
     )
     explanation = jhost.explain(pipelined, z, weights)

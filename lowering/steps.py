@@ -17,8 +17,9 @@ from jhost.lowering.ir.display_names import display_name
 from jhost.lowering.ir.index import LoopIndex, evaluate, leaves
 from jhost.lowering.ir.layout import axes_size, bytes_of, size_in_bytes
 from jhost.lowering.ir.program import Program
+from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.reach import Lane, Reach, lane_of
-from jhost.lowering.ir.transfers import received_bytes
+from jhost.lowering.ir.transfers import received_bytes, sent_to_others
 from jhost.lowering.ir.unit_printer import aval_text, type_text
 from jhost.lowering.places import places_of
 from jhost.lowering.rules.collectives import WrittenCollective, written_in
@@ -187,7 +188,8 @@ class _Reporter:
         is_body: bool,
     ) -> None:
         self.program, self.times, self.rates, self.reach = program, times, rates, reach
-        self.mesh = dict(program.mesh.shape)
+        self.ranks = Ranks(program.mesh.shape)
+        self.loops: dict[str, int] = {}
         self.places = places_of(program)
         self.seconds = transfer_times(program, rates, in_body=is_body) if rates else {}
 
@@ -202,7 +204,9 @@ class _Reporter:
                     yield self.communication(stmt, repeats)
                 case ir.For():
                     worth = repeats * _chunks_worth(stmt)
+                    self.loops[stmt.index] = stmt.extent
                     inner = tuple(self.steps(stmt.body, worth))
+                    del self.loops[stmt.index]
                     yield from _around(_loop_text(stmt), inner)
                 case ir.Scan() | ir.While() | ir.Cond():
                     for name, inner, often in named_bodies(stmt, self.times):
@@ -218,7 +222,7 @@ class _Reporter:
             kind=stmt.kind,
             axes=stmt.axes,
             value=display_name(self.program, stmt.source.name),
-            bytes=int(_received(stmt, self.mesh) * repeats) * self.times,
+            bytes=int(self.received(stmt) * repeats) * self.times,
             chunks=math.ceil(repeats),
             times=self.times,
             lane=lane_of(stmt, self.reach),
@@ -233,6 +237,12 @@ class _Reporter:
             )
         layout = f"{type_text(stmt.source)} -> {type_text(stmt.out)}"
         return Step(text=str(report), layout=layout, communication=report)
+
+    def received(self, stmt: ir.Communicate) -> Fraction:
+        """The bytes that a device receives each time, on average, from others."""
+        devices = self.ranks.extent(stmt.axes)
+        held = received_bytes(stmt.kind, bytes_of(stmt.source), devices)
+        return held * sent_to_others(stmt, self.ranks, self.loops)
 
 
 def _around(text: str, steps: tuple[Step, ...]) -> Iterator[Step]:
@@ -299,8 +309,3 @@ def _chunks_worth(loop: ir.For) -> Fraction:
             sizes = [evaluate(size, {index: i}) for i in range(loop.extent)]
             return Fraction(sum(sizes), sizes[0])
     return Fraction(loop.extent)
-
-
-def _received(stmt: ir.Communicate, mesh: Mapping[str, int]) -> int:
-    devices = axes_size(stmt.axes, mesh)
-    return received_bytes(stmt.kind, bytes_of(stmt.source), devices)

@@ -290,12 +290,21 @@ def test_eight_bits_and_their_scales_are_what_comes(
     assert kinds == ["f8_e4m3fn"]
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "kinds"),
+    [
+        ("p2p", ["CollectivePermute", "CollectivePermute"]),
+        ("collective", ["AllGather", "ReduceScatter"]),
+    ],
+)
 def test_what_moves_over_either_axis_does_so_in_chunks(
-    run: Run, capsys: Captured
+    run: Run, capsys: Captured, pipeline: str, kinds: list[str]
 ) -> None:
-    run("triangle.py", [])
+    run("triangle.py", ["--pipeline", pipeline])
     out = capsys.readouterr().out
     moved = re.findall(r"(\w+) of .* over (row|column), .* in 4 chunks beside", out)
-    assert moved == [("AllGather", "row"), ("ReduceScatter", "column")]
+    assert dict(map(reversed, moved)) == dict(
+        zip(["row", "column"], kinds, strict=True)
+    )
     (off,) = re.findall(r"differ by (\S+)", out)
     assert float(off) < 1e-5

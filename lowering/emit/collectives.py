@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,10 +49,9 @@ def communicate(stmt: Communicate, x: Any, ranks: Ranks, shift: AtRanks) -> Any:
                 x, axes, split_axis=stmt.dim, concat_axis=stmt.source_dim, tiled=True
             )
         case "CollectivePermute":
-            targets = ranks.targets(axes, shift)[:, 0].tolist()
-            return _permute(x, axes, ranks, list(enumerate(targets)))
+            return _permute(x, axes, ranks, shift)
         case "SwapAxes":
-            return _permute(x, axes, ranks, list(enumerate(swapped_ranks(devices))))
+            return _permute(x, axes, ranks, _to_mirrored(axes, ranks))
 
 
 def _carrier(dtype: Any) -> Any:
@@ -62,10 +60,10 @@ def _carrier(dtype: Any) -> Any:
     return summed_in(dtype) if narrow else dtype
 
 
-def swapped_ranks(devices: int) -> list[int]:
-    """For each device along two axes of one size, the one at the mirrored place."""
-    size = math.isqrt(devices)
-    return [r % size * size + r // size for r in range(devices)]
+def _to_mirrored(axes: tuple[str, ...], ranks: Ranks) -> AtRanks:
+    """How far on from device (i, j), along two axes of one size, is device (j, i)."""
+    i, j = (ranks.positions[axis] for axis in axes)
+    return (j - i) * (ranks.sizes[axes[0]] - 1)
 
 
 def _shape_after(
@@ -153,17 +151,17 @@ def _exchange(x: Any, axes: tuple[str, ...], devices: int, dim: int) -> Any:
     return lax.all_to_all(x.reshape(shape), axes, split_axis=dim, concat_axis=0)
 
 
-def _permute(
-    x: Any, axes: tuple[str, ...], ranks: Ranks, pairs: list[tuple[int, int]]
-) -> Any:
-    """`lax.ppermute`, which wants the axes in the order of the mesh."""
-    ordered = tuple(axis for axis in ranks.sizes if axis in axes)
-    shape = [ranks.sizes[axis] for axis in axes]
+def _permute(x: Any, axes: tuple[str, ...], ranks: Ranks, shift: AtRanks) -> Any:
+    """`lax.ppermute` along `axes`, and along those by which the shift differs.
 
-    def reordered(rank: int) -> int:
-        position = dict(zip(axes, np.unravel_index(rank, shape), strict=True))
-        sizes = [ranks.sizes[axis] for axis in ordered]
-        return int(np.ravel_multi_index([position[axis] for axis in ordered], sizes))
-
-    moved = [(reordered(source), reordered(target)) for source, target in pairs]
-    return lax.ppermute(x, ordered, moved)
+    It wants the axes in the order of the mesh.
+    """
+    every = np.reshape(shift, np.shape(shift) or (1,) * len(ranks.shape))
+    differs = dict(zip(ranks.sizes, every.shape, strict=True))
+    over = {a: n for a, n in ranks.sizes.items() if a in axes or differs[a] > 1}
+    among = Ranks(over)
+    at = np.squeeze(every, tuple(i for i, a in enumerate(ranks.sizes) if a not in over))
+    numbers = among.in_rows(axes, np.arange(among.count).reshape(among.shape))
+    targets = np.take_along_axis(numbers, among.targets(axes, at), 0)
+    pairs = zip(numbers.ravel().tolist(), targets.ravel().tolist(), strict=True)
+    return lax.ppermute(x, tuple(over), sorted(pairs))

@@ -216,7 +216,8 @@ class Communicate:
     `source_dim` is AllToAll's other dim: the one whose shards come together.
     In SwapAxes, over two axes of one size, device (i, j) sends all to device (j, i).
     `shift` belongs to CollectivePermute: device r sends to r + shift, modulo the number
-    of devices.  A shift that depends on r sends no two devices' values to one.
+    of devices.  A shift may depend on r, or on ranks along other axes, as long as no
+    two devices send to one.
     """
 
     name: str

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Literal, TypeAlias
 
+import numpy as np
+
+from jhost.lowering.ir.index import LoopIndex, leaves
 from jhost.lowering.ir.layout import bytes_of
+from jhost.lowering.ir.ranks import Ranks
 from jhost.lowering.ir.statements import Communicate, CommunicationKind
 
 ScheduledKind: TypeAlias = CommunicationKind | Literal["Broadcast"]
@@ -32,3 +39,21 @@ def received_bytes(kind: ScheduledKind, held: int, devices: int) -> int:
             return held * (devices - 1) // devices
         case "CollectivePermute" | "SwapAxes" | "Broadcast":
             return held
+
+
+def sent_to_others(
+    stmt: Communicate, ranks: Ranks, loops: Mapping[str, int]
+) -> Fraction:
+    """The share of what a permute sends that does not stay on its device.
+
+    Where it stands in `loops`, of so many iterations, that is the share of all.
+    """
+    if stmt.shift is None:
+        return Fraction(1)
+    devices, used = ranks.extent(stmt.axes), leaves(stmt.shift)
+    over = {name: n for name, n in loops.items() if LoopIndex(name) in used}
+    moved: list[bool] = []
+    for numbers in itertools.product(*map(range, over.values())):
+        shift = ranks.value(stmt.shift, dict(zip(over, numbers, strict=True)))
+        moved += np.ravel(np.asarray(shift) % devices != 0).tolist()
+    return Fraction(sum(moved), len(moved))

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Set
 from jhost.lowering.ir import statements as ir
 from jhost.lowering.ir.graph import Graph, Node
 from jhost.lowering.ir.index import Constant, Index, LoopIndex
-from jhost.lowering.ir.layout import axes_size
 from jhost.lowering.ir.operation import has_contraction
 from jhost.lowering.ir.queues import MAIN, OWN, on_stream
 from jhost.lowering.loops.chunk import LoopSpec
@@ -134,9 +133,9 @@ def ways_back(
 
     A gather that the loop contracts has that contraction to run beside.
     """
-    pieces = choice.chunks // axes_size(choice.axes, mesh)
-    # A single piece has no next one whose steps could hide the gather of its total.
-    if choice.pipeline != "p2p" or pieces == 1:
+    # A single piece has no next one whose steps could hide its way back.
+    single = choice.chunks == choice.owners(mesh)
+    if choice.pipeline != "p2p" or choice.across or single:
         return {}
     parts = choice.participations
     nodes = [(graph[number], part) for number, part in parts.items()]

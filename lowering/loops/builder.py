@@ -17,7 +17,7 @@ from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
 from jhost.lowering.ir.requests import stream_choices, unpipelined_values
 from jhost.lowering.ir.rewrite import replace_buffers
-from jhost.lowering.ir.statements import Buffer, Compute, Stmt
+from jhost.lowering.ir.statements import Buffer, Communicate, Compute, Stmt
 from jhost.lowering.loops.all_reduce import AllReduceLoop, ways_back
 from jhost.lowering.loops.beside import Unchunked
 from jhost.lowering.loops.chunk import ChunkLoop, LoopSpec
@@ -25,6 +25,7 @@ from jhost.lowering.loops.collective import CollectiveLoop
 from jhost.lowering.loops.gather_again import gathers_again
 from jhost.lowering.loops.legality import Pipelining
 from jhost.lowering.loops.p2p import P2PLoop
+from jhost.lowering.loops.skewed import SkewedLoop
 from jhost.lowering.loops.zigzag import (
     ZigzagLoop,
     dims_in_zigzag_order,
@@ -207,6 +208,8 @@ class LoopBuilder:
     def loop(self, group: Group) -> ChunkLoop | Unchunked | None:
         stream = self.participation(group[0]).stream
         choice = self.choices[stream]
+        if choice.across:
+            choice = self.along_fewest(choice, group)
         if self.is_unpipelined(group):
             return None
         spec = LoopSpec(
@@ -226,17 +229,28 @@ class LoopBuilder:
             return None  # no transfer moves a chunk
         works = any(isinstance(node.stmt, Compute) for node in group)
         if not (works or choice.by_name):
-            return None  # the loop has no work to run beside its transfers
+            return None  # nothing would run beside what comes and goes
+        if spec.choice.across:
+            return SkewedLoop(spec)
         back = self.back.keys() & {id(node) for node in group}
         if back:
             return AllReduceLoop(spec, back)
         if is_causal(spec):
             return self.balanced(spec)
-        # The user who asks for more chunks than devices wants chunks, and not whole
-        # shards.
-        if group in self.adding and choice.chunks == axes_size(choice.axes, self.mesh):
+        # With more chunks than devices, chunks are what was asked for.
+        if group in self.adding and choice.chunks == choice.owners(self.mesh):
             return Unchunked(spec, self.contractions)
         return P2PLoop(spec)
+
+    def along_fewest(self, choice: Pipelining, group: Group) -> Pipelining:
+        """A choice of two groups of axes; of one, for a loop that needs no other."""
+        stmts = [n.stmt for n in group if self.participation(n).ratio != 1]
+        moved = {stmt.axes for stmt in stmts if isinstance(stmt, Communicate)}
+        one = next(iter(moved), ())
+        # A shard of several chunks would come in several steps.
+        if len(moved) > 1 or axes_size(one, self.mesh) != choice.owners(self.mesh):
+            return choice
+        return dataclasses.replace(choice, axes=one, across=())
 
     def leaving(self, group: Group) -> Set[str]:
         """The values of a group that other nodes, or the caller, read."""

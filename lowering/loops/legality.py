@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -25,22 +27,18 @@ DEFAULT_CHUNKS = 4
 class Pipelining:
     """What a stream gets.
 
-    Attributes:
-        spec: the pipeline, with nothing left open.
-        reason: why it was chosen.
-        participations: the nodes that work in chunks, by number.
-        axes: the mesh axes along which a p2p pipeline moves its chunks.
-        by_name: whether the user named the pipeline.  It is then kept even where
-            nothing runs beside its transfers.
-        beside: the numbers of the contractions over all chunks that stand beside
-            transfers.
-        fewer: what to say if there are fewer chunks than the user asked for.
+    Nothing is open in its `spec`.  A p2p pipeline moves its chunks along the mesh axes
+    `axes`, and in some loops `across` others as well (see `skewed.py`).  A pipeline
+    that was asked for `by_name` stands even where nothing runs beside the transfers.
+    `beside` has the numbers of the contractions over all chunks that stand beside
+    transfers.  `fewer` says so where there are fewer chunks than the user asked for.
     """
 
     spec: PipelineSpec
     reason: str
     participations: Mapping[int, Participation]
     axes: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
     by_name: bool = True
     beside: frozenset[int] = frozenset()
     fewer: str = ""
@@ -52,6 +50,15 @@ class Pipelining:
     @property
     def chunks(self) -> int:
         return self.spec.chunks or 1
+
+    @property
+    def ways(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of axes along which chunks move."""
+        return (self.axes, self.across) if self.across else (self.axes,)
+
+    def owners(self, mesh: Mapping[str, int]) -> int:
+        """The chunks of a p2p pipeline where each is one piece."""
+        return _owners(self.ways, mesh)
 
 
 def choose_pipeline(
@@ -151,32 +158,29 @@ def _p2p(
 ) -> Pipelining:
     """One chunk for each device, or several equal pieces of it, as the count asks."""
     if math.prod(mesh.values()) == 1:
-        return off("there is one device, so nothing moves")
-    moves = _moves(graph, parts)
-    axes = _moving_axes(mark, moves)
-    devices = axes_size(axes, mesh)
+        return off("there is one device, and nothing moves")
+    ways = _ways(mark, graph, parts, mesh)
+    axes = tuple(itertools.chain(*ways))
+    devices = _owners(ways, mesh)
     asked = mark.spec
     count = devices if asked.chunks is None else asked.chunks
     if count % devices:
+        sizes = " x ".join(str(axes_size(group, mesh)) for group in ways)
         raise errors.ChunksError(
-            f"A p2p pipeline over {' and '.join(axes)} ({devices} devices) needs a "
+            f"A p2p pipeline over {' and '.join(axes)} ({sizes} devices) needs a "
             f"multiple of {devices} chunks: {_multiples(count, devices, extent)}, not "
             f"{count}.",
             [f"axis={mark.dim} at {mark.where}"],
         )
     _check_count(mark, count, extent, devices)
-    kept = {
-        number: part
-        for number, part in parts.items()
-        # Nodes that do not move with the loop are written before it or behind it.
-        if number in moves[axes] or _rotates(graph[number], part, devices, axes)
-    }
+    kept = _moving(ways, graph, parts, mesh)
     sums = {number for number, part in kept.items() if _sums_up(graph[number], part)}
     # The contractions over all chunks then stand elsewhere: behind the loop, or beside
     # its transfers.
     if asked.sums != "in chunks":
         kept = {number: part for number, part in kept.items() if number not in sums}
-    source = "one a device" if asked.chunks is None else "as asked"
+    source = "one a device" if len(ways) == 1 else f"moved over {' and '.join(axes)}"
+    source = source if asked.chunks is None else "as asked"
     reason = mark.reason or f"{count} chunks, {source}"
     pieces = count // devices
     fewer = ""
@@ -186,7 +190,8 @@ def _p2p(
         spec=dataclasses.replace(asked, chunks=count),
         reason=reason,
         participations=kept,
-        axes=axes,
+        axes=ways[0],
+        across=() if len(ways) == 1 else ways[1],
         by_name=mark.by_name,
         beside=frozenset(sums if asked.sums == "beside transfers" else ()),
         fewer="" if mark.reason else fewer,
@@ -208,25 +213,59 @@ def _sums_up(node: Node, part: Participation) -> bool:
     return unit_eqn.rule.contracts and unit_eqn.rule.matmul is None
 
 
+_Ways: TypeAlias = tuple[tuple[str, ...], ...]
+"""One group of mesh axes along which chunks move, or two."""
+
+
+def _owners(ways: _Ways, mesh: Mapping[str, int]) -> int:
+    """The chunks of which each device owns whole ones, along each of the groups."""
+    return math.lcm(*(axes_size(axes, mesh) for axes in ways))
+
+
 def _moves(
-    graph: Sequence[Node], parts: Mapping[int, Participation]
-) -> dict[tuple[str, ...], list[int]]:
-    """The communications that move the streamed dim's shards, by mesh axes."""
-    moves: dict[tuple[str, ...], list[int]] = {}
+    ways: _Ways,
+    graph: Sequence[Node],
+    parts: Mapping[int, Participation],
+    mesh: Mapping[str, int],
+) -> dict[int, tuple[str, ...]]:
+    """The communications that move the streamed dim's shards so, with their axes."""
+    moves: dict[int, tuple[str, ...]] = {}
     for number, part in parts.items():
         stmt = graph[number].stmt
-        if isinstance(stmt, Communicate) and part.ratio != 1:
-            shards = min(part.reads[0].groups, part.writes[0].groups)
-            if shards == 1:
-                moves.setdefault(stmt.axes, []).append(number)
+        if isinstance(stmt, Communicate) and part.ratio != 1 and stmt.axes in ways:
+            # With more groups a shard has several stretches, and a chunk is in each.
+            whole = max(part.reads[0].groups, part.writes[0].groups)
+            if whole == _owners(ways, mesh):
+                moves[number] = stmt.axes
     return moves
 
 
-def _moving_axes(
-    mark: StreamChoice, moves: Mapping[tuple[str, ...], Sequence[int]]
-) -> tuple[str, ...]:
-    """The mesh axes along which most moves go; the loops move chunks along these."""
-    if not moves:
+def _ways(
+    mark: StreamChoice,
+    graph: Sequence[Node],
+    parts: Mapping[int, Participation],
+    mesh: Mapping[str, int],
+) -> _Ways:
+    """The group of mesh axes along which most moves go, or two of them.
+
+    In a loop along one group device r has one device's chunk at a step.  In a loop
+    along two it follows both ranks: see `skewed.py`.
+    """
+    stmts = (graph[number].stmt for number in parts)
+    every = dict.fromkeys(s.axes for s in stmts if isinstance(s, Communicate))
+    pairs = [p for p in itertools.combinations(every, 2) if not set(p[0]) & set(p[1])]
+    found: _Ways | None = None
+    most = 0, 0
+    for ways in (*((axes,) for axes in every), *pairs):
+        moves = _moves(ways, graph, parts, mesh)
+        if set(moves.values()) != {*ways}:
+            continue
+        kept = _moving(ways, graph, parts, mesh)
+        works = sum(isinstance(graph[n].stmt, Compute) for n in kept)
+        # A second group is of use only beside work that the first has as well.
+        if len(moves) > most[0] and (len(ways) == 1 or works >= most[1]):
+            found, most = ways, (len(moves), works)
+    if found is None:
         raise errors.PipelineError(
             "A p2p pipeline hands the shards of a dim from device to device. Shard the "
             "dim over the axis along which it is gathered, reduced and scattered, or "
@@ -236,13 +275,26 @@ def _moving_axes(
                 "all-to-all moves the dim"
             ],
         )
-    # Device r has one chunk at a step, so a loop moves along one group of axes.
-    return max(moves, key=lambda axes: len(moves[axes]))
+    return found
 
 
-def _rotates(
-    node: Node, part: Participation, devices: int, axes: tuple[str, ...]
-) -> bool:
+def _moving(
+    ways: _Ways,
+    graph: Sequence[Node],
+    parts: Mapping[int, Participation],
+    mesh: Mapping[str, int],
+) -> dict[int, Participation]:
+    """What moves with the loop; all else stands before it or behind it."""
+    moves, axes = _moves(ways, graph, parts, mesh), {*itertools.chain(*ways)}
+    chunks = _owners(ways, mesh)
+    return {
+        number: part
+        for number, part in parts.items()
+        if number in moves or _rotates(graph[number], part, chunks, axes)
+    }
+
+
+def _rotates(node: Node, part: Participation, chunks: int, axes: Set[str]) -> bool:
     """Whether a node can work on another chunk on each device at the same time.
 
     Work on a device's own shard is written before the loop or after it.  A collective
@@ -250,11 +302,11 @@ def _rotates(
     would differ from device to device, because they add chunks in different orders.
     """
     stmt = node.stmt
-    if part.ratio != 1 or part.groups != devices:
+    if part.ratio != 1 or part.groups != chunks:
         return False
     if isinstance(stmt, Communicate):
-        return not set(stmt.axes) & set(axes)
+        return not set(stmt.axes) & axes
     sums = [buffer for i, buffer in enumerate(node.writes) if i not in part.writes]
     # Integers add up to the same in any order.
     exact = all(jnp.issubdtype(buffer.dtype, jnp.integer) for buffer in sums)
-    return exact or all(used_axes(layout_of(b)) >= set(axes) for b in sums)
+    return exact or all(used_axes(layout_of(b)) >= axes for b in sums)

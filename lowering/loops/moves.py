@@ -41,7 +41,7 @@ class MovingLoop(ChunkLoop):
     def __init__(self, spec: LoopSpec) -> None:
         super().__init__(spec)
         self.axes, self.extent = spec.choice.axes, spec.extent
-        self.devices = axes_size(self.axes, spec.mesh)
+        self.devices = spec.choice.owners(spec.mesh)
         self.rank = linear_rank(self.axes, spec.mesh)
         self.steps = -(-self.extent // (spec.choice.chunks // self.devices))
         self.pieces = -(-self.extent // self.steps)
@@ -57,16 +57,16 @@ class MovingLoop(ChunkLoop):
         size = chunk_size(self.extent, self.steps, self.piece)
         extent, grain = self.extent, math.gcd(self.steps, self.extent)
         if groups > 1:
-            # The dim is whole on the device, so the shard's place in it comes first.
-            start = self.rank_after(self.step) * self.extent + start
+            # The dim is whole here: the place of the shard in it comes first.
+            owner = self.rank if self.own else (self.rank + self.step) % self.devices
+            start = owner * self.extent + start
             extent *= self.devices
         return DimChunk(start, size, self.steps, extent, grain=grain)
 
-    def rank_after(self, shift: Index) -> Index:
-        """The rank of the device `shift` further on; at step 0 the device's own."""
-        if self.step == Constant(0):
-            return self.rank
-        return (self.rank + shift) % self.devices
+    @property
+    def own(self) -> bool:
+        """Whether the chunk at hand is the device's own."""
+        return self.step == Constant(0)
 
     def select(self, buffer: ir.Buffer, access: Access) -> ir.Buffer:
         if access.groups > 1 or self.pieces > 1:
@@ -87,18 +87,26 @@ class MovingLoop(ChunkLoop):
         """
         part = self.spec.participation(node)
         if stmt.kind == "ReduceScatter" and part.ratio < 1:
-            self.move(self.term(stmt, source), source, self.step)
+            self.move(stmt, self.term(stmt, source), source, self.to_owner(stmt))
             return
         out = self.write(node.writes[0], part.writes[0])
         if part.ratio == 1:
             self.collective(stmt, out, source)
         elif part.ratio > 1:
             if stmt.kind == "AllToAll":
-                source = self.part_of_other(source, stmt.dim, stmt.out)
-            self.move(out, source, self.devices - self.step)
+                source = self.part_of_other(stmt, source, stmt.dim, stmt.out)
+            self.move(stmt, out, source, self.from_owner(stmt))
         else:
-            out = self.part_of_other(out, stmt.source_dim, stmt.source)
-            self.move(out, source, self.step)
+            out = self.part_of_other(stmt, out, stmt.source_dim, stmt.source)
+            self.move(stmt, out, source, self.to_owner(stmt))
+
+    def to_owner(self, stmt: ir.Communicate) -> Index:
+        """How many devices further on the owner of the chunk at hand is."""
+        return self.step
+
+    def from_owner(self, stmt: ir.Communicate) -> Index:
+        """How many devices further on the one is that works on this device's shard."""
+        return axes_size(stmt.axes, self.spec.mesh) - self.to_owner(stmt)
 
     def collective(
         self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer
@@ -108,22 +116,31 @@ class MovingLoop(ChunkLoop):
         self.body.append(dataclasses.replace(stmt, name=name, out=out, source=source))
         self.body.append(ir.Wait(communication=name))
 
-    def move(self, out: ir.Buffer, source: ir.Buffer, shift: Index) -> None:
-        """Append a send to the device `shift` further on; at step 0 a copy instead."""
-        if self.step == Constant(0):
+    def move(
+        self, stmt: ir.Communicate, out: ir.Buffer, source: ir.Buffer, shift: Index
+    ) -> None:
+        """Every device sends to the one `shift` further on; its own chunk stays."""
+        if self.own:
             self.body.append(ir.Set(out=out, source=source))
             return
-        move = permute(source, out, self.axes, shift, self.spec.names)
+        move = permute(source, out, stmt.axes, shift, self.spec.names)
         self.body.extend((move, ir.Wait(communication=move.name)))
 
+    def rank_after(self, stmt: ir.Communicate, shift: Index) -> Index:
+        """The rank of the device `shift` further on; its own, about its own chunk."""
+        rank = linear_rank(stmt.axes, self.spec.mesh)
+        if self.own:
+            return rank
+        return (rank + shift) % axes_size(stmt.axes, self.spec.mesh)
+
     def part_of_other(
-        self, whole: ir.Buffer, dim: int | None, like: ir.Buffer
+        self, stmt: ir.Communicate, whole: ir.Buffer, dim: int | None, like: ir.Buffer
     ) -> ir.Buffer:
-        """An alias for the part of `dim` that the device `step` before this one has."""
+        """An alias of what the one that works on our chunk has of `dim` in `like`."""
         assert dim is not None
         size = like.shape[dim]
         # Device r - k works on r's chunk at step k, so the part is that device's.
-        start = self.rank_after(self.devices - self.step) * size
+        start = self.rank_after(stmt, self.from_owner(stmt)) * size
         part = part_of(whole, dim, start, size, self.spec.names, like=like)
         self.body.append(part)
         return part.out
@@ -133,15 +150,17 @@ class MovingLoop(ChunkLoop):
     def term(self, stmt: ir.Communicate, source: ir.Buffer) -> ir.Buffer:
         """The buffer for the term of a sum that comes at the current step."""
         terms = self.terms_of(stmt, source)
-        own = self.step == Constant(0)
-        term = self.slot(terms, self.step if own else self.hidden.order(self.step))
+        order = self.step if self.own else self.hidden.order(self.step)
+        term = self.slot(terms, order)
         return term if self.pieces == 1 else self.piece_of(term, stmt)
 
-    def piece_of(self, shard: ir.Buffer, stmt: ir.Communicate) -> ir.Buffer:
-        """An alias for the current piece of the result of `stmt`, or of a term."""
+    def piece_of(
+        self, shard: ir.Buffer, stmt: ir.Communicate, groups: int = 1
+    ) -> ir.Buffer:
+        """An alias of the piece at hand of what `stmt` makes, or of a term of it."""
         assert stmt.dim is not None
-        window = self.window(1)
-        scale = shard.shape[stmt.dim] // self.extent
+        window = self.window(groups)
+        scale = shard.shape[stmt.dim] // window.extent
         shape = list(shard.shape)
         shape[stmt.dim] = window.most * scale
         name = self.spec.names.fresh(f"{stmt.out.name}_piece")
@@ -163,14 +182,18 @@ class MovingLoop(ChunkLoop):
             terms = dataclasses.replace(
                 stmt.out,
                 name=self.spec.names.fresh(f"{stmt.out.name}_terms"),
-                # Hidden steps send no term.
-                shape=(self.devices - self.hidden.count, *stmt.out.shape),
+                shape=(self.count_of_terms(stmt), *stmt.out.shape),
                 dims=(ir.Dim(), *spread),
                 partial=source.partial,
             )
             self.allocate(terms)
             self.terms[stmt.out.name] = terms
         return self.terms[stmt.out.name]
+
+    def count_of_terms(self, stmt: ir.Communicate) -> int:
+        """How many devices send a term of what a device owns."""
+        # Steps that are left out send nothing.
+        return axes_size(stmt.axes, self.spec.mesh) - self.hidden.count
 
     def slot(self, terms: ir.Buffer, step: Index) -> ir.Buffer:
         """An alias of the term of one step."""
@@ -207,7 +230,7 @@ class MovingLoop(ChunkLoop):
     def unit_of_total(self, stmt: ir.Communicate) -> ir.Unit:
         """The sum of all terms of a shard."""
         assert stmt.reducer is not None
-        count = self.devices - self.hidden.count
+        count = self.count_of_terms(stmt)
         return unit_of(
             self.spec.names.fresh("total"),
             functools.partial(combined, stmt.reducer, is_narrow(stmt.out)),

@@ -383,8 +383,15 @@ def communicates(fragment: str, *body: Stmt) -> None:
 def test_a_permute_sends_each_device_something() -> None:
     twice_their_rank = communicate("CollectivePermute", Y, X, shift=TP)
     refuses(r"a permutation of devices, got rank\(tp\)", twice_their_rank)
-    by_another_axis = communicate("CollectivePermute", Y, X, shift=Rank("dp"))
-    refuses("the position along other axes", by_another_axis)
+
+
+def test_a_permute_is_one_in_each_row_of_the_mesh() -> None:
+    """Its shift may differ from row to row, and then each row is looked at."""
+    wait = Wait(communication="c")
+    differs = communicate("CollectivePermute", Y, X, shift=Rank("dp"))
+    verify(given(differs, wait))
+    in_one_row = communicate("CollectivePermute", Y, X, shift=TP * Rank("dp"))
+    refuses(r"a permutation of devices, got .* send to \[0, 2, 0, 2\]", in_one_row)
 
 
 def test_a_communication_is_waited_for() -> None:
