@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
@@ -39,7 +39,8 @@ class ChooseCycles(EachProgram):
     transfers: ChooseTransfers
 
     def change(self, program: Program) -> Program:
-        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        mesh = dict(program.mesh.shape)
+        can_hide = functools.partial(self.transfers.can_hide, mesh=mesh)
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
             if isinstance(stmt, Scan):
@@ -64,10 +65,6 @@ class ChooseCycles(EachProgram):
             if self.is_better(program, other, cycle):
                 program = _noted(other, _said(cycle))
         return _noted(program, _said_kept(scan, found.bound()))
-
-    def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
-        way = self.transfers.way(transfer, mesh)
-        return way is not None and self.transfers.is_open(transfer)
 
     def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
         """Whether the `other` program is asked for, or done earlier."""

@@ -116,6 +116,13 @@ class FoundStreamsChoice:
             for mark in all_marks(program)
         ]
 
+    def asked(
+        self, marks: Sequence[Sequence[StreamChoice]]
+    ) -> list[Sequence[StreamChoice]]:
+        """Marks of some programs with what was chosen; none where no loop gains."""
+        asked = [[_as(m, self.chosen.get(m.numbers)) for m in own] for own in marks]
+        return [[] if all(m.unpipelined for m in own) else own for own in asked]
+
     def said(
         self,
         stream: FoundStream,
