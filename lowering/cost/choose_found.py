@@ -22,8 +22,11 @@ from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.streams.found import FoundStream
 
-_CLOSE = 0.98
-"""From this share of a time on, what could still be gained is not looked for."""
+_CLOSE = 0.99
+"""From this share of a time on, what could still be gained is not looked for.
+
+Sums elsewhere make other computations as well, so it is an estimate and no bound.
+"""
 
 _HOPELESS = 1.05
 """From so many times the time without a loop on, a candidate is not varied."""
@@ -81,9 +84,8 @@ class FoundStreamsChoice:
         first = stream.marks[0][0]
         yield first
         if first.spec.sums != "in chunks":
-            yield first.with_spec(sums="whole")
             yield first.with_spec(sums="in chunks")
-        yield first.with_spec(zigzag=False)
+            yield first.with_spec(sums="whole")
 
     def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
         """Whether another candidate could gain on the best one so far."""
