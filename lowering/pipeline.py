@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from jax.sharding import AbstractMesh
 
@@ -15,6 +15,7 @@ from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.find_streams import FindStreams
 from jhost.lowering.cost.leave_to_xla import LeaveToXla
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.remembering import Remembering
 from jhost.lowering.frontend.build import build
 from jhost.lowering.frontend.inline_calls import inline_calls
 from jhost.lowering.frontend.values import DisplayNames
@@ -43,7 +44,8 @@ from jhost.lowering.verify.state import TypesOfUnits
 class Pass(Protocol):
     """A valid program in, a valid program out; options are the pass's fields."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
     def apply(self, program: Program) -> Program: ...
 
@@ -114,33 +116,29 @@ def passes(
         Segment(),
         ScheduleLoops(),
     )
-    communications = ConvertToCommunications()
-    finds = settings.finds and settings.pipeline == "auto"
-    # Loops of found streams move chunks by permutes.
-    hides = rates is not None and rates.permute.beside_compute
-    # Late work takes long to weigh, and gains less than streams do.
-    cycles = ChooseCycles(transfers, moves_work=False)
-    tried = (cycles if isinstance(each, ChooseCycles) else each for each in loops)
+    loops = (ConvertToCommunications(), *loops)
     choice = ChoosePipelines(
-        following=(*layouts, communications, *tried),
+        following=(*layouts, *loops),
         settings=settings,
         rates=rates,
         device_kind=device_kind,
         tuned=tuned or {},
     )
+    finds = settings.finds and settings.pipeline == "auto"
+    # What is found is moved by permutes.
+    if finds and rates is not None and rates.permute.beside_compute:
+        # What finding makes of bodies is not made again for the program that is chosen.
+        layouts, loops = (tuple(map(Remembering, each)) for each in (layouts, loops))
+        finding = FindStreams(layouts, loops, rates, transfers)
+    else:
+        finding = FindStreams()
     return Passes(
         before_choice=(InBlocks(), PadUneven()),
         choice=choice,
         layouts=layouts,
-        finding=FindStreams(
-            layouts=(*layouts, communications),
-            # Without cycles: they take longest, and only move transfers that are in no
-            # loop over chunks.
-            following=tuple(s for s in loops if not isinstance(s, ChooseCycles)),
-            rates=rates if finds and hides else None,
-        ),
-        loops=(communications, *loops),
-        # The life of each unit's results, and the way in which permutes move.
+        finding=finding,
+        loops=loops,
+        # The life of what the units make, and how what is sent goes.
         finish=(InsertDeallocations(), ChoosePermutes(rates)),
     )
 

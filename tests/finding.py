@@ -32,7 +32,7 @@ def everywhere() -> Generator[None]:
 
 
 def _every_stream(
-    bounds: stream_bounds.StreamBounds, program: Program
+    bounds: stream_bounds.StreamBounds, program: Program, again: bool
 ) -> list[FoundStream]:
     mesh: dict[str, Any] = dict(program.mesh.shape)
     return found_streams(program, lambda stmt: bounds.seconds(stmt, mesh))

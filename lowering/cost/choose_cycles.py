@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from jhost.lowering.cost.choose_transfers import ChooseTransfers, Weighed
@@ -45,7 +45,8 @@ class ChooseCycles(EachProgram):
     """Whether work may be late as well."""
 
     def change(self, program: Program) -> Program:
-        can_hide = functools.partial(self.can_hide, mesh=dict(program.mesh.shape))
+        mesh = dict(program.mesh.shape)
+        can_hide = functools.partial(self.transfers.can_hide, mesh=mesh)
         # The last one first, as a cycle gives the statements behind it other operands.
         for stmt in reversed(program.body):
             if isinstance(stmt, Scan):
@@ -81,10 +82,6 @@ class ChooseCycles(EachProgram):
         cycle = cycle_of(scan, found, work) if work else None
         if cycle is not None and self.may_move_work(cycle):
             yield cycle
-
-    def can_hide(self, transfer: Communicate, mesh: Mapping[str, int]) -> bool:
-        way = self.transfers.way(transfer, mesh)
-        return way is not None and self.transfers.is_open(transfer)
 
     def is_better(self, program: Program, other: Program, moved: Cycle | Once) -> bool:
         """Whether the `other` program is asked for, or predicted to take less time."""

@@ -22,8 +22,11 @@ from jhost.lowering.ir.marks import Mark, StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.streams.found import FoundStream
 
-_CLOSE = 0.98
-"""If computations alone take this share of a time, no other candidate is tried."""
+_CLOSE = 0.99
+"""From this share of a time on, what could still be gained is not looked for.
+
+Sums elsewhere make other computations as well, so it is an estimate and no bound.
+"""
 
 _HOPELESS = 1.05
 """A candidate that takes so many times the time without a loop is not varied."""
@@ -82,9 +85,8 @@ class FoundStreamsChoice:
         first = stream.marks[0][0]
         yield first
         if first.spec.sums != "in chunks":
-            yield first.with_spec(sums="whole")
             yield first.with_spec(sums="in chunks")
-        yield first.with_spec(zigzag=False)
+            yield first.with_spec(sums="whole")
 
     def leaves_more(self, outcomes: Sequence[Outcome]) -> bool:
         """Whether another candidate could gain enough over the best one so far."""
@@ -116,6 +118,13 @@ class FoundStreamsChoice:
             else mark
             for mark in all_marks(program)
         ]
+
+    def asked(
+        self, marks: Sequence[Sequence[StreamChoice]]
+    ) -> list[Sequence[StreamChoice]]:
+        """Marks of some programs with what was chosen; none where no loop gains."""
+        asked = [[_as(m, self.chosen.get(m.numbers)) for m in own] for own in marks]
+        return [[] if all(m.unpipelined for m in own) else own for own in asked]
 
     def said(
         self,

@@ -75,10 +75,9 @@ class ChooseTransfers(EachProgram):
     """The axes along which GPUs of several processes lie."""
 
     def change(self, program: Program) -> Program:
-        way_of = functools.partial(self.way, mesh=dict(program.mesh.shape))
-        every = beside_work(
-            program, lambda stmt: way_of(stmt) is not None and self.is_open(stmt)
-        )
+        mesh = dict(program.mesh.shape)
+        way_of = functools.partial(self.way, mesh=mesh)
+        every = beside_work(program, functools.partial(self.can_hide, mesh=mesh))
         ways: dict[str, TransferForm] = {}
         notes: list[Note] = []
         made = Weighed(program)
@@ -103,6 +102,10 @@ class ChooseTransfers(EachProgram):
         if not ways:
             return program
         return dataclasses.replace(made.program, remarks=(*program.remarks, *notes))
+
+    def can_hide(self, stmt: Communicate, mesh: Mapping[str, int]) -> bool:
+        """Whether a transfer may stand beside work outside of loops."""
+        return self.way(stmt, mesh) is not None and self.is_open(stmt)
 
     def way(self, stmt: Communicate, mesh: Mapping[str, int]) -> TransferForm | None:
         """The form of a transfer that stands beside work; None if there is none."""

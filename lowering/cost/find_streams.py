@@ -14,23 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jhost._text import counted
+from jhost.lowering.cost.choose_cycles import ChooseCycles
 from jhost.lowering.cost.choose_found import FoundStreamsChoice, numbers_of
+from jhost.lowering.cost.choose_transfers import ChooseTransfers
 from jhost.lowering.cost.rates import Rates
-from jhost.lowering.cost.remembering import FollowingPass, Remembering
+from jhost.lowering.cost.remembering import FollowingPass
 from jhost.lowering.cost.sections import Sections
 from jhost.lowering.cost.stream_bounds import StreamBounds
-from jhost.lowering.ir.bodies import (
-    all_marks,
-    programs,
-    rebuilt,
-    with_each_body,
-    with_marks,
-)
+from jhost.lowering.ir.bodies import all_marks, programs, with_each_body
 from jhost.lowering.ir.derived import derived
 from jhost.lowering.ir.marks import StreamChoice
 from jhost.lowering.ir.program import Program
 from jhost.lowering.ir.remarks import Note
-from jhost.lowering.ir.requests import stream_choices, without_stream_choices
+from jhost.lowering.ir.requests import stream_choices
 from jhost.lowering.ir.statements import Compute
 from jhost.lowering.streams.found import FoundStream
 
@@ -40,61 +36,66 @@ class FindStreams:
     """A program without stream marks -> one with marks for the loops that gain.
 
     Attributes:
-        layouts: the passes that lay out values, up to the communications.
-        following: the passes behind them, up to the loops.
-        rates: the rates of the devices; None looks for no streams.
+        layouts: the passes that lay out values.
+        loops: those behind them, from the communications to the loops.
+        rates: the rates of the devices; None where no stream is to be found.
+        transfers: what says which transfers stand beside work outside of loops.
     """
 
     name: ClassVar[str] = "find_streams"
 
-    layouts: tuple[FollowingPass, ...]
-    following: tuple[FollowingPass, ...]
+    layouts: Sequence[FollowingPass] = ()
+    loops: Sequence[FollowingPass] = ()
     rates: Rates | None = None
+    transfers: ChooseTransfers = dataclasses.field(default_factory=ChooseTransfers)
 
     def apply(self, program: Program) -> Program:
         if self.rates is None or program.mesh.size <= 1 or _is_marked(program):
             return program
         plain = self.laid_out(program)
-        found = _numbered(StreamBounds(self.rates).streams(plain))
+        bounds = StreamBounds(self.rates, self.transfers.can_hide)
+        found = _numbered(bounds.streams(plain))
         if not any(found):
             return program
         marks = [[m for each in streams for m in each.every_mark] for streams in found]
-        marked = _with_more_marks(program, _of_global_values(marks, plain, program))
+        of_program = _of_global_values(marks, plain, program)
+        marked = self.laid_out(_with_more_marks(program, of_program))
         plain = _with_more_marks(plain, marks)
         streams = [each for streams in found for each in streams]
-        return self.chosen(marked, plain, streams, self.rates)
+        weighing = self.weighed(marked, plain, streams, self.rates)
+        chosen = _with_more_marks(program, weighing.asked(of_program))
+        return _noted(chosen, len(streams) - weighing.gained)
 
     def laid_out(self, program: Program) -> Program:
-        for step in self.layouts:
+        """`program` with its layouts and communications."""
+        for step in (*self.layouts, self.loops[0]):
             program = step.apply(program)
         return program
 
-    def chosen(
+    def weighed(
         self,
-        program: Program,
+        looped: Program,
         plain: Program,
         streams: Sequence[FoundStream],
         rates: Rates,
-    ) -> Program:
-        """`program` with the best choice for each stream; `plain` is laid out."""
-        looped, without = (
+    ) -> FoundStreamsChoice:
+        """What is best for each stream; `plain` is laid out for none of them."""
+        sections = (
             Sections(each, [numbers_of(all_marks(each), s.marks[0]) for s in streams])
-            for each in (self.laid_out(program), plain)
+            for each in (looped, plain)
         )
-        following = [Remembering(step) for step in self.following]
-        weighing = FoundStreamsChoice(looped, without, following, rates)
+        # Cycles take longest, and move what stands in no loop over chunks.
+        following = [s for s in self.loops[1:] if s.name != ChooseCycles.name]
+        weighing = FoundStreamsChoice(*sections, following, rates)
         for each in streams:
             weighing.choose(each)
-        marks = weighing.marks(program)
-        chosen = rebuilt(with_marks(program, marks), _without_idle)
-        return _noted(chosen, len(streams), weighing.gained)
+        return weighing
 
 
-def _noted(program: Program, looked_at: int, gained: int) -> Program:
-    """`program` with a remark on the streams that were weighed and not taken."""
-    if gained == looked_at:
+def _noted(program: Program, left: int) -> Program:
+    """`program` with a remark on the streams that were looked at and left."""
+    if not left:
         return program
-    left = looked_at - gained
     form = (
         f"{counted(left, 'more stream')} could hide transfers, but "
         f"{'is' if left == 1 else 'are'} predicted not to gain enough"
@@ -105,12 +106,6 @@ def _noted(program: Program, looked_at: int, gained: int) -> Program:
 def _is_marked(program: Program) -> bool:
     """Whether a program or a body in it has a mark of a stream."""
     return any(map(stream_choices, programs(program)))
-
-
-def _without_idle(program: Program) -> Program:
-    """`program` without its marks of streams, if none of them asks for a loop."""
-    idle = all(mark.unpipelined for mark in stream_choices(program))
-    return without_stream_choices(program) if idle else program
 
 
 # --- The marks, in the program before layouts and behind them --------------------- #

@@ -24,6 +24,9 @@ from jhost.lowering.streams.plan import take_known, takes_plan, with_plan_of
 class FollowingPass(Protocol):
     """A pass that lowers a candidate further."""
 
+    @property
+    def name(self) -> str: ...
+
     def apply(self, program: Program) -> Program: ...
 
 
@@ -88,6 +91,10 @@ class Remembering:
         self.step = step
         self.made = Shared[_Made]()
         self.bodies = Shared[Program]()
+
+    @property
+    def name(self) -> str:
+        return self.step.name
 
     def apply(self, program: Program) -> Program:
         step = self.step

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 from jhost.lowering.cost.candidates import gain_of
 from jhost.lowering.cost.kernels import kernels
 from jhost.lowering.cost.rates import Rates
+from jhost.lowering.cost.work_beside import WorkBeside
 from jhost.lowering.ir.bodies import ITERATIONS, programs
+from jhost.lowering.ir.graph import Graph, graph_of
 from jhost.lowering.ir.index import Index, Rank
 from jhost.lowering.ir.layout import axes_size, bytes_of
 from jhost.lowering.ir.operation import has_contraction
@@ -15,24 +20,58 @@ from jhost.lowering.ir.statements import Communicate, Compute, Cond, Scan, Stmt,
 from jhost.lowering.ir.transfers import received_bytes
 from jhost.lowering.streams.found import FoundStream, found_streams
 
+CanHide: TypeAlias = Callable[[Communicate, Mapping[str, int]], bool]
+"""Whether a transfer may stand beside work on a mesh, outside of loops over chunks."""
+
 
 class StreamBounds:
     """The streams that could hide enough to gain, by lower bounds of all times."""
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, rates: Rates, can_hide: CanHide) -> None:
+        self.rates, self.can_hide = rates, can_hide
 
     def streams(self, program: Program) -> list[list[FoundStream]]:
         """For each of `programs`, the streams that are worth a closer look."""
-        return [self.streams_of(each) for each in programs(program)]
+        every = [*programs(program)]
+        scans = (stmt for each in every for stmt in each.body if isinstance(stmt, Scan))
+        again = {id(scan.body) for scan in scans if scan.length > 1}
+        return [self.streams_of(each, id(each) in again) for each in every]
 
-    def streams_of(self, program: Program) -> list[FoundStream]:
+    def streams_of(self, program: Program, again: bool) -> list[FoundStream]:
+        """Those of one program, or of a body that runs `again` and again."""
         if not any(map(self.may_hide, program.body)):
             return []
-        mesh = dict(program.mesh.shape)
-        least = (1 - gain_of(self.rates)) * self.work(program)
-        every = found_streams(program, lambda stmt: self.seconds(stmt, mesh))
+        graph, mesh = graph_of(program), dict(program.mesh.shape)
+        work = [self.work_of(node.stmt, mesh) for node in graph]
+        seconds = self.exposed(graph, mesh, WorkBeside(graph, work, again))
+        least = (1 - gain_of(self.rates)) * sum(work)
+        # No stream hides more than all that moves, which is known before any is found.
+        if sum(seconds.values()) <= least:
+            return []
+        seconds |= {id(n.stmt): s for n, s in zip(graph, work, strict=True) if s}
+        every = found_streams(program, lambda stmt: seconds.get(id(stmt), 0.0))
         return [each for each in every if each.hidden > least]
+
+    def exposed(
+        self, graph: Graph, mesh: Mapping[str, int], beside: WorkBeside
+    ) -> dict[int, float]:
+        """What each transfer takes that no work outside of loops can hide.
+
+        All of them share the work that may stand beside them.
+        """
+        moves = {
+            number: self.seconds(node.stmt, mesh)
+            for number, node in enumerate(graph)
+            if isinstance(node.stmt, Communicate)
+        }
+        every = sum(moves.values())
+        return {
+            id(stmt): seconds * max(0.0, 1 - beside.of(number) / every)
+            if self.can_hide(stmt, mesh)
+            else seconds
+            for number, seconds in moves.items()
+            if seconds and isinstance(stmt := graph[number].stmt, Communicate)
+        }
 
     def may_hide(self, stmt: Stmt) -> bool:
         """Whether it is a transfer that copy engines could make beside work."""
@@ -45,7 +84,7 @@ class StreamBounds:
         mesh = dict(program.mesh.shape)
         return sum(self.work_of(stmt, mesh) for stmt in program.body)
 
-    def work_of(self, stmt: Stmt, mesh: dict[str, int]) -> float:
+    def work_of(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
         match stmt:
             case Compute():
                 return self.seconds(stmt, mesh)
@@ -58,8 +97,8 @@ class StreamBounds:
             case _:
                 return 0.0
 
-    def seconds(self, stmt: Stmt, mesh: dict[str, int]) -> float:
-        """The seconds of a contraction or a communication by itself; 0 for others."""
+    def seconds(self, stmt: Stmt, mesh: Mapping[str, int]) -> float:
+        """What a contraction or a communication takes by itself; others nothing."""
         match stmt:
             case Compute() if has_contraction(stmt):
                 # The last device: under a causal mask no other has as much work.
