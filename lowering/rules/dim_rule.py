@@ -71,8 +71,12 @@ class Shard(Protocol):
     def starts(self, factor: int) -> Sequence[Any]:
         """Where the stretches begin that the steps of `factor` here are in the whole.
 
-        They have one size, and begin at multiples of it: ints, or traced scalars.
+        They have one size.  Each start is an int or a traced scalar.
         """
+        ...
+
+    def grain(self, factor: int) -> int:
+        """A number that divides the stretches' size, and where each of them begins."""
         ...
 
     def parts(self, factor: int) -> int:
